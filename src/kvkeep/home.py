@@ -1,4 +1,4 @@
-"""Where kvkeep keeps what it fetched, and sessions."""
+"""Where kvkeep keeps sessions and compiled steps, and packages the models that they fetch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvkeep.extras import needed_by
 
 
 def home() -> Path:
-    """The directory of converted models and sessions: $KVKEEP_HOME, or one in the user's cache
+    """The directory of models, sessions and compiled steps: $KVKEEP_HOME, or one in the user's cache
     directory.
 
     Raises:

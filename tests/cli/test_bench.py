@@ -335,7 +335,7 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("op", "--queries", "300"), "must be at most"),
         (("op", "--dtype", "int3"), "no dtype 'int3'"),
         (("op", "--codecs", "int9"), "no codec 'int9'"),
-        (("op", "--plot", "x.foo"), "must end in one of"),
+        (("op", "--plot", "x.foo"), "must end in ."),
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),
         (("linear", "--shapes", "5x"), "give layers such as"),

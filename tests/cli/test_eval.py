@@ -207,7 +207,7 @@ def test_inspect_in_a_terminal_that_is_not_utf8():
         (("eval", "--specs", " ; "), "no spec"),
         (("eval", "--context", "20,x"), "whole numbers"),
         (("eval", "--text", "nowhere.txt"), "does not exist"),
-        (("eval", "--plot", "x.foo"), "must end in one of"),
+        (("eval", "--plot", "x.foo"), "must end in ."),
         (("eval", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
         (("eval", "--context", "8000"), "the model holds 8192; use a context of at most 7936"),
         (("eval", "--windows", "99"), "fewer windows"),
