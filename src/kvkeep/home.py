@@ -9,8 +9,8 @@ from kvkeep.extras import needed_by
 
 
 def home() -> Path:
-    """The directory of models, sessions and compiled steps: $KVKEEP_HOME, or one in the user's cache
-    directory.
+    """The directory of models, sessions and compiled steps: $KVKEEP_HOME, or one in the user's
+    cache directory.
 
     Raises:
         MissingPackageError: KVKEEP_HOME is not set, and platformdirs is not installed.
