@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from kvkeep_lab.evals.kvpress import PRESSES
 from kvkeep_lab.evals.tasks import GROUPS, TASKS
 
 from kvkeep.cli import complete
@@ -28,7 +27,6 @@ def test_the_names_are_those_of_the_library():
         CacheSpec.parse(spec)
         assert shlex.quote(spec) == spec  # bash inserts it as it is
     assert (*GROUPS, *TASKS) == complete.TASKS
-    assert complete.PRESSES == PRESSES
 
 
 @pytest.mark.parametrize(

@@ -55,21 +55,6 @@ TASKS = (
     "many-shot",
     "citations",
 )
-PRESSES = (
-    "none",
-    "snapkv",
-    "adakv",
-    "criticaladakv",
-    "pyramid",
-    "knorm",
-    "keydiff",
-    "streaming",
-    "tova",
-    "expected_attention",
-    "observed_attention",
-    "kvzip",
-)
-
 _MODEL_FILES = ("config.json", "*.gguf", "adapter_config.json")
 
 Completion = Callable[[str], list[str]]
