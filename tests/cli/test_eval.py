@@ -8,6 +8,7 @@ import re
 import pytest
 from kvkeep_lab.cli.inspect import ASCII_BARS, BARS, DOTTED, bar
 from support import finetune_inputs
+from support.command_line import last_line, run
 from support.demo_stand_in import LAYERS
 from support.sweep_configs import model_of
 from typer.testing import CliRunner
@@ -15,15 +16,6 @@ from typer.testing import CliRunner
 from kvkeep.cli.app import app
 
 PROMPT = "One two three four five six seven eight nine ten eleven twelve"
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [*arguments])
-
-
-def last_line(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def data_of(page):

@@ -15,12 +15,6 @@ from kvkeep.hf import models
 from kvkeep.named_models import installed
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
-    return tmp_path
-
-
 def test_names(home, tmp_path):
     assert models.resolve(str(tmp_path)) == str(tmp_path)
     assert models.resolve("owner/name") == "owner/name"
