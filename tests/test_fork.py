@@ -117,7 +117,7 @@ def test_all_rows_of_a_fork_read_the_same_slots(spec):
 def test_what_is_shared_is_never_written_to():
     cache = filled("keep_all", 5, ragged=False)
     frozen = cache.freeze()
-    planes = [unsliced(layer._slots.segments()[0].planes) for layer in cache.layers]
+    planes = [unsliced(layer.slots.segments()[0].planes) for layer in cache.layers]
     before = [{name: plane.clone() for name, plane in p.items()} for p in planes]
     forks = [frozen.fork() for _ in range(3)]
     for seed, fork in enumerate(forks):

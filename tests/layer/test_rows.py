@@ -81,7 +81,7 @@ def test_a_block_is_encoded_once():
     before = None
     for _ in range(20):
         layer.step(*tokens(2, 1), scale=0.4)
-        blocks = layer._slots.blocks
+        blocks = layer.slots.blocks
         if before is not None:
             count = before["k"].shape[2]
             assert all(blocks.storage.read()[n][:, :, :count].equal(p) for n, p in before.items())

@@ -227,7 +227,7 @@ def test_views_of_all_layers_at_once(copies):
     host, growing = cache_of("keep_all@host"), cache_of("keep_all@growing")
     for cache in (host, growing):
         feed(cache, 6)
-    views = [[layer._slots.segments()[0] for layer in cache.layers] for cache in (host, growing)]
+    views = [[layer.slots.segments()[0] for layer in cache.layers] for cache in (host, growing)]
     for mine, expected in [*zip(*views, strict=True), *zip(*views, strict=True)]:
         assert mine.keys(torch.float32).equal(expected.keys(torch.float32))
         assert mine.values(torch.float32).equal(expected.values(torch.float32))

@@ -39,7 +39,7 @@ def holds(cache, tokens):
     """Whether a cache holds what these tokens gave, and nothing else."""
     return cache.fed == len(tokens) and all(
         not tokens
-        or torch.cat([s.keys(torch.float32) for s in layer._slots.segments()], dim=2).equal(
+        or torch.cat([s.keys(torch.float32) for s in layer.slots.segments()], dim=2).equal(
             slots_of(tokens) + index
         )
         for index, layer in enumerate(cache.layers)
