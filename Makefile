@@ -59,7 +59,7 @@ programs:
 LITGPT := litgpt lightning lightning-utilities torchmetrics pytorch-lightning jsonargparse
 
 # The native kernels' tests.
-KERNELS := tests/attention tests/test_linears.py tests/test_native_step.py tests/test_native_packed.py
+KERNELS := tests/attention tests/test_linears.py tests/layer/test_native_step.py tests/layer/test_native_packed.py
 
 # With kernels that stop at any access outside of memory.
 sanitize: .venv/installed

@@ -52,6 +52,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """For tests that feed a model by itself."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty KVKEEP_HOME."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in float32, and its tokenizer; leave it detached."""

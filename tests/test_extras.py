@@ -62,8 +62,8 @@ def module_of(requirement):
 
 
 REQUIRED = {module_of(one) for one in PROJECT["dependencies"] if ";" not in one}
-assert LAB["dependencies"] == ["kvkeep[cli]"]
-REQUIRED_BY_LAB = {module_of(one) for one in EXTRAS["cli"]}
+assert LAB["dependencies"] == ["kvkeep[cli,gguf]"]
+REQUIRED_BY_LAB = {module_of(one) for extra in ("cli", "gguf") for one in EXTRAS[extra]}
 OPTIONAL = {
     module_of(one)
     for extras in (EXTRAS, LAB["optional-dependencies"])
@@ -194,8 +194,7 @@ MISSING = [
     ("import kvkeep.hf.session", "filelock", "cli"),
     ("import kvkeep.environment", "psutil", "cli"),
     ("home()", "platformdirs", "cli"),
-    ("fetch('smollm2-135m')", "gguf", "gguf"),
-    ("fetch('smollm2-135m')", "filelock", "gguf"),
+    ("load(gguf_file)", "gguf", "gguf"),
     ("load(gguf_file)", "accelerate", "gguf"),
     ("opened('memory://here')", "fsspec", "remote"),
     ("Location('memory://here')", "fsspec", "remote"),
@@ -207,7 +206,7 @@ MISSING = [
 """A program, a package that is missing, and the extra that its error names."""
 
 EACH_MISSING = f"""
-from kvkeep.hf.models import fetch, load
+from kvkeep.hf.models import load
 from kvkeep.home import home
 from kvkeep.store import Location, opened
 gguf_file = os.environ["KVKEEP_HOME"] + "/model.gguf"
@@ -255,18 +254,30 @@ def test_the_command_says_what_is_missing():
 
 WITHOUT_LAB = """
 import importlib.metadata, runpy
-importlib.metadata.entry_points = lambda **_: ()
-sys.argv[1:] = ["bench", "op"]
+find = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **asked: (
+    [] if asked.get("group", "").startswith("kvkeep.") else find(**asked)
+)
+sys.argv[1:] = {arguments!r}
 runpy.run_module("kvkeep", run_name="__main__")
 """
 
 
-def test_commands_of_kvkeep_lab_without_it():
-    ran = run(WITHOUT_LAB, ())
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bench", "op"], "kvkeep bench is a command of kvkeep-lab; pip install kvkeep-lab"),
+        (
+            ["models", "fetch", "smollm2-135m"],
+            "smollm2-135m is a model of kvkeep-lab; pip install kvkeep-lab, or give a directory, a "
+            "GGUF file or a hub name (owner/name)",
+        ),
+    ],
+)
+def test_kvkeep_without_kvkeep_lab(arguments, says):
+    ran = run(WITHOUT_LAB.format(arguments=arguments), ())
     assert ran.returncode == 2
-    assert ran.stderr == (
-        "error: kvkeep bench is a command of kvkeep-lab; pip install kvkeep-lab\n"
-    )
+    assert ran.stderr == f"error: {says}\n"
 
 
 def test_a_package_that_cannot_be_imported():

@@ -49,6 +49,11 @@ class MissingPackageError(UnsupportedError, ImportError):
     """A feature whose packages are not installed; the message names the extra that brings them."""
 
 
+class ModelError(KVKeepError):
+    """A model, or the dtype or device to load it with, does not exist; or the model could not be
+    fetched or loaded."""
+
+
 class PrecisionWarning(UserWarning):
     """A codec loses too much precision with some models; issued once per process."""
 

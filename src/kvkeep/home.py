@@ -1,4 +1,4 @@
-"""Where kvkeep keeps what it fetched, and sessions."""
+"""Where kvkeep keeps sessions and compiled steps, and packages the models that they fetch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvkeep.extras import needed_by
 
 
 def home() -> Path:
-    """The directory of converted models and sessions: $KVKEEP_HOME, or one in the user's cache
-    directory.
+    """The directory of models, sessions and compiled steps: $KVKEEP_HOME, or one in the user's
+    cache directory.
 
     Raises:
         MissingPackageError: KVKEEP_HOME is not set, and platformdirs is not installed.

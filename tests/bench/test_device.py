@@ -21,7 +21,7 @@ from kvkeep_lab.bench.systems import labels, named
 
 import kvkeep
 from kvkeep import environment
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import ModelError, SpecError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.host.progress import Work, silent
 
@@ -79,7 +79,7 @@ def test_bandwidth():
 def test_devices():
     assert device_named("cpu") == CPU
     assert device_named().type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(UnsupportedError, match="no device 'abacus' here; there is cpu"):
+    with pytest.raises(ModelError, match="no device 'abacus' here; there is cpu"):
         device_named("abacus")
 
 
@@ -348,8 +348,8 @@ def test_caches_are_filled_alike(system):
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"ways": ("fast",)}, SpecError, "no way 'fast' to run a step; there is default, eager"),
-        ({"dtype": "bits"}, SpecError, "no dtype 'bits'"),
+        ({"ways": ("fast",)}, SpecError, "no way 'fast'; there is default, eager"),
+        ({"dtype": "bits"}, ModelError, "no dtype 'bits'"),
         ({"against": ("llama.cpp",)}, UnsupportedError, "llama.cpp needs a prompt"),
     ],
 )

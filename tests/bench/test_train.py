@@ -261,7 +261,7 @@ def test_gaps(tmp_path, capsys, lengths):
         (("--methods", ","), "--methods is empty"),
         (("--processes", "1,0"), "whole numbers above 0"),
         (("--cache", "h3o:5"), "did you mean 'h2o'"),
-        (("--plot", "x.foo"), "must end in one of"),
+        (("--plot", "x.foo"), "must end in ."),
     ],
 )
 def test_bad_input(arguments, says):

@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from kvkeep.blocks import Block, Chat, Prompt, Text
 from kvkeep.blocks.parts import Mark, marked
 from kvkeep.errors import SpecError
-from kvkeep.hf.models import resolve
 
 STORY = (
     "The lighthouse of Aldermere was built in 1843 by Ida Brandt, who had lost a ship there. Its "
@@ -21,11 +19,6 @@ OTHER = (
     "In the storm of 1911 the lamp failed, and he rang the bell by hand for eleven hours. Nobody "
     "was lost that night, and the bell hangs in the town hall to this day."
 )
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(resolve("smollm2-135m"))
 
 
 class Page:

@@ -9,33 +9,25 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import finetune_inputs
+from support import command_line, finetune_inputs
+from support.command_line import last_line
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.app import app
 from kvkeep.errors import KVKeepError
 from kvkeep.hf import session
 from kvkeep.hf.adapter_files import AdapterError, is_adapter
 from kvkeep.hf.models import load
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BRIEF = ("--max-new-tokens", "6", "--json")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """Of many small tensors."""
-
-
 def run(*arguments, code=0, **options):
-    result = CliRunner().invoke(app, [*map(str, arguments)], **options)
+    result = command_line.run(*arguments, **options)
     assert result.exit_code == code, result.output
     return result
-
-
-def last_line(result):
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

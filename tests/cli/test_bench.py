@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from functools import partial
 from itertools import product
 from mmap import PAGESIZE
 from pathlib import Path
@@ -12,25 +12,17 @@ from shutil import which
 import pytest
 import torch
 from kvkeep_lab.bench.resident import in_core
-from support import finetune_inputs
+from support import command_line, finetune_inputs
+from support.command_line import last_line
 from support.demo_stand_in import LAYERS, stand_in
-from typer.testing import CliRunner
 
 from kvkeep.attention import native
-from kvkeep.cli.app import app
 from kvkeep.errors import UnsupportedError
 from kvkeep.storage.allocate import reserve
 
+run = partial(command_line.run, "bench")
+
 RECORDED = Path(__file__).parents[2] / "benchmarks"
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", *arguments])
-
-
-def last_line(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture
@@ -335,14 +327,14 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("op", "--queries", "300"), "must be at most"),
         (("op", "--dtype", "int3"), "no dtype 'int3'"),
         (("op", "--codecs", "int9"), "no codec 'int9'"),
-        (("op", "--plot", "x.foo"), "must end in one of"),
+        (("op", "--plot", "x.foo"), "must end in ."),
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),
         (("linear", "--shapes", "5x"), "give layers such as"),
         (("linear", "--rows", "33"), "the kernel computes 1 to 32"),
         (("linear", "--dtype", "float64"), "no "),
         (("op", "--device", "abacus"), "no device 'abacus' here"),
-        (("op", "--against", "abacus"), "no attention 'abacus' to measure"),
+        (("op", "--against", "abacus"), "no attention 'abacus'; there is torch-sdpa"),
         (("decode", "--against", "vllm"), "no system 'vllm'"),
         (("decode", "--ways", "fast"), "no way 'fast'"),
         (("decode", "--specs", "h3o:5"), "did you mean 'h2o'"),

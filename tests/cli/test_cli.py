@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.command_line import last_line, run
 from support.demo_stand_in import stand_in
-from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep import native_library
-from kvkeep.cli.app import app
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import compile_ahead
-from kvkeep.hf.models import is_fetched, load
+from kvkeep.hf.models import load
 from kvkeep.home import home
 
 MODEL = ("--model", "smollm2-135m")
-
-
-def run(*arguments, **options):
-    return CliRunner().invoke(app, [*arguments], **options)
-
-
-def last_line(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +151,9 @@ def test_version():
 @pytest.mark.usefixtures("_model")
 def test_models():
     models = last_line(run("models", "list", "--json"))["models"]
-    assert [model["name"] for model in models] == ["smollm2-135m", "gemma3-270m"]
-    assert models[0]["fetched"] is is_fetched("smollm2-135m") is True
+    assert [model["name"] for model in models] == ["gemma3-270m", "smollm2-135m"]
+    assert models[1]["fetched"] is True
+    assert models[1]["path"] == str(home() / "models" / "smollm2-135m")
     assert last_line(run("models", "--json"))["models"] == models
     assert "smollm2-135m" in run("models").stdout
     assert last_line(run("models", "fetch", "smollm2-135m", "--json"))["path"].startswith(
@@ -181,7 +171,10 @@ def test_models_of_any_name(base, tmp_path, monkeypatch):
     monkeypatch.setattr("kvkeep.hf.models.download", lambda name, _: asked.append(name) or base)
     assert run("models", "fetch", "owner/name").stdout == f"{base}\n"
     assert asked == ["owner/name"]
-    for name, says in (("gpt-9", "known: smollm2-135m"), (f"{base}s", f"did you mean '{base}'?")):
+    for name, says in (
+        ("gpt-9", "known: gemma3-270m, smollm2-135m"),
+        (f"{base}s", f"did you mean '{base}'?"),
+    ):
         for command in ("fetch", "show"):
             result = run("models", command, name)
             assert result.exit_code == 2

@@ -9,19 +9,16 @@ import subprocess
 import sys
 
 import pytest
-from kvkeep_lab.evals.kvpress import PRESSES
 from kvkeep_lab.evals.tasks import GROUPS, TASKS
 
 from kvkeep.cli import complete
 from kvkeep.codec import CODECS
-from kvkeep.hf.models import KNOWN
 from kvkeep.policy import POLICIES
 from kvkeep.spec import ALIASES, CacheSpec
 from kvkeep.storage import STORAGES
 
 
 def test_the_names_are_those_of_the_library():
-    assert tuple(KNOWN) == complete.MODELS
     assert tuple(CODECS) == complete.CODECS
     assert set(complete.STORAGES) == set(STORAGES)
     names = [spec.partition(":")[0].partition("(")[0] for spec in complete.POLICIES]
@@ -30,7 +27,6 @@ def test_the_names_are_those_of_the_library():
         CacheSpec.parse(spec)
         assert shlex.quote(spec) == spec  # bash inserts it as it is
     assert (*GROUPS, *TASKS) == complete.TASKS
-    assert complete.PRESSES == PRESSES
 
 
 @pytest.mark.parametrize(

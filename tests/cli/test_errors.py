@@ -11,18 +11,13 @@ import warnings
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from support.command_line import run
 
 from kvkeep.__main__ import _quiet
-from kvkeep.cli.app import app
 from kvkeep.cli.generate import given_prompt
 from kvkeep.policy import POLICIES
 
 READING = "reading stdin ...\n"
-
-
-def run(*arguments, **options):
-    return CliRunner().invoke(app, [*arguments], **options)
 
 
 @pytest.mark.parametrize(

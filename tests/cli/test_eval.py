@@ -8,6 +8,7 @@ import re
 import pytest
 from kvkeep_lab.cli.inspect import ASCII_BARS, BARS, DOTTED, bar
 from support import finetune_inputs
+from support.command_line import last_line, run
 from support.demo_stand_in import LAYERS
 from support.sweep_configs import model_of
 from typer.testing import CliRunner
@@ -15,15 +16,6 @@ from typer.testing import CliRunner
 from kvkeep.cli.app import app
 
 PROMPT = "One two three four five six seven eight nine ten eleven twelve"
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [*arguments])
-
-
-def last_line(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def data_of(page):
@@ -207,7 +199,7 @@ def test_inspect_in_a_terminal_that_is_not_utf8():
         (("eval", "--specs", " ; "), "no spec"),
         (("eval", "--context", "20,x"), "whole numbers"),
         (("eval", "--text", "nowhere.txt"), "does not exist"),
-        (("eval", "--plot", "x.foo"), "must end in one of"),
+        (("eval", "--plot", "x.foo"), "must end in ."),
         (("eval", "--model", "smollm2-135n"), "did you mean 'smollm2-135m'"),
         (("eval", "--context", "8000"), "the model holds 8192; use a context of at most 7936"),
         (("eval", "--windows", "99"), "fewer windows"),

@@ -10,19 +10,15 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from support import finetune_inputs
+from support import command_line, finetune_inputs
+from support.command_line import last_line
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from kvkeep import train
-from kvkeep.cli.app import app
 from kvkeep.finetune.data import read
 from kvkeep.hf.models import load
 
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """Of many small tensors."""
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -32,12 +28,7 @@ def data(tmp_path):
 
 def run(base, data, out, *options):
     where = ("--model", str(base), "--out", str(out), "--dtype", "float32", "--device", "cpu")
-    return CliRunner().invoke(app, ["finetune", str(data), *where, *options])
-
-
-def last_line(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
+    return command_line.run("finetune", data, *where, *options)
 
 
 def test_finetune(base, data, tmp_path):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
 import torch
+from support import command_line
+from support.command_line import last_line
 from support.store_places import KINDS, Place, put
 from support.tiny_models import tiny
-from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli.app import app
 from kvkeep.store import Disk, PrefixStore
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["store", *map(str, arguments)])
-
-
-def last_line(result, code=0):
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout.splitlines()[-1])
+run = partial(command_line.run, "store")
 
 
 @pytest.fixture(params=KINDS)

@@ -21,6 +21,8 @@ from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import Options
 from kvkeep.finetune.run import finetune
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 6
 OPTIONS = {
     "cache": "h2o:16",
@@ -59,11 +61,6 @@ def killed(path, *content, **how):
 tensor_file.write = killed
 test_checkpoint.run(Path(sys.argv[1]), Path(sys.argv[2]))
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """As in the process that is killed: other numbers of threads add in another order."""
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,9 @@ from kvkeep.finetune.data import DataError
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.run import finetune
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS = {"task": "classify", "cache": "keep_all", "chunk": 7, "length": 64, "batch": 3}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """Of many small tensors."""
 
 
 @pytest.fixture

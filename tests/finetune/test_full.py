@@ -16,13 +16,10 @@ from kvkeep.finetune.data import order, pieces, read
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.run import finetune
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH = 32
 OPTIONS = {"cache": "keep_all", "length": LENGTH, "lr": 1e-2, "full": True, "chunk": 16}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """Of many small tensors."""
 
 
 @pytest.fixture

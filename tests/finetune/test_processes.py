@@ -18,10 +18,7 @@ import kvkeep.finetune.run
 from kvkeep.finetune import processes
 from kvkeep.finetune.processes import Processes
 
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """As in the processes."""
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights(out, name):

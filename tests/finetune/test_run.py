@@ -18,12 +18,9 @@ from kvkeep.finetune.processes import Processes
 from kvkeep.finetune.run import finetune
 from kvkeep.host import host_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTH = 48
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """Of many small tensors."""
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.random_ids import ids
 from support.tiny_models import tiny
 from transformers import DynamicCache
 
@@ -99,10 +100,6 @@ def test_padding_between_tokens(family):
             cache = kvkeep.Cache(model, spec)
             torch.testing.assert_close(logits(cache), expected, atol=5e-5, rtol=5e-4)
             assert cache.seen.tolist() == mask.sum(dim=1).tolist()
-
-
-def ids(rows: int, n: int) -> torch.Tensor:
-    return torch.randint(2, 96, (rows, n), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from support.random_ids import ids
 from support.sweep_models import model_of
 from support.tiny_models import tiny
 from transformers import DynamicCache
@@ -35,10 +36,6 @@ NEAR = {"atol": 5e-5, "rtol": 2e-4}
 @pytest.fixture(scope="module")
 def model():
     return tiny("deepseek-v3")
-
-
-def ids(rows=1, n=30, seed=3):
-    return torch.randint(2, 96, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
 def kept(layer):

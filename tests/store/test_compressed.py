@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.random_ids import row as ids
 from support.tiny_models import tiny
 
 import kvkeep
@@ -18,10 +19,6 @@ from kvkeep.store.memory import Memory
 
 SPEC = "kvzip:40%"
 TEXT, MORE = 40, 9
-
-
-def ids(n, seed=3):
-    return torch.randint(2, 96, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 def attached(family="llama", **options):

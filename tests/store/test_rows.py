@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.random_ids import row as ids
 from support.tiny_models import tiny
 
 import kvkeep
@@ -11,10 +12,6 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.store import PrefixStore
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-
-
-def ids(n, seed=3):
-    return torch.randint(2, 96, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 SHARED = ids(40)

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from kvkeep.hf.models import KNOWN, resolve
+from kvkeep.hf.models import resolve
+from kvkeep.named_models import installed
 from support.tiny_models import tiny
 
 NAME = "smollm2-135m"
@@ -18,7 +19,7 @@ LAYERS = 2
 
 def stand_in(folder: Path, **overrides: Any) -> dict[str, str]:
     """Write one, with the real tokenizer; the environment in which it has the name."""
-    assert NAME in KNOWN
+    assert NAME in installed()
     place = folder / "models" / NAME
     sizes = {"vocab_size": 49152, "max_position_embeddings": 8192} | overrides
     tiny("llama", **sizes).save_pretrained(place)

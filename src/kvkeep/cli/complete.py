@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvkeep.errors import KVKeepError
 from kvkeep.home import home
+from kvkeep.named_models import installed
 
-MODELS = ("smollm2-135m", "gemma3-270m")
 POLICIES = (
     "keep_all",
     "window:1024",
@@ -55,21 +55,6 @@ TASKS = (
     "many-shot",
     "citations",
 )
-PRESSES = (
-    "none",
-    "snapkv",
-    "adakv",
-    "criticaladakv",
-    "pyramid",
-    "knorm",
-    "keydiff",
-    "streaming",
-    "tova",
-    "expected_attention",
-    "observed_attention",
-    "kvzip",
-)
-
 _MODEL_FILES = ("config.json", "*.gguf", "adapter_config.json")
 
 Completion = Callable[[str], list[str]]
@@ -87,8 +72,8 @@ def specs(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Known models, and directories with a model."""
-    return [*_matching(incomplete, MODELS), *_directories(incomplete, _MODEL_FILES)]
+    """Short names of models, and directories with a model."""
+    return [*_matching(incomplete, sorted(installed())), *_directories(incomplete, _MODEL_FILES)]
 
 
 def adapters(incomplete: str) -> list[str]:

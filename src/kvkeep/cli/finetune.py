@@ -170,8 +170,8 @@ def finetune(
             from kvkeep.finetune.options import Options
             from kvkeep.finetune.processes import launched
             from kvkeep.finetune.run import finetune as run
-            from kvkeep.hf.models import device_named
             from kvkeep.host import load_model
+            from kvkeep.host.placement import device_named
 
             options = Options(
                 task=task,

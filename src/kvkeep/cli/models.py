@@ -45,28 +45,32 @@ def default(context: typer.Context, json: JsonFlag = False) -> None:
 
 @models.command("list", epilog=examples("kvkeep models list --json"))
 def list_models(json: JsonFlag = False) -> None:
-    """List the models with a short name, and where they are."""
-    from kvkeep.hf.models import KNOWN, is_fetched, local_path
-    from kvkeep.home import home
+    """List the models with short names, which installed packages bring."""
+    from kvkeep.named_models import installed, loaded
 
-    rows = [
-        {
-            "name": name,
-            "fetched": is_fetched(name),
-            "path": str(local_path(name)),
-            "description": source.description,
-        }
-        for name, source in KNOWN.items()
-    ]
+    rows = []
+    for name in sorted(installed()):
+        model = loaded(name)
+        fetched = (model.directory / "config.json").exists()
+        rows.append(
+            {
+                "name": name,
+                "fetched": fetched,
+                "path": str(model.directory),
+                "description": model.description,
+            }
+        )
     if json:
         print_json({"models": rows})
         return
-    print_table("Known models", [{k: x for k, x in row.items() if k != "path"} for row in rows])
-    say(
-        f"\nThey are fetched into {home() / 'models'}. --model also takes a directory, a GGUF "
-        "file, or a hub name (owner/name).",
-        err=True,
-    )
+    if rows:
+        print_table("Known models", [{k: x for k, x in row.items() if k != "path"} for row in rows])
+        say("\nThey are fetched when they are first used.", err=True)
+    else:
+        say(
+            "No installed package brings models with short names; pip install kvkeep-lab.", err=True
+        )
+    say("--model also takes a directory, a GGUF file, or a hub name (owner/name).", err=True)
 
 
 @models.command(
@@ -100,8 +104,8 @@ def show(
 ) -> None:
     """Show what a model is, whether kvkeep can serve it, and what a cache of it takes.
 
-    A known model is fetched first, as `kvkeep generate` does it; of a hub name the config is
-    downloaded. No weights are loaded.
+    A model with a short name is fetched first, as `kvkeep generate` does it; of a hub name the
+    config is downloaded. No weights are loaded.
     """
     with Working(f"reading {name}") as working:
         from kvkeep.hf.describe import describe

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from kvkeep.errors import KVKeepError, reason_of
+from kvkeep.errors import KVKeepError, ModelError, reason_of
 from kvkeep.hf import adapter_files
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, layer_kinds
 from kvkeep.hf.hub import hub_error
-from kvkeep.hf.models import ModelError, dtype_on, located, resolve
+from kvkeep.hf.models import config_of, located, resolve
+from kvkeep.host.placement import dtype_on
 from kvkeep.host.progress import Progress, silent
 from kvkeep.spec import parse_specs
 
@@ -30,8 +31,8 @@ def describe(
     """Describe a model. `attach` is tried on one of the same class and config without weights.
 
     Args:
-        name: see `kvkeep.hf.models.load`. A known model is fetched; of a hub name the config is
-            downloaded, and no more.
+        name: see `kvkeep.hf.models.load`. A model with a short name is fetched; of a hub name the
+            config is downloaded, and no more.
         spec: the spec of a cache, whose bytes are told.
         dtype, device: of that cache; see `kvkeep.hf.models.load`.
 
@@ -44,7 +45,7 @@ def describe(
         `cache_dtype`. Where the config does not tell, None.
 
     Raises:
-        ModelError, AdapterError: see `kvkeep.hf.models.load`.
+        ModelError, AdapterError, MissingPackageError: see `kvkeep.hf.models.load`.
         HubError: the config cannot be downloaded.
         SpecError: the spec does not exist.
     """
@@ -53,9 +54,11 @@ def describe(
     progress(f"reading the config of {name}", None)
     where, options = located(resolve(base or name, progress))
     try:
-        config: Any = AutoConfig.from_pretrained(where, **options)
+        config = config_of(where, options)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
+    except KVKeepError:
+        raise
     except Exception as error:  # libraries may raise any exception on an invalid config
         if isinstance(error, OSError) and not Path(where).exists():
             raise hub_error(where, error) from error

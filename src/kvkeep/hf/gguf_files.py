@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from kvkeep.errors import ModelError, reason_of
 from kvkeep.extras import needed_by
 from kvkeep.reading import opened, read_into
 
@@ -85,18 +86,26 @@ def config_in(path: Path) -> PreTrainedConfig:
     """The config of a model in a GGUF file, whose parameters are not more than the file's.
 
     Raises:
-        OSError, ValueError: see `elements_in`; or the config is of a larger model.
+        ModelError: it cannot be read, is not a GGUF file, or its config is of a larger model.
+        MissingPackageError: what reads GGUF files is not installed.
     """
-    elements = elements_in(path)
+    try:
+        elements = elements_in(path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; check its access") from error
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"{path} is not a GGUF file: {reason_of(error)}; download it again"
+        ) from error
     config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found = sum(p.numel() for p in model.parameters())
     buffers = sum(x.numel() for x in model.buffers())
     if found > elements or buffers > elements + _MOST_BUFFERS:
-        raise ValueError(
-            f"its config is of a model of {found} parameters and {buffers} other numbers, but it "
-            f"has {elements}"
+        raise ModelError(
+            f"{path} has the config of a model of {found} parameters and {buffers} other numbers, "
+            f"but it has {elements}; download it again"
         )
     return config
 
@@ -107,10 +116,12 @@ def elements_in(path: Path) -> int:
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
-        ValueError: it is not such a file.
+        ValueError, KeyError: it is not such a file.
+        MissingPackageError: what reads GGUF files is not installed.
     """
     with needed_by("Reading a GGUF file", "gguf"):
-        import gguf  # noqa: PLC0415 (it may be missing)
+        import accelerate  # noqa: F401, PLC0415 (it may be missing, and transformers needs it)
+        import gguf  # noqa: PLC0415
 
     with opened(path) as handle:
         size = os.fstat(handle).st_size

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.host.progress import Progress, silent
 
-_ALWAYS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_ALWAYS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
 """The files of weights of a model, of which transformers loads the first that there is, and that of
 an adapter. Instead of a file there may be parts of it, which an index lists."""
@@ -49,59 +49,49 @@ def download(name: str, progress: Progress = silent) -> str:
     """
     doing = f"downloading {name}"
     progress(doing, None)
+    bar = _told(doing, progress)
     try:
-        try:
-            files = huggingface_hub.list_repo_files(name)
-        except Exception:  # of the network, of the hub
-            if (cached := _cached(name)) is None:
-                raise
-            return cached
-        bar = _told(doing, progress)
-        weights = _weights(
-            files, lambda file: huggingface_hub.hf_hub_download(name, file, tqdm_class=bar)
-        )
-        if not weights:
-            raise HubError(
-                f"{name} has no weights as {' or '.join(_WEIGHTS)}; download a GGUF file of it, "
-                "and give its path"
-            )
-        others = [file for file in files if file.endswith(_ALWAYS) and "/" not in file]
-        return huggingface_hub.snapshot_download(
-            name, allow_patterns=[*others, *weights], tqdm_class=bar
-        )
-    except HubError:
-        raise
+        for weights in _WEIGHTS:
+            place = _snapshot(name, [*_ALWAYS, weights], bar)
+            files = weights_in(place)
+            if not all(file.exists() for file in files):  # an index names them
+                _snapshot(name, [file.name for file in files], bar)
+            if files and all(file.exists() for file in files):
+                return str(place)
     except Exception as error:  # of the network, of the hub, of the disk
         raise hub_error(name, error) from error
+    raise HubError(
+        f"{name} has not all its weights as {' or '.join(_WEIGHTS)}; check the connection, or "
+        "download a GGUF file of it, and give its path"
+    )
 
 
-def weights_in(directory: Path) -> list[str]:
+def weights_in(directory: Path) -> list[Path]:
     """The files of weights that transformers loads from a directory, whether or not all the parts
     that an index lists are there; none: []."""
-    return _weights({file.name for file in directory.iterdir()}, directory.joinpath)
-
-
-def _weights(files: Collection[str], path_of: Callable[[str], str | Path]) -> list[str]:
     for name in _WEIGHTS:
-        if name in files:
-            return [name]
-        if (index := f"{name}.index.json") in files:
-            listed = json.loads(Path(path_of(index)).read_text(encoding="utf-8"))
-            return sorted(set(listed["weight_map"].values()))
+        if (directory / name).exists():
+            return [directory / name]
+        index = directory / f"{name}.index.json"
+        if index.exists():
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return [directory / file for file in sorted(set(listed.values()))]
     return []
 
 
-def _cached(name: str) -> str | None:
-    """The directory of a repository in the hub's cache, if it has all its weights."""
+def _snapshot(name: str, patterns: list[str], bar: type[tqdm]) -> Path:
+    """Download the files of a repository whose names match a pattern; the directory of the files.
+    Without the hub: the directory in its cache, which may lack some."""
     try:
-        # The pattern: files that transformers does not need may be missing.
-        place = huggingface_hub.snapshot_download(
-            name, allow_patterns=["config.json"], local_files_only=True
+        found = huggingface_hub.snapshot_download(
+            name, allow_patterns=patterns, ignore_patterns=["*/*"], tqdm_class=bar
         )
-        weights = weights_in(Path(place))
-    except (OSError, ValueError):  # not there, or only in part
-        return None
-    return place if weights and all(Path(place, file).exists() for file in weights) else None
+    except LocalEntryNotFoundError as error:
+        incomplete: str | None = getattr(error, "snapshot_path", None)
+        if incomplete is None:
+            raise
+        found = incomplete
+    return Path(found)
 
 
 def _told(doing: str, progress: Progress) -> type[tqdm]:

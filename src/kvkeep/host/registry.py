@@ -7,7 +7,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,13 +88,6 @@ def load_model(
 def load_tokenizer(directory: str) -> Any:
     """The tokenizer in a directory, as transformers loads it."""
     return import_module("kvkeep.hf.models").load_tokenizer(directory)
-
-
-def placement(dtype: str | None, device: str | None) -> tuple[torch.dtype | None, torch.device]:
-    """The torch dtype and device of names; without a device, the accelerator if there is one,
-    otherwise the CPU."""
-    models = import_module("kvkeep.hf.models")
-    return None if dtype is None else models.dtype_named(dtype), models.device_named(device)
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:

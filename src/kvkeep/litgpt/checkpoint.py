@@ -13,8 +13,9 @@ from litgpt.model import GPT
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.host.placement import device_named, dtype_named
 from kvkeep.host.progress import Progress, silent
-from kvkeep.host.registry import load_tokenizer, placement
+from kvkeep.host.registry import load_tokenizer
 from kvkeep.litgpt.lora import CONFIG, put_on, read_adapter
 
 WEIGHTS = "lit_model.pth"
@@ -54,7 +55,8 @@ def load(
             "LitGPT has no models with a head for classes; classify with --host transformers"
         )
     directory = Path(name or "")
-    kind, place = placement(None if dtype == "auto" else dtype, device)
+    kind = None if dtype == "auto" else dtype_named(dtype)
+    place = device_named(device)
     missing = [file for file in (CONFIG, WEIGHTS) if not (directory / file).is_file()]
     if not name or missing:
         raise UnsupportedError(

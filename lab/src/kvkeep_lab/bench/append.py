@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.environment import environment
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, because, device_named, with_values
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.timing import Timer, interleaved, median_ratio, timer_for
 
 HEADS, DIM = 8, 128
@@ -50,7 +50,7 @@ def run(
         (`..._device_us`, `device_winner`), and `skipped`, the reason why a case was not measured.
 
     Raises:
-        UnsupportedError: the device does not exist here.
+        ModelError: the device does not exist here.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -67,19 +67,9 @@ def run(
                 row = {"tokens": held} | ({"rows": batch} if len(batches) > 1 else {})
                 rows.append(row | _Case(place, batch, held).row(layouts, turns, limits, work))
     dtype = str(_dtype(place)).removeprefix("torch.")
-    return {
-        "benchmark": "append",
-        "shape": {
-            "dtype": dtype,
-            "B": batches[0] if len(batches) == 1 else list(batches),
-            "Hq": _query_heads(place),
-            "H": HEADS,
-            "D": DIM,
-        },
-        "environment": environment(),
-        "turns": turns,
-        "rows": with_values(rows),
-    }
+    sizes = {"Hq": _query_heads(place), "H": HEADS, "D": DIM}
+    named = {"dtype": dtype, "B": batches[0] if len(batches) == 1 else list(batches), **sizes}
+    return result("append", with_values(rows), shape=named, turns=turns)
 
 
 def _dtype(device: torch.device) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach
 from kvkeep.host import host_of
 from kvkeep_lab.bench import continuous, http_client
@@ -27,14 +27,6 @@ SERVER = "kvkeep serve"
 
 Run = Callable[[Sequence[Request], int], Served]
 """Serves requests, each with a number of new tokens."""
-
-
-def require_systems(names: Sequence[str]) -> None:
-    """Raise SpecError for a name that is none of `OTHERS` or `SERVER`."""
-    known = (*OTHERS, SERVER)
-    for name in names:
-        if name not in known:
-            raise SpecError(f"no system {name!r} to measure against; there is {', '.join(known)}")
 
 
 class Contenders:

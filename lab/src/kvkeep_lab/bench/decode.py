@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvkeep.environment import environment
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import UnsupportedError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
 from kvkeep_lab.bench.decode_loop import DYNAMIC, bytes_per_token
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep_lab.bench.random_model import RANDOM, model_named
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import (
     COMPILED,
     EAGER,
@@ -39,6 +39,7 @@ from kvkeep_lab.bench.systems import (
 )
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved, spread, timer_for
+from kvkeep_lab.checks import require_known
 
 if TYPE_CHECKING:  # LitGPT may not be installed
     from kvkeep_lab.bench.litgpt_systems import LitGPTSystems
@@ -102,8 +103,8 @@ def run(
 
     Raises:
         SpecError: a system or a spec does not exist.
-        UnsupportedError: the device does not exist here, or llama.cpp is not installed or cannot
-            run this model.
+        ModelError: the model, dtype or device does not exist here.
+        UnsupportedError: llama.cpp is not installed, or cannot run this model.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -122,14 +123,8 @@ def run(
     ways, against = ways or defaults[0], defaults[1] if against is None else against
     for spec in specs:
         parse_specs(spec)
-    for system in against:
-        if system not in others:
-            raise SpecError(
-                f"no system {system!r} to measure against; there is {', '.join(others)}"
-            )
-    for way in ways:
-        if way not in all_ways:
-            raise SpecError(f"no way {way!r} to run a step; there is {', '.join(all_ways)}")
+    require_known("system", against, others)
+    require_known("way", ways, all_ways)
     if host == LITGPT and model in RANDOM:
         raise UnsupportedError(f"{model} has no tokenizer; with LitGPT give a model that has one")
     limits = Limits(place, seconds)
@@ -163,18 +158,17 @@ def run(
         rates.append(bandwidth(place))
     rate = statistics.median(rate for _, rate in rates)
     found = with_values(table.rows)
-    return {
-        "benchmark": "decode",
-        "model": model,
-        "host": host,
-        "dtype": dtype,
-        "environment": environment(),
-        "rows": found,
-        "tolerance": TOLERANCE,
-        "slope_us_per_token": {name: _slope(found, name) for name in systems.names},
-        "bandwidth_floor_us_per_token": bytes_per_token(loaded) / rate / 1e3,
-        rates[0][0]: rate,
-    }
+    return result(
+        "decode",
+        found,
+        model=model,
+        dtype=dtype,
+        host=host,
+        tolerance=TOLERANCE,
+        slope_us_per_token={name: _slope(found, name) for name in systems.names},
+        bandwidth_floor_us_per_token=bytes_per_token(loaded) / rate / 1e3,
+        **{rates[0][0]: rate},
+    )
 
 
 class _Table:

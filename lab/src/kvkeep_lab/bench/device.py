@@ -9,25 +9,14 @@ from typing import Any
 
 import torch
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.host import placement
 from kvkeep.storage.allocate import free_bytes
 from kvkeep_lab.bench.timing import interleaved, timer_for
 
 
 def device_named(name: str | None = None) -> torch.device:
-    """The device to measure on; None: CUDA if available, otherwise the CPU.
-
-    Raises:
-        UnsupportedError: the device does not exist here.
-    """
-    cuda = torch.cuda.is_available()
-    if name is None:
-        name = "cuda" if cuda else "cpu"
-    try:
-        device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        there = "cpu, cuda" if cuda else "cpu"
-        raise UnsupportedError(f"no device {name!r} here; there is {there}") from error
+    """The device to measure on; see `kvkeep.host.placement.device_named`."""
+    device = placement.device_named(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events are recorded on the current one
     return device

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvkeep.environment import environment
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
 from kvkeep.host.progress import Progress, Work, silent
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved
 
@@ -63,24 +63,14 @@ def run(
         copied.repeat(rows)
         batches = {"shared": frozen.fork(rows), "separate": copied}
         found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), turns)
-    return {
-        "benchmark": "fork",
-        "model": model,
-        "dtype": dtype,
-        "environment": environment(),
-        "forks": {
-            "forks": forks,
-            "tokens": tokens,
-            "new": new,
-            "bytes": held,
-            "ratio": held / (one + forks * new * one // tokens),
-        },
-        "rows": [
-            {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
-            | times
-            for name, times in found.items()
-        ],
-    }
+    shared = {"forks": forks, "tokens": tokens, "new": new, "bytes": held}
+    shared["ratio"] = held / (one + forks * new * one // tokens)
+    told = [
+        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
+        | times
+        for name, times in found.items()
+    ]
+    return result("fork", told, model=model, dtype=dtype, forks=shared)
 
 
 def _timed(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvkeep.environment import environment
 from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.linears import MOST_ROWS, require_kernel, route
 from kvkeep.native_library import TYPES
 from kvkeep_lab.bench.device import bandwidth
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.timing import Call, interleaved, spread
 
 SHAPES = (
@@ -76,13 +76,7 @@ def run(
     rate = statistics.median(rates)
     for row in found:
         row["of_read"] = row["gb_per_s"] / rate
-    return {
-        "benchmark": "linear",
-        "dtype": str(dtype).removeprefix("torch."),
-        "environment": environment(),
-        "rows": found,
-        "read_gb_per_s": rate,
-    }
+    return result("linear", found, dtype=str(dtype).removeprefix("torch."), read_gb_per_s=rate)
 
 
 def _measured(

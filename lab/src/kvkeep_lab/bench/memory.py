@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvkeep.environment import environment
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident
 
 DYNAMIC = "hf-dynamic"
@@ -53,7 +53,7 @@ def run(
         SpecError: a spec does not exist.
         UnsupportedError: the system is not Linux, whose counters this reads.
     """
-    from kvkeep.hf.models import dtype_named
+    from kvkeep.host.placement import dtype_named
 
     require_counters()
     dtype_named(dtype)
@@ -65,15 +65,7 @@ def run(
         for size in (prompt, chunk):
             work.stage(f"{spec}, {tokens} tokens" + (", chunked" if size < prompt else ""))
             rows.append(alone(_measure, spec, model, dtype, tokens, prompt, size))
-    return {
-        "benchmark": "memory",
-        "environment": environment(),
-        "model": model,
-        "dtype": dtype,
-        "prompt": prompt,
-        "chunk": chunk,
-        "rows": rows,
-    }
+    return result("memory", rows, model=model, dtype=dtype, prompt=prompt, chunk=chunk)
 
 
 def _measure(

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kvkeep.attention import Backend, Segment, View, attend, backends
 from kvkeep.codec import Codec, Plain, whole
-from kvkeep.environment import environment
-from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.rivals import RIVALS, TORCH, torch_sdpa
 from kvkeep_lab.bench.timing import Call, captured, interleaved, spread, timer_for
+from kvkeep_lab.checks import require_known
 
 
 class _System(NamedTuple):
@@ -77,7 +77,7 @@ def run(
 
     Raises:
         SpecError: a codec or a system to measure against does not exist.
-        UnsupportedError: the device does not exist here.
+        ModelError: the device does not exist here.
     """
     place = device_named(device)
     on_cpu = place.type == "cpu"
@@ -86,9 +86,7 @@ def run(
     codecs = codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
     masses = masses or ((False,) if on_cpu else (False, True))
     against = ((TORCH,) if on_cpu else tuple(RIVALS)) if against is None else against
-    for name in against:
-        if name not in RIVALS:
-            raise SpecError(f"no attention {name!r} to measure; there is {', '.join(RIVALS)}")
+    require_known("attention", against, RIVALS)
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
     limits, table, rates = Limits(place, seconds), [], [bandwidth(place)]
     work = Work(progress, sum(lengths))
@@ -111,14 +109,9 @@ def run(
     if not on_cpu:
         for row in table:
             row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
-    named = {"dtype": str(dtype).removeprefix("torch."), "B": rows, "Hq": heads}
-    return {
-        "benchmark": "op",
-        "shape": {**named, "H": kv_heads, "D": head_dim, "n": queries},
-        "environment": environment(),
-        "rows": with_values(table),
-        name: rate,
-    }
+    sizes = {"B": rows, "Hq": heads, "H": kv_heads, "D": head_dim, "n": queries}
+    named = {"dtype": str(dtype).removeprefix("torch."), **sizes}
+    return result("op", with_values(table), shape=named, **{name: rate})
 
 
 def _figures(found: _Found, size: int) -> dict[str, Any]:

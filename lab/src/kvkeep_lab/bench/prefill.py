@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from kvkeep.environment import environment
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep_lab.bench.decode_loop import DYNAMIC, new_cache
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved
 
@@ -61,10 +61,4 @@ def run(
             }
             for system, median in medians.items()
         ]
-    return {
-        "benchmark": "prefill",
-        "model": model,
-        "dtype": dtype,
-        "environment": environment(),
-        "rows": rows,
-    }
+    return result("prefill", rows, model=model, dtype=dtype)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvkeep.cache import Cache
-from kvkeep.errors import SpecError
+from kvkeep.host.placement import dtype_named
 
 RANDOM: dict[str, dict[str, Any]] = {
     "random-1b": {
@@ -46,18 +46,10 @@ def model_named(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
         name: of `RANDOM`, or as `kvkeep.hf.models.load` takes it.
     """
     if name in RANDOM:
-        return random_model(name, _dtype(dtype), device), None
+        return random_model(name, dtype_named(dtype), device), None
     from kvkeep.hf.models import load  # noqa: PLC0415 (it needs packages that may be missing)
 
     return load(name, dtype, str(device))
-
-
-def _dtype(name: str) -> torch.dtype:
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    found = getattr(torch, short.get(name, name), None)
-    if not isinstance(found, torch.dtype):
-        raise SpecError(f"no dtype {name!r}; there is bfloat16, float16, float32")
-    return found
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:

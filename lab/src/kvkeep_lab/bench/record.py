@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvkeep.environment import environment
 from kvkeep.errors import KVKeepError
 
 
 class RecordError(KVKeepError, ValueError):
     """A file that is not the recorded result of a benchmark."""
+
+
+def result(benchmark: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> dict[str, Any]:
+    """A benchmark's result: its rows, the machine, and in `about` the model or `shape`, the dtype,
+    and its options."""
+    return {"benchmark": benchmark, **about, "environment": environment(), "rows": rows}
 
 
 class Record(NamedTuple):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.blocks import prefill
-from kvkeep.environment import environment
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
@@ -26,6 +25,7 @@ from kvkeep.host import ModelCache, host_of
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep.store.identity import feed
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 
 BLOCKS = "blocks:"
@@ -111,19 +111,13 @@ def run(
         for mode, times in found.items()
     ]
     cold = next(row["ttft_s"] for row in rows if row["mode"] == "cold")
-    return {
-        "benchmark": "reuse",
-        "model": model,
-        "dtype": dtype,
-        "tokens": sum(lengths) + len(question),
-        "environment": environment(),
-        "rows": [
-            {"mode": row["mode"], "ttft_s": row["ttft_s"]}
-            | {"speedup": cold / row["ttft_s"]}
-            | {name: row[name] for name in ("kl", "top1", "perplexity_ratio")}
-            for row in rows
-        ],
-    }
+    told = [
+        {"mode": row["mode"], "ttft_s": row["ttft_s"], "speedup": cold / row["ttft_s"]}
+        | {name: row[name] for name in ("kl", "top1", "perplexity_ratio")}
+        for row in rows
+    ]
+    tokens = sum(lengths) + len(question)
+    return result("reuse", told, model=model, dtype=dtype, tokens=tokens)
 
 
 class _Reader:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from kvkeep.environment import environment
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.load import load
 from kvkeep.hf.models import load as load_model
 from kvkeep.host.progress import Progress, Work, silent
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved
 
@@ -55,13 +55,7 @@ def run(
             rows.append(
                 {"system": spec, "tokens": tokens} | _row(loaded, spec, ids, folder, turns, work)
             )
-    return {
-        "benchmark": "save",
-        "model": model,
-        "dtype": dtype,
-        "environment": environment(),
-        "rows": rows,
-    }
+    return result("save", rows, model=model, dtype=dtype)
 
 
 def _row(

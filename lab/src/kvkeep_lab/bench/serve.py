@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.environment import environment
 from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
@@ -20,14 +19,15 @@ from kvkeep_lab.bench.contenders import (
     ALONE,
     COMPILED,
     CONTINUOUS,
+    OTHERS,
     PADDED,
     SERVER,
     Contenders,
     Run,
-    require_systems,
 )
 from kvkeep_lab.bench.device import because, device_named, with_values
 from kvkeep_lab.bench.random_model import model_named
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import SPEC
 from kvkeep_lab.bench.workload import (
     LONGEST,
@@ -41,6 +41,7 @@ from kvkeep_lab.bench.workload import (
     poisson,
     prompts,
 )
+from kvkeep_lab.checks import require_known
 
 SEQUENCES = (1, 4, 16, 64)
 AGAINST = (ALONE, COMPILED, PADDED, CONTINUOUS)
@@ -85,7 +86,7 @@ class Asked:
     @contextmanager
     def contenders(self) -> Iterator[tuple[Contenders, dict[int, list[Tensor]]]]:
         """The systems, and the prompts (n,) for each number of sequences."""
-        require_systems(self.against)
+        require_known("system", self.against, (*OTHERS, SERVER))
         for spec in self.specs:
             parse_specs(spec)
         model, tokenizer = model_named(self.model, self.dtype, device_named(self.device))
@@ -108,15 +109,8 @@ class Asked:
 
     def result(self, rows: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A benchmark's result with these rows."""
-        return {
-            "benchmark": "serve",
-            "model": self.model,
-            "dtype": self.dtype,
-            "shared_prefix": self.shared,
-            "environment": environment(),
-            "rows": with_values(rows),
-            **more,
-        }
+        about = {"model": self.model, "dtype": self.dtype, "shared_prefix": self.shared, **more}
+        return result("serve", with_values(rows), **about)
 
 
 def run(
@@ -148,8 +142,7 @@ def run(
         SpecError, UnsupportedError, MissingPackageError: see `Contenders`.
         ShapeError: the prompts are longer than the text, or than the model's context.
     """
-    if unknown := [way for way in arrivals if way not in ARRIVALS]:
-        raise SpecError(f"no arrivals {unknown[0]!r}; there is {', '.join(ARRIVALS)}")
+    require_known("arrivals", arrivals, ARRIVALS)
     if rate is None and AT_ONCE not in arrivals:
         raise SpecError(f"{POISSON} without {AT_ONCE} needs a rate, such as 1 prompt per second")
     rows: list[dict[str, Any]] = []

@@ -19,8 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kvkeep.environment import environment
-from kvkeep.errors import ShapeError, SpecError
+from kvkeep.errors import ShapeError
 from kvkeep.files.offload import Offload
 from kvkeep.hf.models import load
 from kvkeep.host import host_of
@@ -28,6 +27,7 @@ from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
+from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import (
     bounded,
     is_out_of_memory,
@@ -40,6 +40,7 @@ from kvkeep_lab.bench.resident import (
 from kvkeep_lab.bench.systems import LITGPT
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.unrolled import unrolled
+from kvkeep_lab.checks import require_known
 
 KVKEEP, BACKPROP, CHECKPOINTING = METHODS = ("kvkeep", "backprop", "checkpointing")
 
@@ -91,9 +92,7 @@ def run(
         UnsupportedError: the system is not Linux, whose counters this reads, or LitGPT is not
             installed.
     """
-    for method in methods:
-        if method not in METHODS:
-            raise SpecError(f"no method {method!r} to measure; there is {', '.join(METHODS)}")
+    require_known("method", methods, METHODS)
     if min(tokens) < 2:
         raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
     if not processes or min(processes) < 1:
@@ -107,16 +106,8 @@ def run(
         with TemporaryDirectory() as folder:
             job = _Job(model, host, length, cache, chunk, memory, folder, check)
             rows += _rows(job, ways, work)
-    return {
-        "benchmark": "train",
-        "model": model,
-        "host": host,
-        "dtype": "float32",
-        "cache": str(parse_specs(cache)),
-        "chunk": chunk,
-        "environment": environment(),
-        "rows": rows,
-    }
+    spec = str(parse_specs(cache))
+    return result("train", rows, model=model, dtype="float32", host=host, cache=spec, chunk=chunk)
 
 
 class _Job(NamedTuple):

@@ -174,7 +174,7 @@ def op(
             f"--queries {queries} must be at most the least of --lengths {lengths or 256}"
         )
     with Working("op") as working:
-        from kvkeep.hf.models import dtype_named
+        from kvkeep.host.placement import dtype_named
         from kvkeep_lab.bench.op import run
 
         result = run(
@@ -220,7 +220,7 @@ def linear(
     check_plot(plot)
     sizes, counts = _shapes(shapes), numbers(rows, "--rows")
     with Working("linear") as working:
-        from kvkeep.hf.models import dtype_named
+        from kvkeep.host.placement import dtype_named
         from kvkeep_lab.bench.linear import ROWS, SHAPES, run
 
         result = run(

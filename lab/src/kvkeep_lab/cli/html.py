@@ -1,7 +1,8 @@
-"""`--html FILE`: a command's result as a page of its own."""
+"""Files that commands write at the end, and `--html FILE`: a result as a page of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +15,21 @@ HtmlFile = Annotated[
 
 
 def check_html(file: Path | None) -> None:
-    """Check, before anything is measured, that `file` can be written afterwards.
+    """Check the file of --html, if there is one; see `check_file`."""
+    if file is not None:
+        check_file("--html", file, ["html"])
+
+
+def check_file(option: str, file: Path, endings: Sequence[str]) -> None:
+    """Check, before anything is measured, that the file of an option can be written afterwards.
 
     Raises:
-        BadParameter: the name does not end in .html, its directory does not exist, or it is a
+        BadParameter: the name has none of the endings, its directory does not exist, or it is a
             directory itself.
     """
-    if file is None:
-        return
-    if file.suffix != ".html":
-        raise typer.BadParameter(f"--html {file}: the name must end in .html")
+    if file.suffix.removeprefix(".") not in endings:
+        raise typer.BadParameter(f"{option} {file}: the name must end in .{', .'.join(endings)}")
     if not file.parent.is_dir():
-        raise typer.BadParameter(f"--html {file}: there is no directory {file.parent}")
+        raise typer.BadParameter(f"{option} {file}: there is no directory {file.parent}")
     if file.is_dir():
-        raise typer.BadParameter(f"--html {file}: it is a directory; give the name of a file")
+        raise typer.BadParameter(f"{option} {file}: it is a directory; give the name of a file")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.errors import MissingPackageError
+from kvkeep_lab.cli.html import check_file
 from kvkeep_lab.extras import needed_by
 
 PlotFile = Annotated[
@@ -23,8 +24,8 @@ def check_plot(file: Path | None) -> None:
     """Check, before anything is measured, that `file` can be written afterwards.
 
     Raises:
-        BadParameter: matplotlib is missing or does not support the format, or the directory does
-            not exist.
+        BadParameter: matplotlib is missing or does not support the format, or the file cannot be
+            written; see `check_file`.
     """
     if file is None:
         return
@@ -32,13 +33,7 @@ def check_plot(file: Path | None) -> None:
         formats = _figure().canvas.get_supported_filetypes()
     except MissingPackageError as error:
         raise typer.BadParameter(str(error)) from error
-    if file.suffix.removeprefix(".") not in formats:
-        raise typer.BadParameter(
-            f"--plot {file}: unknown format; the name must end in one of "
-            f"{', '.join(sorted(formats))}"
-        )
-    if not file.parent.is_dir():
-        raise typer.BadParameter(f"--plot {file}: there is no directory {file.parent}")
+    check_file("--plot", file, sorted(formats))
 
 
 def plot(

@@ -18,29 +18,15 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.progress import Progress, silent
+from kvkeep_lab.checks import require_known
 from kvkeep_lab.evals.answers import scored
 from kvkeep_lab.evals.figures import in_figures
+from kvkeep_lab.evals.presses import PRESSES
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of
 
 REQUIREMENT = "kvpress==0.5.5"
-
-PRESSES = (
-    "none",
-    "snapkv",
-    "adakv",
-    "criticaladakv",
-    "pyramid",
-    "knorm",
-    "keydiff",
-    "streaming",
-    "tova",
-    "expected_attention",
-    "observed_attention",
-    "kvzip",
-)
-"""Names of the presses; `none` compresses nothing, and shows what other versions change."""
 
 _SCRIPT = Path(__file__).parents[1] / "bench" / "kvpress_script.py"
 
@@ -87,9 +73,7 @@ class Kvpress:
     kept: float = 0.25
 
     def __post_init__(self) -> None:
-        for press in self.presses:
-            if press not in PRESSES:
-                raise SpecError(f"no press {press!r}; there is {', '.join(PRESSES)}")
+        require_known("press", self.presses, PRESSES)
         if not self.presses:
             raise SpecError(f"no press; give some of {', '.join(PRESSES)}")
         if not 0 < self.kept <= 1:

@@ -44,23 +44,18 @@ def run(
     adapter: str | None = None,
     dtype: str = "float32",
     context: int | Sequence[int] = 2000,
-    continuation: int = 256,
     specs: Sequence[str] = (BASELINE,),
-    windows: int = 1,
-    chunk: int | None = None,
-    text_file: Path | None = None,
     tasks: Sequence[str] = DEFAULT_TASKS,
-    samples: int = SAMPLES,
-    late_question: bool = False,
     samples_file: Path | None = None,
     overwrite: bool = False,
-    against: Kvpress | None = None,
     progress: Progress = silent,
+    **options: Any,
 ) -> dict[str, Any]:
     """Load a model by name, with or without an adapter, and `evaluate` it; see
     `kvkeep.host.load_model`.
 
     Args:
+        context, specs, tasks, progress, options: see `evaluate`.
         samples_file: gets a line of JSON for each answer when it is known; see
             `kvkeep_lab.evals.samples`.
         overwrite: replace a `samples_file` that exists.
@@ -82,16 +77,10 @@ def run(
             tokenizer,
             specs,
             contexts=contexts,
-            continuation=continuation,
-            windows=windows,
-            chunk=chunk,
-            text_file=text_file,
             tasks=tasks,
-            samples=samples,
-            late_question=late_question,
             record=record,
-            against=against,
             progress=progress,
+            **options,
         )
     return {"evaluation": "quality", **about, **found}
 

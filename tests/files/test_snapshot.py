@@ -28,7 +28,7 @@ from kvkeep.spec import CacheSpec
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPECS = list(map(str, PARSED))
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def save(cache, path, spec="keep_all", **options):
