@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.attention import Attend, View
 from kvkeep.checks import Checks, check_places, check_range, resolved, wants_gradients
-from kvkeep.codec import Codec, caution
+from kvkeep.codec import Codec, warn_about_keys
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.beginning import runs_for
@@ -89,7 +89,7 @@ class LayerCache(Readable, Settling, Hiding):
                 "blocks of tokens; use int8 or int8/int4, or keep_all on layers without a sliding "
                 "window"
             )
-        caution(key_codec)
+        warn_about_keys(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()

@@ -203,7 +203,7 @@ class Policy(ABC):
     @property
     def protected(self) -> int:
         """The most slots that are kept regardless of their score."""
-        return 0
+        return self.protection.recent + self.protection.fixed
 
     @property
     def room(self) -> int:
@@ -300,3 +300,15 @@ class Policy(ABC):
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         """The `count` slots to evict, empty ones first: int64 (B, 1, count), or (B, H, count) if
         `per_head`."""
+
+
+_RULED = ("enter", "observe", "score", "worth", "victims")
+"""Methods that a rule describes."""
+
+
+def rule_of(policy: Policy) -> Rule | None:
+    """The rule of a policy; None if it has none, or overrides a method that its rule describes."""
+    kind = type(policy)
+    owner = next(base for base in kind.__mro__ if "rule" in vars(base))
+    same = all(getattr(kind, x, None) is getattr(owner, x, None) for x in _RULED)
+    return policy.rule if same else None

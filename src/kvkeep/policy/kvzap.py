@@ -119,6 +119,3 @@ class Predicted(Scored):
         assert self.scorer is not None
         score = self.scorer.predict(tokens.keys, tokens.values, tokens.position, tokens.rotary)
         return {SCORE: score}
-
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
-        return planes[SCORE]

@@ -20,27 +20,12 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.progress import Progress, silent
 from kvkeep_lab.evals.answers import scored
 from kvkeep_lab.evals.figures import in_figures
+from kvkeep_lab.evals.names import PRESSES
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of
 
 REQUIREMENT = "kvpress==0.5.5"
-
-PRESSES = (
-    "none",
-    "snapkv",
-    "adakv",
-    "criticaladakv",
-    "pyramid",
-    "knorm",
-    "keydiff",
-    "streaming",
-    "tova",
-    "expected_attention",
-    "observed_attention",
-    "kvzip",
-)
-"""Names of the presses; `none` compresses nothing, and shows what other versions change."""
 
 _SCRIPT = Path(__file__).parents[1] / "bench" / "kvpress_script.py"
 
