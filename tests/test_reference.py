@@ -17,6 +17,7 @@ from kvkeep import errors
 ROOT = Path(__file__).parent.parent
 PACKAGES = [Path(package.__file__).parent for package in (kvkeep, kvkeep_lab)]
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+EXPORTS = re.compile(r"^(?:\w+, )?__all__\b", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -32,7 +33,7 @@ def listed() -> set[str]:
     for file in (path for package in PACKAGES for path in package.rglob("*.py")):
         home = next(package.parent for package in PACKAGES if package in file.parents)
         module = ".".join(file.relative_to(home).with_suffix("").parts).removesuffix(".__init__")
-        if "\n__all__" in file.read_text() and ".cli" not in module:
+        if EXPORTS.search(file.read_text()) and ".cli" not in module:
             found |= {f"{module}.{name}" for name in import_module(module).__all__}
     return found
 

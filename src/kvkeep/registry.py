@@ -3,7 +3,7 @@ is first used, and nothing here imports torch, so that shells complete specs qui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -30,19 +30,21 @@ def exports(
     module: dict[str, Any],
     table: str,
     parts: Mapping[str, Part],
-    homes: Mapping[str, str],
+    others: Mapping[str, Sequence[str]],
     renamed: Mapping[str, str] | None = None,
-) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: it imports a public name when it is first used.
+) -> tuple[Callable[[str], Any], list[str]]:
+    """The `__getattr__` of a package, which imports a public name when it is first used, and its
+    `__all__`.
 
     Args:
         module: the package's `globals()`.
         table: the name of the dict of all parts, name in a spec -> class.
-        homes: other public names -> the module that has them.
+        others: other public names, by the module that has them.
         renamed: names of earlier versions -> their names now.
     """
     package = module["__name__"]
-    homes = {**homes, **{part.kind: name for name, part in parts.items()}}
+    homes = {name: home for home, names in others.items() for name in names}
+    homes |= {part.kind: home for home, part in parts.items()}
     renamed = renamed or {}
 
     def find(name: str) -> Any:
@@ -56,4 +58,4 @@ def exports(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return module.setdefault(name, found)  # another thread may have found it first
 
-    return find
+    return find, [table, *homes]

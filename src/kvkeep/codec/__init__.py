@@ -30,19 +30,13 @@ PARTS = {
 }
 """Every codec of kvkeep."""
 
-_HOMES = {
-    "Codec": "base",
-    "StraightThrough": "straight",
-    "encoded_count": "base",
-    "plain_count": "base",
-    "warn_about_keys": "base",
+_OTHERS = {
+    "base": ["Codec", "encoded_count", "plain_count", "warn_about_keys"],
+    "straight": ["StraightThrough"],
 }
+_RENAMED = {"whole": "encoded_count", "left_plain": "plain_count", "caution": "warn_about_keys"}
 
 CODECS: dict[str, type[Codec]]
 """Name in a spec -> class."""
 
-__all__ = ["CODECS", *_HOMES, *(part.kind for part in PARTS.values())]
-
-_RENAMED = {"whole": "encoded_count", "left_plain": "plain_count", "caution": "warn_about_keys"}
-
-__getattr__ = exports(globals(), "CODECS", PARTS, _HOMES, _RENAMED)
+__getattr__, __all__ = exports(globals(), "CODECS", PARTS, _OTHERS, _RENAMED)

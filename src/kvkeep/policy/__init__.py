@@ -64,21 +64,15 @@ ALIASES = {"streaming": ("window", {"sinks": 4})}
 """Other names for policies with some options set: StreamingLLM (arXiv 2309.17453) is a window with
 four sinks."""
 
-_HOMES = {
-    "Arrivals": "base",
-    "Compression": "base",
-    "Need": "base",
-    "Observation": "base",
-    "Policy": "base",
-    "ReplayPolicy": "replay",
-    "Scored": "scored",
-    "Share": "share",
-    "Wrapper": "wrapper",
+_OTHERS = {
+    "base": ["Arrivals", "Compression", "Need", "Observation", "Policy"],
+    "replay": ["ReplayPolicy"],
+    "scored": ["Scored"],
+    "share": ["Share"],
+    "wrapper": ["Wrapper"],
 }
 
 POLICIES: dict[str, type[Policy]]
 """Name in a spec -> class; its dataclass fields are the spec's options."""
 
-__all__ = ["POLICIES", *_HOMES, *(part.kind for part in PARTS.values())]
-
-__getattr__ = exports(globals(), "POLICIES", PARTS, _HOMES)
+__getattr__, __all__ = exports(globals(), "POLICIES", PARTS, _OTHERS)

@@ -29,8 +29,6 @@ PARTS = {
 STORAGES: dict[str, type[Storage]]
 """Name in a spec -> class; its constructor's parameters are the spec's options."""
 
-_HOMES = {"Storage": "base", "Split": "split", "parted": "split"}
+_OTHERS = {"base": ["Storage"], "split": ["Split", "parted"]}
 
-__all__ = ["STORAGES", *_HOMES, *(part.kind for part in PARTS.values())]
-
-__getattr__ = exports(globals(), "STORAGES", PARTS, _HOMES)
+__getattr__, __all__ = exports(globals(), "STORAGES", PARTS, _OTHERS)
