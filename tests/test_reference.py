@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 from importlib import import_module
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import kvkeep
 from kvkeep import errors
 
 ROOT = Path(__file__).parent.parent
+SITE = runpy.run_path(str(ROOT / "tools" / "site.py"))
 PACKAGES = [Path(package.__file__).parent for package in (kvkeep, kvkeep_lab)]
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 EXPORTS = re.compile(r"^(?:\w+, )?__all__\b", re.MULTILINE)
@@ -24,7 +26,8 @@ PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def named_by_pages() -> list[str]:
     """What the pages of the reference describe, by its path."""
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
-    return [path for page in pages for path in DIRECTIVE.findall(page.read_text())]
+    texts = [SITE["with_each_part"](page.read_text()) for page in pages]
+    return [path for text in texts for path in DIRECTIVE.findall(text)]
 
 
 def listed() -> set[str]:
