@@ -46,7 +46,7 @@ SPECS: list[tuple[str, int | None]] = [
     ("adakv:0.5(snapkv:8,window=2,pool=3)", None),
     ("adakv:0(knorm:8,sinks=1)", 14),
 ]
-"""Specs whose decisions this oracle knows, at least one of each policy, each with a layer's window."""
+"""Specs whose decisions this oracle knows, each with a layer's window or None."""
 
 
 def round_trip(codec: Codec, x: Tensor) -> Tensor:
