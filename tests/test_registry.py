@@ -28,6 +28,7 @@ def test_each_part_is_exported_and_imported_for_type_checkers(package, table):
         assert (kind.name, kind.__name__) == (name, part.kind)
         assert f"from {package.__name__}.{name} import {part.kind} as {part.kind}\n" in source
         assert part.kind in package.__all__
+    assert {table, *package.__all__} <= set(dir(package))
     assert getattr(package, table) is found  # so that new parts stay registered
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = package.Nothing

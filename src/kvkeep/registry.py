@@ -34,7 +34,7 @@ def exports(
     renamed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], list[str]]:
     """The `__getattr__` of a package, which imports a public name when it is first used, and its
-    `__all__`.
+    `__all__`. `dir` lists all of them too.
 
     Args:
         module: the package's `globals()`.
@@ -58,4 +58,6 @@ def exports(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return module.setdefault(name, found)  # another thread may have found it first
 
-    return find, [table, *homes]
+    names = [table, *homes]
+    module["__dir__"] = lambda: sorted({*module, *names})
+    return find, names
