@@ -39,7 +39,7 @@ def test_every_member_is_the_inner_policys(text):
         assert callable(its) or own == its, name
     assert Same(policy).evicts == policy.evicts
     assert rule_of(Same(policy)) == rule_of(policy)
-    assert Same(policy).at(9) == (policy if policy.at(9) is policy else Same(policy.at(9)))
+    assert Same(policy).at(9) == Same(policy.at(9))
 
 
 @pytest.mark.parametrize("text", EXAMPLES.values())
