@@ -67,7 +67,7 @@ def test_all_that_is_legal_is_here():
                 blocks = CODECS[codec]().block > 1
                 fixed, lasting = STORAGES[storage].fixed_addresses, STORAGES[storage].lasting
                 legal = not (blocks and (policy != "keep_all" or fixed or not lasting))
-                legal = legal and not (POLICIES[policy].ragged and fixed)
+                legal = legal and not (CacheSpec.parse(EXAMPLES[policy]).policy.ragged and fixed)
                 assert ((policy, codec, storage) in built) == legal
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 from importlib import import_module
 from pathlib import Path
 
@@ -15,15 +16,18 @@ import kvkeep
 from kvkeep import errors
 
 ROOT = Path(__file__).parent.parent
+SITE = runpy.run_path(str(ROOT / "tools" / "site.py"))
 PACKAGES = [Path(package.__file__).parent for package in (kvkeep, kvkeep_lab)]
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+EXPORTS = re.compile(r"^(?:\w+, )?__all__\b", re.MULTILINE)
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def named_by_pages() -> list[str]:
     """What the pages of the reference describe, by its path."""
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
-    return [path for page in pages for path in DIRECTIVE.findall(page.read_text())]
+    texts = [SITE["with_each_part"](page.read_text()) for page in pages]
+    return [path for text in texts for path in DIRECTIVE.findall(text)]
 
 
 def listed() -> set[str]:
@@ -32,7 +36,7 @@ def listed() -> set[str]:
     for file in (path for package in PACKAGES for path in package.rglob("*.py")):
         home = next(package.parent for package in PACKAGES if package in file.parents)
         module = ".".join(file.relative_to(home).with_suffix("").parts).removesuffix(".__init__")
-        if "\n__all__" in file.read_text() and ".cli" not in module:
+        if EXPORTS.search(file.read_text()) and ".cli" not in module:
             found |= {f"{module}.{name}" for name in import_module(module).__all__}
     return found
 

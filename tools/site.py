@@ -7,6 +7,7 @@ that is made of the file it names.
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from textwrap import dedent
@@ -40,6 +41,7 @@ _INCLUDED = {
 
 _SOURCES = {page: file for file, page in _INCLUDED.items() if file.endswith(".md")}
 
+_EACH = re.compile(r"^::: each of (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()#\s]+)(#[^()\s]*)?\)")
 _NAME = re.compile(r"<code>(kvkeep(?:\.\w+)+)</code>")
 _LINKED = re.compile(r"<a\b.*?</a>|<h\d\b.*?</h\d>|<pre\b.*?</pre>", re.DOTALL)
@@ -59,7 +61,8 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages instead of files."""
+    """Add the registered classes, and let links lead to pages instead of files."""
+    markdown = with_each_part(markdown)
     written = page.file.src_uri not in (_INCLUDED[EXAMPLES], COMMANDS)
     return with_links_to_pages(markdown, page.file.src_uri) if written else markdown
 
@@ -75,6 +78,17 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def _named(html: str) -> str:
     return _NAME.sub(r'<autoref identifier="\1" optional><code>\1</code></autoref>', html)
+
+
+def with_each_part(markdown: str) -> str:
+    """The text of a page: `::: each of PACKAGE` becomes a directive for each of its `PARTS`."""
+
+    def directives(found: re.Match[str]) -> str:
+        kinds = (part.kind for part in import_module(found[1]).PARTS.values())
+        options = "    options: {members: false, inherited_members: false}"
+        return "\n\n".join(f"::: {found[1]}.{kind}\n{options}" for kind in kinds)
+
+    return _EACH.sub(directives, markdown)
 
 
 def with_links_to_pages(markdown: str, page: str) -> str:

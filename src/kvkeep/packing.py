@@ -14,6 +14,9 @@ E4M3.
 The Triton kernels take these numbers as constants (`kernels/codes.py`); the native library takes
 those of `int8`, `int4` and `int2` as a KvType (`native/abi.h`)."""
 
+NATIVE = CODES.keys() - {"fp8"}
+"""The packings that the native library reads."""
+
 _IN_A_BYTE = {"int4": 2, "int2": 4}
 
 

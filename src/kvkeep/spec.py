@@ -14,17 +14,12 @@ from typing import Any, cast, get_args, get_type_hints
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.policy import POLICIES, Policy, Share
+from kvkeep.policy import ALIASES, POLICIES, Policy, Share
 from kvkeep.policy.installed import installed, load
 from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Concat, Growing, Storage
 
 Options = tuple[tuple[str, int | float | str], ...]
-
-ALIASES = {"streaming": ("window", {"sinks": 4})}
-"""Other names for policies with some options set: StreamingLLM (arXiv 2309.17453) is a window with
-four sinks."""
-
 
 _MOST_TEXT = 1000  # characters of a spec
 _MOST_TEXTS = 1 << 16  # characters of several specs
@@ -291,7 +286,7 @@ def _parameters(component: type) -> dict[str, inspect.Parameter]:
         key: parameter
         for key, parameter in typed.items()
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        and parameter.annotation is not Policy
+        and not (isinstance(kind := parameter.annotation, type) and issubclass(kind, Policy))
     }
 
 

@@ -12,8 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvkeep import codec as codecs
+from kvkeep import policy as policies
 from kvkeep.codec import CODECS, Codec
-from kvkeep.codec.base import without_cautions
+from kvkeep.codec.base import without_warnings
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.packing import PLAIN
@@ -21,36 +23,15 @@ from kvkeep.planes import POSITION, PlaneSpec, Reach
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import STORAGES
 
-EXAMPLES = {
-    "keep_all": "keep_all",
-    "window": "window:6,sinks=2",
-    "h2o": "h2o:8,recent=3,sinks=1",
-    "vlen": "vlen:8",
-    "qh2o": "qh2o:8,recent=2",
-    "qvlen": "qvlen:8,recent=2",
-    "tova": "tova:8",
-    "snapkv": "snapkv:8,window=4,pool=3",
-    "knorm": "knorm:8,recent=1",
-    "keydiff": "keydiff:8",
-    "expected_attention": "expected_attention:8,sinks=2,future=16",
-    "kvzip": "kvzip:50%",
-    "random": "random:8",
-    "adakv": "adakv:0.3(h2o:8,recent=2)",
-    "pyramid": "pyramid:2(h2o:8,recent=2)",
-}
-"""A small spec of each policy. A new policy needs an entry here; `kvzap` has none, because it needs
-a scorer, and what it makes of one is `adakv` of a policy with scores."""
+EXAMPLES = {name: part.example for name, part in policies.PARTS.items() if part.example}
+"""A small spec of each policy but `kvzap`."""
 
+CODEC_EXAMPLES = {name: part.example for name, part in codecs.PARTS.items()}
+"""A small spec of each codec."""
 
-CODEC_EXAMPLES = {
-    "kivi": "kivi:4,together=4,recent=4,sinks=2",
-}
-"""A small spec of each codec whose defaults are too large for tests."""
-
-CODEC_ERRORS = {"plain": 0.0, "int8": 0.02, "fp8": 0.05, "int4": 0.2, "kivi": 0.25}
-"""The largest error of each codec for one token's key or value, relative to its norm, for small
-widths and normally distributed elements (the distance of two different tokens is then 1.4). A new
-codec needs an entry here."""
+CODEC_ERRORS = {name: part.error for name, part in codecs.PARTS.items()}
+"""The largest error of each codec, see `kvkeep.registry.Part`. A codec of your own needs an entry
+here."""
 
 
 def conformance_specs() -> Iterator[CacheSpec]:
@@ -238,7 +219,7 @@ def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
         for storage in STORAGES:
             parts = f"{spec}+{CODEC_EXAMPLES.get(codec, codec)}@{storage}"
             try:
-                with without_cautions():
+                with without_warnings():
                     layers = [CacheSpec.parse(parts).layer(capacity=64) for _ in range(3)]
             except SpecError:
                 continue

@@ -9,24 +9,26 @@ import subprocess
 import sys
 
 import pytest
+from kvkeep_lab.evals import names as lab_names
 from kvkeep_lab.evals.tasks import GROUPS, TASKS
 
 from kvkeep.cli import complete
 from kvkeep.codec import CODECS
-from kvkeep.policy import POLICIES
-from kvkeep.spec import ALIASES, CacheSpec
+from kvkeep.policy import ALIASES, POLICIES
+from kvkeep.spec import CacheSpec
 from kvkeep.storage import STORAGES
 
 
 def test_the_names_are_those_of_the_library():
-    assert tuple(CODECS) == complete.CODECS
-    assert set(complete.STORAGES) == set(STORAGES)
-    names = [spec.partition(":")[0].partition("(")[0] for spec in complete.POLICIES]
+    assert complete.specs("keep_all+") == [f"keep_all+{name}" for name in CODECS]
+    assert complete.specs("keep_all@") == [f"keep_all@{name}" for name in STORAGES]
+    suggested = complete.specs("")
+    names = [spec.partition(":")[0] for spec in suggested]
     assert sorted(names) == sorted({*POLICIES, *ALIASES} - {"pyramid", "adakv"})
-    for spec in complete.POLICIES:
+    for spec in suggested:
         CacheSpec.parse(spec)
         assert shlex.quote(spec) == spec  # bash inserts it as it is
-    assert (*GROUPS, *TASKS) == complete.TASKS
+    assert (*GROUPS, *TASKS) == lab_names.TASKS
 
 
 @pytest.mark.parametrize(

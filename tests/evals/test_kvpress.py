@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvkeep_lab.evals import kvpress
 from kvkeep_lab.evals.kvpress import Kvpress, install
-from kvkeep_lab.evals.presses import PRESSES
+from kvkeep_lab.evals.names import PRESSES
 from kvkeep_lab.evals.run import evaluate
 from support import tiny_models
 from support.token_letters import Letters

@@ -8,7 +8,6 @@ from support.pairwise import pairwise
 
 from kvkeep.errors import StateError
 from kvkeep.planes import POSITION
-from kvkeep.policy import POLICIES
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import Growing
 from kvkeep.testing import CODEC_EXAMPLES, EXAMPLES, conformance_specs, live_tokens
@@ -26,7 +25,7 @@ EVICTING = [
         ["plain@growing", "int8@concat", "plain@fixed"],
         CHUNKS,
     )
-    if not (POLICIES[name].ragged and parts.endswith("@fixed"))
+    if not (CacheSpec.parse(EXAMPLES[name]).policy.ragged and parts.endswith("@fixed"))
 ]
 ONE_OF_EACH = [spec for spec, chunks in EVICTING if chunks is CHUNKS[0]]
 

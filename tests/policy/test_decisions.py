@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.eviction_oracle import EvictionOracle
+from support.eviction_oracle import SPECS, EvictionOracle
 from support.pairwise import pairwise
 
 import kvkeep.layer.step
@@ -19,36 +19,6 @@ TOKENS, HEADS, DIM, SCALE = 32, 2, 8, 0.4
 SEPARATED = 1e-4
 """Scores that decide differ by more than float32 can err, and than what counts as equal."""
 
-SPECS: list[tuple[str, int | None]] = [
-    ("window:8", None),
-    ("window:6,sinks=2", None),
-    ("h2o:8", None),
-    ("h2o:8,recent=0", None),
-    ("h2o:9,recent=3,sinks=1,keep_from=3,keep_to=5", None),
-    ("h2o:8,recent=2,normalize=1", None),
-    ("h2o:8,recent=1,sinks=1+int8", 12),
-    ("vlen:8", None),
-    ("vlen:8,recent=1,sinks=2,normalize=1", None),
-    ("qh2o:8,recent=2+int8", None),
-    ("qh2o:8,recent=1,mix=0.2+int4/int8", None),
-    ("qvlen:8,recent=2,mix=0.7+int4", None),
-    ("qvlen:8,normalize=1,sinks=1", None),
-    ("tova:8", None),
-    ("tova:8,recent=2,sinks=1,keep_from=4,keep_to=6", None),
-    ("tova:8", 12),
-    ("snapkv:8,window=4,pool=3", None),
-    ("snapkv:12,window=3,pool=5,sinks=1", None),
-    ("snapkv:8,window=4,recent=6,pool=1", 16),
-    ("knorm:8,recent=1", None),
-    ("knorm:8,keep_from=2,keep_to=4,sinks=1", 10),
-    ("keydiff:8", None),
-    ("keydiff:8,recent=2+fp8", None),
-    ("random:8", None),
-    ("random:8,seed=5,sinks=2,recent=1", None),
-    ("adakv(h2o:8,recent=2)", None),
-    ("adakv:0.5(snapkv:8,window=2,pool=3)", None),
-    ("adakv:0(knorm:8,sinks=1)", 14),
-]
 SCHEDULES = {
     "single tokens": [1] * TOKENS,
     "prompt": [16] + [1] * 16,

@@ -14,19 +14,21 @@ from kvkeep.graph.device_step import require_fitting
 from kvkeep.layer.layer import LayerCache
 from kvkeep.policy import KeepAll
 from kvkeep.spec import CacheSpec
-from kvkeep.storage import Concat, Fixed, Growing, Host, buffer
-
-STORAGES = {"concat": Concat, "growing": Growing, "fixed": lambda: Fixed(16), "host": Host}
+from kvkeep.storage import PARTS, Concat, Fixed, Growing, buffer
 
 
-@pytest.fixture(params=STORAGES)
+def built(name):
+    return CacheSpec.parse(f"keep_all@{PARTS[name].example}").storage.build(None)
+
+
+@pytest.fixture(params=PARTS)
 def storage(request):
-    return STORAGES[request.param]()
+    return built(request.param)
 
 
 @pytest.fixture(params=["growing", "fixed"])
 def in_place(request):
-    return STORAGES[request.param]()
+    return built(request.param)
 
 
 def planes(*numbers: float, rows: int = 1, heads: int = 1) -> dict[str, torch.Tensor]:

@@ -25,11 +25,8 @@ from kvkeep.native_library import (  # noqa: F401 - tests and tools look for the
     reason,
     use_instructions,
 )
-from kvkeep.packing import CODES, KernelLayout
+from kvkeep.packing import CODES, NATIVE, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
-
-_READABLE = ("plain", "int8", "int4", "int2")
-"""The packings that the kernel reads."""
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
@@ -58,7 +55,7 @@ def _unread(q: Tensor, segment: Segment) -> str | None:
     k, v = planes["k"], planes["v"]
     for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
         layout = codec.layout
-        if layout is None or layout.packing not in _READABLE:
+        if layout is None or layout.packing not in NATIVE:
             return f"the native kernel cannot read what {codec} encodes"
         if layout.packing == "plain" and plane.dtype not in TYPES:
             return f"the native kernel reads no {plane.dtype}"

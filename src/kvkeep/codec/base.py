@@ -17,6 +17,7 @@ from torch import Tensor
 from kvkeep.errors import PrecisionWarning
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
+from kvkeep.renamed import Renamed, require_new_names
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Codec(ABC):
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through encoding and decoding."""
+
+    def __init_subclass__(cls) -> None:
+        require_new_names(cls)
 
     @property
     def block(self) -> int:
@@ -57,8 +61,10 @@ class Codec(ABC):
         """Whether the slot of one token can be overwritten without changing other tokens."""
         return self.block == 1
 
+    caution = Renamed("key_warning")
+
     @property
-    def caution(self) -> str | None:
+    def key_warning(self) -> str | None:
         """A warning against this codec for keys, with an alternative; None: none is known."""
         return None
 
@@ -93,34 +99,34 @@ class Codec(ABC):
         return q
 
 
-def whole(tokens: int, *codecs: Codec) -> int:
+def encoded_count(tokens: int, *codecs: Codec) -> int:
     """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
     block = codecs[0].block
-    return max(0, tokens - left_plain(*codecs)) // block * block
+    return max(0, tokens - plain_count(*codecs)) // block * block
 
 
-def left_plain(*codecs: Codec) -> int:
-    """How many tokens these codecs leave plain, beside those whose block is not full."""
+def plain_count(*codecs: Codec) -> int:
+    """How many tokens these codecs leave plain, beside the tokens whose block is not full."""
     return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
 
 
-_CAUTIONS: ContextVar[bool] = ContextVar("cautions", default=True)
+_WARNS: ContextVar[bool] = ContextVar("warns", default=True)
 
 
-def caution(codec: Codec) -> None:
+def warn_about_keys(codec: Codec) -> None:
     """Issue the PrecisionWarning of a codec that will encode keys, if it has one."""
-    if codec.caution is not None and _CAUTIONS.get():
-        _warn_once(codec.caution)
+    if codec.key_warning is not None and _WARNS.get():
+        _warn_once(codec.key_warning)
 
 
 @contextmanager
-def without_cautions() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Within this context, codecs issue no PrecisionWarning, because nobody chose them."""
-    token = _CAUTIONS.set(False)
+    token = _WARNS.set(False)
     try:
         yield
     finally:
-        _CAUTIONS.reset(token)
+        _WARNS.reset(token)
 
 
 @cache  # once per process, not once per layer

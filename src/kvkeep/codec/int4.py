@@ -47,7 +47,7 @@ class Int4(Grouped):
         check_group(self.name, self.group)
 
     @property
-    def caution(self) -> str:
+    def key_warning(self) -> str:
         return (
             "codec int4 loses too much precision of keys in models with a few large key channels "
             "(Qwen2.5: a KL of 1.8 nats); use +int8/int4, or +kivi with keep_all"

@@ -44,8 +44,8 @@ class StraightThrough(Codec):
         return self.inner.sinks
 
     @property
-    def caution(self) -> str | None:
-        return self.inner.caution
+    def key_warning(self) -> str | None:
+        return self.inner.key_warning
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         self.inner.planes(dim, dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment
-from kvkeep.codec import Codec, Plain, left_plain, whole
+from kvkeep.codec import Codec, Plain, encoded_count, plain_count
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
@@ -47,8 +47,8 @@ class BlockEncoded(LayerSlots):
                 f"codecs {names} read two storages together, blocks and a tail, but only one "
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
-        self.blocks = Undivided(codecs, (), storage.another())
-        storage.bound = left_plain(*codecs) + codecs.key.block
+        self.blocks = Undivided(codecs, (), storage.empty_copy())
+        storage.bound = plain_count(*codecs) + codecs.key.block
         self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
         self.codecs = self.tail.codecs
         self.block = codecs.key.block
@@ -116,11 +116,11 @@ class BlockEncoded(LayerSlots):
         return self.blocks.length, self.blocks.step_state(), self.tail.step_state()
 
     def fills(self, tokens: int) -> bool:
-        return whole(self.tail.length - self.hidden + tokens, *self.blocks.codecs) > 0
+        return encoded_count(self.tail.length - self.hidden + tokens, *self.blocks.codecs) > 0
 
     @property
     def waiting(self) -> int:
-        return whole(self.tail.length - self.hidden, *self.blocks.codecs)
+        return encoded_count(self.tail.length - self.hidden, *self.blocks.codecs)
 
     def encode_waiting(self, *, hide: bool = False) -> None:
         planes = self.tail.evictable()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Attend, Held, View
 from kvkeep.checks import Checks
-from kvkeep.codec import Codec, caution
+from kvkeep.codec import Codec, warn_about_keys
 from kvkeep.errors import SpecError
 from kvkeep.layer.cursor import Cursor, State
 from kvkeep.layer.drafts import Drafts
@@ -85,7 +85,7 @@ class LayerCache(Drafts):
                 f"{key_codec.name}/{value_codec.name} encodes blocks of tokens; use int8 or "
                 "int8/int4, or keep_all on layers without a sliding window"
             )
-        caution(key_codec)
+        warn_about_keys(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()

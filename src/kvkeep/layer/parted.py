@@ -80,7 +80,7 @@ class Parted(LayerSlots):
         return self._split.read()
 
     def keep(self, name: str, plane: Tensor) -> None:
-        self._split.keep(name, plane)
+        self._split.write_plane(name, plane)
 
     def surplus(self, budget: int) -> int:
         return self._split.surplus(budget)
@@ -147,7 +147,7 @@ class ByHead(Parted):
                 f"heads of different lengths need storage that grows, but {storage.name} does not; "
                 "use @growing"
             )
-        super().__init__(codecs, Split(storage, by_head=True), storage.another())
+        super().__init__(codecs, Split(storage, by_head=True), storage.empty_copy())
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -203,7 +203,7 @@ class ByRows(Parted):
         return self._undivided(split.whole, split.batch)
 
     def reset(self) -> LayerSlots:
-        return self._undivided(self._blank.another(), 0)
+        return self._undivided(self._blank.empty_copy(), 0)
 
     def parts(self) -> dict[str, Planes]:
         return {"slots": self._split.resting()}

@@ -23,7 +23,8 @@ from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
 from kvkeep.planes import hides_chunks, limits
 from kvkeep.policy import Arrivals, Policy
-from kvkeep.policy.rule import Enter, Learn, Rule, rule_of
+from kvkeep.policy.base import rule_of
+from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.storage import Storage
 
 _KIND = Struct("=13q2d")

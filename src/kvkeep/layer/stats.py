@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.codec import Codec, Plain, whole
+from kvkeep.codec import Codec, Plain, encoded_count
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
@@ -55,6 +55,6 @@ def promised_bytes(
         return sum(spec.slot_bytes(geometry.heads) for spec in specs.values())
 
     block = key_codec.block
-    encoded = kept if block == 1 else whole(kept, key_codec, value_codec)
+    encoded = kept if block == 1 else encoded_count(kept, key_codec, value_codec)
     each = encoded // block * slot_bytes(key_codec, value_codec)
     return geometry.rows * (each + (kept - encoded) * slot_bytes(Plain(), Plain()))

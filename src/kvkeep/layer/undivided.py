@@ -42,7 +42,7 @@ class Undivided(LayerSlots):
         self.limit = storage.limit
         self.frozen = FrozenRuns()
         self.codecs, self._own = codecs, own
-        self._storage, self._blank = storage, storage.another()
+        self._storage, self._blank = storage, storage.empty_copy()
         self._aside = Concat()
         self._rows = rows  # frozen runs may have batch size 1
 
@@ -131,15 +131,15 @@ class Undivided(LayerSlots):
         for run, piece in zip(self.frozen.runs, pieces, strict=False):
             run.own[name].copy_(piece)
         for storage, piece in zip(storages, pieces[len(lengths) :], strict=True):
-            storage.keep(name, piece)
+            storage.write_plane(name, piece)
 
     def evict(self, victims: Tensor) -> None:
         if not (self.frozen.runs or self._aside.length):
             self._storage.evict(victims)
             return
         planes = self.evictable()
-        kept = take(planes, self._storage.left(victims, slot_count(planes)))
-        storage = self._blank.another() if self.frozen.runs else self._storage
+        kept = take(planes, self._storage.remaining(victims, slot_count(planes)))
+        storage = self._blank.empty_copy() if self.frozen.runs else self._storage
         self._aside.reset()
         storage.reset()
         if slot_count(kept):
@@ -186,7 +186,7 @@ class Undivided(LayerSlots):
 
     def reset(self) -> Undivided:
         if self.frozen.runs:
-            self._storage, self.frozen = self._blank.another(), FrozenRuns()
+            self._storage, self.frozen = self._blank.empty_copy(), FrozenRuns()
         self._aside.reset()
         self._storage.reset()
         self.hidden = 0
@@ -240,7 +240,7 @@ class Undivided(LayerSlots):
     def thaw(self) -> None:
         if not self.frozen.runs:
             return
-        storage = self._blank.another()
+        storage = self._blank.empty_copy()
         for planes in self._settled:
             storage.append({n: p.expand(self._rows, *p.shape[1:]) for n, p in planes.items()})
         self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -111,7 +110,7 @@ class Compression(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy(ABC):
+class Policy:
     """Chooses the slots of a layer to evict. The dataclass fields are the options of its spec."""
 
     name: ClassVar[str]
@@ -203,7 +202,7 @@ class Policy(ABC):
     @property
     def protected(self) -> int:
         """The most slots that are kept regardless of their score."""
-        return 0
+        return self.protection.recent + self.protection.fixed
 
     @property
     def room(self) -> int:
@@ -285,7 +284,7 @@ class Policy(ABC):
                     f"settle(Observation({need.value}=...)), or use step()"
                 )
 
-    def observe(self, planes: Planes, seen: Observation) -> None:  # noqa: B027 - most do not
+    def observe(self, planes: Planes, seen: Observation) -> None:
         """Update the policy's own planes in place, and `seen.state`, after a step."""
 
     def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
@@ -296,7 +295,19 @@ class Policy(ABC):
         """
         return f"policy {self.name} keeps no state {sorted(memory)}" if memory else ""
 
-    @abstractmethod
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         """The `count` slots to evict, empty ones first: int64 (B, 1, count), or (B, H, count) if
-        `per_head`."""
+        `per_head`. A policy without a budget is never asked."""
+        raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
+
+
+_RULED = ("enter", "observe", "score", "worth", "victims")
+"""Methods that a rule describes."""
+
+
+def rule_of(policy: Policy) -> Rule | None:
+    """The rule of a policy; None if it has none, or overrides a method that its rule describes."""
+    kind = type(policy)
+    owner = next(base for base in kind.__mro__ if "rule" in vars(base))
+    same = all(getattr(kind, x, None) is getattr(owner, x, None) for x in _RULED)
+    return policy.rule if same else None

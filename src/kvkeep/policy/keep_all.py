@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import Tensor
-
-from kvkeep.planes import Planes
-from kvkeep.policy.base import Observation, Policy
+from kvkeep.policy.base import Policy
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.window import Window
 
@@ -30,6 +27,3 @@ class KeepAll(Policy):
     @property
     def rule(self) -> Rule | None:
         return Rule()
-
-    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        raise AssertionError("keep_all has no budget and evicts nothing")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import Tensor
-
 from kvkeep.planes import Planes, norms
-from kvkeep.policy.base import Arrivals, Observation
+from kvkeep.policy.base import Arrivals
 from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
@@ -30,6 +28,3 @@ class KNorm(Scored):
 
     def enter(self, tokens: Arrivals) -> Planes:
         return {SCORE: -norms(tokens.keys)}
-
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
-        return planes[SCORE]

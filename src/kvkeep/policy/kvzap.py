@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from torch import Tensor
-
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
 from kvkeep.policy.adakv import AdaKV
-from kvkeep.policy.base import Arrivals, Need, Observation, Policy
+from kvkeep.policy.base import Arrivals, Need, Policy
 from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
 from kvkeep.policy.scorer import LayerScorer, Scorer
@@ -97,9 +95,6 @@ class KVzap(Policy):
         own = Predicted(Share(share), self.recent, self.sinks, least=protected, scorer=layer)
         return AdaKV(own, floor=0.0)
 
-    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        raise AssertionError("a layer uses the policy that in_layer() returns")
-
 
 @final
 @dataclass(frozen=True)
@@ -119,6 +114,3 @@ class Predicted(Scored):
         assert self.scorer is not None
         score = self.scorer.predict(tokens.keys, tokens.values, tokens.position, tokens.rotary)
         return {SCORE: score}
-
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
-        return planes[SCORE]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import Tensor
-
 from kvkeep.errors import SpecError
-from kvkeep.planes import Planes
-from kvkeep.policy.base import Compression, Observation, Policy
+from kvkeep.policy.base import Compression, Policy
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
@@ -57,6 +54,3 @@ class KVzip(Policy):
 
     def within(self, window: int) -> Policy:
         return Window(window)
-
-    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        raise AssertionError("kvzip has no budget during a step; compress() evicts")

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, final
 
-from torch import Tensor
-
 from kvkeep.errors import SpecError
-from kvkeep.geometry import Geometry
-from kvkeep.planes import Planes
-from kvkeep.policy.base import Observation, Policy
-from kvkeep.policy.share import Share
+from kvkeep.policy.base import Policy
+from kvkeep.policy.wrapper import Wrapper
 
 
 @final
 @dataclass(frozen=True)
-class Pyramid(Policy):
+class Pyramid(Wrapper):
     """Uses `inner` with a budget that falls linearly from the first layer to the last; the sum over
     layers is unchanged. The last layer's budget is 1 / `beta` of the average, not counting slots
     that `inner` protects. Source: PyramidKV (arXiv 2406.02069).
     """
 
-    inner: Policy
     beta: float = 20.0
 
     name: ClassVar[str] = "pyramid"
-    wraps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.inner.evicts or isinstance(self.inner, Pyramid):
@@ -34,29 +28,10 @@ class Pyramid(Policy):
                 f"pyramid({self.inner.name}): {self.inner.name} has no budget to divide "
                 "among layers; use pyramid(h2o:1024)"
             )
-        # Policies declare these as class variables; a wrapper has those of the inner policy.
-        object.__setattr__(self, "needs", self.inner.needs)
-        object.__setattr__(self, "rollback", self.inner.rollback)
-        object.__setattr__(self, "weighs_values", self.inner.weighs_values)
         if not self.beta >= 1.0:
             raise SpecError(
                 f"pyramid beta {self.beta}: it must be at least 1, for equal budgets; use 20"
             )
-
-    @property
-    def budget(self) -> int | None:
-        return self.inner.budget
-
-    @property
-    def share(self) -> Share | None:
-        return self.inner.share
-
-    @property
-    def step(self) -> int | None:
-        return self.inner.step
-
-    def keeping(self, stop: int) -> Policy:
-        return replace(self, inner=self.inner.keeping(stop))
 
     def in_layer(self, index: int, count: int) -> Policy:
         at = 0.5 if count == 1 else index / (count - 1)
@@ -68,9 +43,3 @@ class Pyramid(Policy):
         assert budget is not None  # it evicts
         tokens = inner.protected + round((budget - inner.protected) * factor)
         return inner.with_budget(max(inner.protected + 1, tokens))
-
-    def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
-        return self.inner.why_not_memory(memory, geometry)
-
-    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        raise AssertionError("a layer uses the policy that in_layer() returns")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError
 from kvkeep.planes import Planes
-from kvkeep.policy.base import Arrivals, Observation
+from kvkeep.policy.base import Arrivals
 from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
 
@@ -42,9 +42,6 @@ class Random(Scored):
         head = torch.arange(heads, device=place.device)[:, None]
         mixed = _mixed(_mixed(place + (self.seed << 8)) + head)
         return {SCORE: (mixed >> 8).float().expand(rows, -1, -1)}
-
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
-        return planes[SCORE]
 
 
 def _mixed(x: Tensor) -> Tensor:

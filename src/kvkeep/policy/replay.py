@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.planes import POSITION, Planes, Reach
-from kvkeep.policy.base import Observation, Policy
-from kvkeep.policy.share import Share
+from kvkeep.planes import POSITION, Planes, PlaneSpec
+from kvkeep.policy.base import Arrivals, Need, Observation
+from kvkeep.policy.wrapper import Wrapper
 
 _CURSOR = "replayed"
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class ReplayPolicy(Policy):
+class ReplayPolicy(Wrapper):
     """Evicts the tokens that `inner` evicted when the same chunks were fed in the same calls,
     regardless of what the slots hold now, so it needs neither mass nor queries. Queries see what
     `inner` lets them see.
@@ -32,51 +32,24 @@ class ReplayPolicy(Policy):
         StateError: if the evictions requested differ from the recorded ones.
     """
 
-    inner: Policy
     decisions: Sequence[Tensor] = ()
 
     name: ClassVar[str] = "replay"
-    wraps: ClassVar[bool] = True
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    rollback: ClassVar[bool] = False
+    weighs_values: ClassVar[bool] = False
     counts_empty: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        # Policies declare these as class variables; a wrapper has those of the inner policy.
-        object.__setattr__(self, "per_head", self.inner.per_head)
-        object.__setattr__(self, "ragged", self.inner.ragged)
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        return {}
 
     @property
-    def budget(self) -> int | None:
-        return self.inner.budget
+    def observes(self) -> bool:
+        return False
 
-    @property
-    def share(self) -> Share | None:
-        return self.inner.share
-
-    def at(self, fed: int) -> Policy:
-        inner = self.inner.at(fed)
-        return self if inner is self.inner else replace(self, inner=inner)
-
-    @property
-    def room(self) -> int:
-        return self.inner.room
-
-    @property
-    def reach(self) -> Reach | None:
-        return self.inner.reach
-
-    @property
-    def step(self) -> int | None:
-        return self.inner.step
-
-    @property
-    def shows_padding(self) -> bool:
-        return self.inner.shows_padding
-
-    def within(self, window: int) -> Policy:
-        return replace(self, inner=self.inner.within(window))
-
-    def in_layer(self, index: int, count: int) -> Policy:
-        return replace(self, inner=self.inner.in_layer(index, count))
+    def enter(self, tokens: Arrivals) -> Planes:
+        return {}
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         position = planes[POSITION]

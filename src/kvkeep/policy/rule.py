@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from kvkeep.policy.base import Policy
+from typing import NamedTuple
 
 
 class Enter(IntEnum):
@@ -59,14 +56,3 @@ class Rule(NamedTuple):
     mix: float | None = None
     seed: int = 0
     floor: float | None = None
-
-
-_METHODS = ("enter", "observe", "score", "worth", "victims")
-
-
-def rule_of(policy: Policy) -> Rule | None:
-    """The rule of a policy; None if it has none, or overrides a method that its rule describes."""
-    kind = type(policy)
-    owner = next(base for base in kind.__mro__ if "rule" in vars(base))
-    same = all(getattr(kind, x, None) is getattr(owner, x, None) for x in _METHODS)
-    return policy.rule if same else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -86,10 +85,6 @@ class Scored(Policy):
         return Protection(self.protected_recent, self.sinks, self.keep_from, self.keep_to)
 
     @property
-    def protected(self) -> int:
-        return self.protected_recent + self._fixed
-
-    @property
     def _fixed(self) -> int:
         """How many positions other than the newest are protected."""
         return Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
@@ -133,9 +128,10 @@ class Scored(Policy):
         to = self.protection.until(stop)
         return replace(self, keep_from=0, keep_to=to, least=least)
 
-    @abstractmethod
     def score(self, planes: Planes, seen: Observation) -> Tensor:
-        """The score of each slot, floating point (B, H, S), or (B, 1, S) unless `per_head`."""
+        """The score of each slot, floating point (B, H, S), or (B, 1, S) unless `per_head`; by
+        default what the plane `score` holds."""
+        return planes[SCORE]
 
     def worth(self, planes: Planes, seen: Observation) -> Tensor:
         """The score as it is ranked, see `ranking.worth`."""

@@ -75,6 +75,3 @@ class SnapKV(Scored):
         counted = (mass * before).gather(-1, order)
         pooled = avg_pool1d(counted, self.pool, stride=1, padding=self.pool // 2)
         return torch.where(before, torch.empty_like(mass).scatter_(-1, order, pooled), mass)
-
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
-        return planes[SCORE]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
 from kvkeep.planes import Planes
 from kvkeep.policy.base import Need, Observation
@@ -39,6 +38,3 @@ class Tova(Scored):
         if not isinstance(fed, int):  # a row with only padding has no new query
             mass = torch.where(fed > 0, mass, planes[SCORE])
         planes[SCORE].copy_(mass)
-
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
-        return planes[SCORE]

@@ -81,10 +81,6 @@ class Window(Policy):
     def protection(self) -> Protection:
         return Protection(0, self.sinks, self.keep_from, self.keep_to)
 
-    @property
-    def protected(self) -> int:
-        return self.protection.fixed
-
     def with_budget(self, tokens: int | Share) -> Policy:
         return replace(self, size=tokens if isinstance(tokens, Share) else tokens - self.protected)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.planes import Planes, marked, moves, plane_bytes, slot_count
+from kvkeep.renamed import Renamed, require_new_names
 
 
 class Storage(ABC):
@@ -42,6 +43,13 @@ class Storage(ABC):
 
     reallocations: int = 0
     """How many times the stored slots were copied to a new allocation."""
+
+    keep = Renamed("write_plane")
+    left = Renamed("remaining")
+    another = Renamed("empty_copy")
+
+    def __init_subclass__(cls) -> None:
+        require_new_names(cls)
 
     def __init__(self) -> None:
         self._planes: dict[str, Tensor] = {}  # (B, H|1, capacity, ...)
@@ -103,7 +111,7 @@ class Storage(ABC):
     def read(self) -> Planes:
         """All slots in use, (B, H|1, length, ...), as views that the next change may overwrite."""
 
-    def keep(self, name: str, plane: Tensor) -> None:
+    def write_plane(self, name: str, plane: Tensor) -> None:
         """Overwrite one plane (B, H|1, length, ...) of the slots in use."""
         with torch.inference_mode():  # which changes inference tensors and others
             self.read()[name].copy_(plane)
@@ -120,8 +128,8 @@ class Storage(ABC):
         At most c of the remaining slots are moved, so slots may change their order.
         """
 
-    def left(self, victims: Tensor, length: int) -> Tensor:
-        """Of `length` slots those that `evict` leaves, in the order in which it leaves them: int64
+    def remaining(self, victims: Tensor, length: int) -> Tensor:
+        """The slots that `evict` leaves of `length`, in the order in which it leaves them: int64
         (B|1, H|1, length - c).
 
         Raises:
@@ -147,7 +155,7 @@ class Storage(ABC):
         """Make row i a copy of the former row index[i]; int64 (new B,)."""
 
     @final
-    def another(self) -> Storage:
+    def empty_copy(self) -> Storage:
         """A new, empty storage of the same options and bound."""
         fresh = self._alike()
         fresh.bound = self.bound
@@ -159,7 +167,7 @@ class Storage(ABC):
 
     def behind(self, slots: int) -> Storage:
         """A new, empty storage for what follows `slots` slots that are frozen."""
-        return self.another()
+        return self.empty_copy()
 
     def share(self, common: dict[str, Any]) -> None:  # noqa: B027
         """Share resources with the other storages of a cache. `common` holds them, by the

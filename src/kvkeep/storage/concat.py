@@ -46,17 +46,17 @@ class Concat(Storage):
             for name, plane in self._planes.items()
         }
 
-    def keep(self, name: str, plane: Tensor) -> None:
+    def write_plane(self, name: str, plane: Tensor) -> None:
         self._planes = {**self._planes, name: plane.clone()}
 
     def read(self) -> Planes:
         return dict(self._planes)
 
     def evict(self, victims: Tensor) -> None:
-        self._planes = take(self._planes, self.left(victims, self.length))
+        self._planes = take(self._planes, self.remaining(victims, self.length))
 
-    def left(self, victims: Tensor, length: int) -> Tensor:
-        """As `Storage.left`: the slots keep their order."""
+    def remaining(self, victims: Tensor, length: int) -> Tensor:
+        """As `Storage.remaining`: the slots keep their order."""
         return survivors(victims, length)
 
     def truncate(self, length: int) -> None:

@@ -132,7 +132,7 @@ class Split(Storage):
         if not former:
             rows, heads = planes["k"].shape[:2]
             own = range(heads) if self.by_head else (None,)
-            self.parts = tuple(Part(self._each.another(), None, head) for head in own)
+            self.parts = tuple(Part(self._each.empty_copy(), None, head) for head in own)
             self.batch = rows
         before = [storage.length for storage in self.storages]
         try:
@@ -178,7 +178,7 @@ class Split(Storage):
 
     def load(self, heads: Sequence[Planes]) -> None:
         """Replace the contents by copies of these planes, one set for each head."""
-        self.parts = tuple(Part(self._each.another(), None, i) for i in range(len(heads)))
+        self.parts = tuple(Part(self._each.empty_copy(), None, i) for i in range(len(heads)))
         for storage, planes in zip(self.storages, heads, strict=True):
             storage.append(planes)
             self.batch = planes[POSITION].shape[0]
@@ -188,14 +188,14 @@ class Split(Storage):
         flow through the copy."""
         other = Split(each, by_head=self.by_head)
         other.batch = self.batch
-        other.parts = tuple(part._replace(storage=each.another()) for part in self.parts)
+        other.parts = tuple(part._replace(storage=each.empty_copy()) for part in self.parts)
         for mine, its in zip(self.storages, other.storages, strict=True):
             its.append(mine.read())
         return other
 
-    def keep(self, name: str, plane: Tensor) -> None:
+    def write_plane(self, name: str, plane: Tensor) -> None:
         for part in self.parts:
-            part.storage.keep(name, part.of(plane)[:, :, : part.storage.length])
+            part.storage.write_plane(name, part.of(plane)[:, :, : part.storage.length])
 
     def drop(self, dropped: Tensor) -> None:
         """Empty the slots where `dropped`, bool (B|1, H|1, S), is True. Then each part frees as
@@ -205,7 +205,7 @@ class Split(Storage):
             storage = part.storage
             gone = part.of(dropped)[:, :, : storage.length]
             position = storage.read()[POSITION].masked_fill(gone, -1)
-            storage.keep(POSITION, position)
+            storage.write_plane(POSITION, position)
             live = position >= 0
             empty = int((~live).sum(dim=2).amin()) if live.numel() else 0
             if empty:
@@ -315,7 +315,7 @@ def _parted(planes: Planes, each: Storage, by_head: bool) -> Split | None:
     for head, own in enumerate(lists):
         for group in alike(own):
             index = torch.tensor(group, device=live.device)
-            part = Part(each.another(), _some(index, rows), head if by_head else None)
+            part = Part(each.empty_copy(), _some(index, rows), head if by_head else None)
             taken = {name: part.of(planes[name]) for name in planes}
             order = part.of(live).to(torch.uint8).argsort(dim=2, stable=True)
             longest = max(1, *(own[row] for row in group))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.codec import whole
+from kvkeep.codec import encoded_count
 from kvkeep.files.offload import Kept, Offload
 from kvkeep.layer.block_encoded import filled, order_of_encoding
 from kvkeep.layer.layer import LayerCache
@@ -166,7 +166,7 @@ class Slots:
     def _encode(self, undo: _Undo) -> _Undo:
         """Encode the oldest plain tokens, as a layer does with a codec that encodes blocks."""
         codecs = self._layer.key_codec, self._layer.value_codec
-        count = whole(self.length - self.encoded, *codecs)
+        count = encoded_count(self.length - self.encoded, *codecs)
         if not count:
             return undo
         place = self.past.position.clone()

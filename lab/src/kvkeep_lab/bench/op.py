@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Backend, Segment, View, attend, backends
-from kvkeep.codec import Codec, Plain, whole
+from kvkeep.codec import Codec, Plain, encoded_count
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
@@ -264,7 +264,7 @@ def _view(spec: CacheSpec, k: Tensor, v: Tensor, n: int) -> View:
     """Keys and values as a layer holds them: of a codec that encodes blocks, the newest plain."""
     key, value, length = spec.key_codec, spec.value_codec.for_values(), k.shape[2]
     place = torch.arange(length, dtype=torch.int32, device=k.device)
-    encoded = length if key.block == 1 else whole(length - n, key, value)
+    encoded = length if key.block == 1 else encoded_count(length - n, key, value)
     segments = []
     for tokens, codecs in ((slice(encoded), (key, value)), (slice(encoded, None), (Plain(),) * 2)):
         own = place[tokens].view(1, 1, -1).expand(k.shape[0], -1, -1)

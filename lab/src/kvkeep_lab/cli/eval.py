@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.complete import TASKS, one_of, several_of
+from kvkeep.cli.complete import one_of, several_of
 from kvkeep.cli.complete import specs as completed
 from kvkeep.cli.output import (
     AdapterName,
@@ -27,7 +27,7 @@ from kvkeep.cli.output import (
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.html import HtmlFile, check_html
 from kvkeep_lab.cli.plot import PlotFile, check_plot, plot_tradeoff
-from kvkeep_lab.evals.presses import PRESSES
+from kvkeep_lab.evals.names import PRESSES, TASKS
 
 DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 

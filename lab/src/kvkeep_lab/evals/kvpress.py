@@ -21,7 +21,7 @@ from kvkeep.host.progress import Progress, silent
 from kvkeep_lab.checks import require_known
 from kvkeep_lab.evals.answers import scored
 from kvkeep_lab.evals.figures import in_figures
-from kvkeep_lab.evals.presses import PRESSES
+from kvkeep_lab.evals.names import PRESSES
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of

@@ -1,0 +1,44 @@
+"""Names of tasks and presses. Nothing here imports torch, so that shells complete them quickly."""
+
+from __future__ import annotations
+
+TASKS = (
+    "ruler",
+    "longbench",
+    "helmet",
+    "all",
+    "needle",
+    "multi-key",
+    "multi-value",
+    "multi-query",
+    "variables",
+    "common-words",
+    "frequent-words",
+    "qa",
+    "passage-retrieval",
+    "passage-count",
+    "multi-document-qa",
+    "few-shot",
+    "code-completion",
+    "key-value",
+    "reranking",
+    "many-shot",
+    "citations",
+)
+"""Names of groups of tasks, and of tasks."""
+
+PRESSES = (
+    "none",
+    "snapkv",
+    "adakv",
+    "criticaladakv",
+    "pyramid",
+    "knorm",
+    "keydiff",
+    "streaming",
+    "tova",
+    "expected_attention",
+    "observed_attention",
+    "kvzip",
+)
+"""Names of kvpress's presses; `none` compresses nothing, and shows what other versions change."""

@@ -1,0 +1,30 @@
+"""Members of earlier versions, whose errors name what they are called now."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+class Renamed:
+    """In place of a renamed member of a class: reading it raises an error with the new name.
+
+    Args:
+        now: the new name.
+    """
+
+    def __init__(self, now: str) -> None:
+        self.now = now
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__}.{self.name} is now {self.now}; use that name")
+
+
+def require_new_names(kind: type) -> None:
+    """Raise TypeError if a new class overrides a renamed member of a base under its former name."""
+    for base in kind.__mro__[1:]:
+        for name, member in vars(base).items():
+            if isinstance(member, Renamed) and name in vars(kind):
+                raise TypeError(f"class {kind.__name__}: {name} is now {member.now}; rename it")
