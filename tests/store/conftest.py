@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.store_places import KINDS, Place
+from support.store_places import KINDS, WITH_BUDGETS, Place
 
 from kvkeep.store import Memory
 
@@ -27,6 +27,12 @@ def _places(tmp_path_factory):
 @pytest.fixture(params=KINDS)
 def place(request, _places):
     """An empty place."""
+    return _places(request.param)
+
+
+@pytest.fixture(params=WITH_BUDGETS)
+def place_with_budget(request, _places):
+    """An empty place that limits its bytes by itself."""
     return _places(request.param)
 
 

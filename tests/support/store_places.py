@@ -12,8 +12,11 @@ from kvkeep.store import Disk, Location, Memory, ModelGeometry, PrefixStore, Red
 from support.redis_server import Server
 from support.token_caches import fed, holds, new_cache
 
-KINDS = ["disk", "redis", "location-file", "location-memory"]
-"""Those that other processes, or other objects of this one, can open again."""
+WITH_BUDGETS = ["disk", "location-file", "location-memory"]
+"""Kinds that limit their bytes by themselves."""
+
+KINDS = [*WITH_BUDGETS, "redis"]
+"""Kinds that other processes, or other objects of this one, can open again."""
 
 _QUARANTINE = "kvkeep:quarantine:"
 
@@ -33,7 +36,8 @@ class Place:
         }[kind]
 
     def open(self, budget=None, **options):
-        return {"disk": Disk, "redis": Redis}.get(self.kind, Location)(self.url, budget, **options)
+        kind = {"disk": Disk, "redis": Redis}.get(self.kind, Location)
+        return kind(self.url, budget, **options)
 
     def blocks(self):
         """The names of what is kept, as the backend's users never see them."""

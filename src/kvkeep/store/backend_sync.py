@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvkeep.store.backend import Backend, StoredBlock, beginning, digest, key_of, token_bytes
+from kvkeep.store.backend import Backend
+from kvkeep.store.block import StoredBlock, beginning, digest, key_of, token_bytes
 from kvkeep.store.compressed import Compressed, CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Marks, Stretch
@@ -84,7 +85,7 @@ def shared(
         places.items(), backend.leading(list(places)), strict=False
     ):
         own = tokens[start : start + size]
-        if not block.tokens.equal(own) or geometry_of().why_not(block, Stretch, start):
+        if not block.tokens.equal(own) or block.why_not(geometry_of(), Stretch, start):
             backend.quarantine(key)
             fit = False
         elif fit:
@@ -95,7 +96,7 @@ def shared(
         prefix = places[list(places)[(stop - first) // size]].prefix
         last = _alike(backend, identity, prefix, own)
         if last is not None:
-            if not geometry_of().why_not(last, Stretch, stop):
+            if not last.why_not(geometry_of(), Stretch, stop):
                 return [*blocks, last], stop + common(last.tokens, own)
             backend.quarantine(last.key)
     return blocks, stop
@@ -133,7 +134,7 @@ def shared_compressed(
         if block is None:
             continue
         geometry = geometry_of()
-        if geometry.why_not(block, Compressed):
+        if block.why_not(geometry, Compressed):
             backend.quarantine(key)
         elif isinstance(block.content, Compressed):
             return CompressedText(block.tokens, block.content, geometry)

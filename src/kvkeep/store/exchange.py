@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
@@ -67,16 +67,16 @@ class Exchange:
         if stop <= known:
             return
         devices = [layer.of_row.device for layer in agreed().layers]
-        whole = Stretch.joined([x.content for x in blocks if isinstance(x.content, Stretch)]).to(
-            devices
-        )
+        pieces, marks, at = list[Stretch](), dict[int, Mapping[str, Tensor]](), first
+        for block in blocks:
+            assert isinstance(block.content, Stretch)
+            pieces.append(block.content.to(devices))
+            marks |= {at + after: mark for after, mark in block.content.marks.items()}
+            at += len(block.content)
         with entries.lock:
             if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            marks = {first + at: mark for at, mark in whole.marks.items()}
-            entries.keep(
-                identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
-            )
+            entries.keep(identity, tokens[:stop], pieces_of(pieces, marks, first), marks)
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. An error is the result's."""
