@@ -8,7 +8,7 @@ import pytest
 from support.store_places import found, put
 
 from kvkeep.errors import SpecError
-from kvkeep.store import Disk, Location
+from kvkeep.store import Disk
 
 
 def files(disk, part="blocks"):
@@ -51,25 +51,6 @@ def test_what_an_earlier_version_left(tmp_path):
     assert disk.gc(older_than=0) == size
     assert not old.exists()
     assert found(disk, list(range(16))) == 16
-
-
-def test_directories_go_with_their_blocks(tmp_path):
-    disk = Disk(tmp_path / "store")
-    put(disk, list(range(16)))
-    put(disk, list(range(16)), identity="n")
-    keys = list(disk.scan())
-    for key in keys[:3]:
-        disk.delete(key)
-    assert len([*(disk.path / "blocks").rglob("*")]) == 3
-    disk.delete(keys[3])
-    assert list((disk.path / "blocks").iterdir()) == []
-    assert disk.failures == 0
-
-
-def test_a_store_and_its_url_are_one(tmp_path):
-    """`file://` keeps the same files."""
-    put(Disk(tmp_path / "store"), list(range(16)))
-    assert found(Location(f"file://{tmp_path}/store"), list(range(16))) == 16
 
 
 def test_uses_are_kept_in_the_times_of_files(tmp_path):

@@ -48,7 +48,7 @@ def in_a_child(work, *args):
 
 
 def test_other_files_are_left_alone(filled):
-    names = ["victim.safetensors", "blocks/victim.safetensors", "blocks/a/b/victim.safetensors"]
+    names = ["victim.safetensors", "blocks/victim.safetensors", "blocks/a/victim.safetensors"]
     for name in names:
         (filled / name).parent.mkdir(parents=True, exist_ok=True)
         (filled / name).write_text("not kvkeep's")
@@ -61,24 +61,6 @@ def test_other_files_are_left_alone(filled):
         assert (filled / name).read_text() == "not kvkeep's"
     assert put(Disk(filled), TOKENS) == 30
     assert found(Disk(filled), TOKENS) == 30
-
-
-def test_no_link_is_a_directory_of_blocks(filled, tmp_path):
-    """Nothing is read, written or removed behind it."""
-    (identity,) = (filled / "blocks").iterdir()
-    shutil.move(identity, tmp_path / "elsewhere")
-    identity.symlink_to(tmp_path / "elsewhere")
-    before = sorted((tmp_path / "elsewhere").rglob("*"))
-    disk = Disk(filled)
-    assert list(disk.scan()) == []
-    assert found(disk, TOKENS) == 0
-    assert put(disk, [*TOKENS[:16], 99]) == 17
-    for block in blocks_of(TOKENS):
-        disk.delete(block.key)
-    disk.gc(older_than=0, budget=1)
-    assert sorted((tmp_path / "elsewhere").rglob("*")) == before
-    assert disk.failures > 0
-    assert "is no directory of a store" in disk.last_error
 
 
 def test_what_lies_in_a_blocks_place(filled, tmp_path):
@@ -279,7 +261,7 @@ def test_a_read_only_store_is_read(damage):
 def _test_read_only(path, damage):
     put(Disk(path), TOKENS)
     if damage == "blocks":
-        place = path / "blocks" / f"{blocks_of(TOKENS)[1].key}.safetensors"
+        place = path / "blocks" / f"{blocks_of(TOKENS)[1].key.replace('/', '-')}.safetensors"
         place.write_bytes(place.read_bytes()[:-5])
     for place in [path, *path.rglob("*")]:
         place.chmod(0o555 if place.is_dir() else 0o444)
@@ -291,7 +273,7 @@ def _test_read_only(path, damage):
 def _full(path):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     disk = Disk(path)
-    for limit in (10, 500, 3000):
+    for limit in (10, 500, 1500):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
         assert not disk.put(blocks_of(list(range(limit, limit + 8)))[0])
         assert disk.failures

@@ -688,8 +688,8 @@ FAULTS = (
     Fault(
         "hit-longer-than-its-match",
         "store/hit.py",
-        "found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))",
-        "found.append(node.kept)",
+        "found.append(node.content if left >= len(node.tokens) else node.content.head(left))",
+        "found.append(node.content)",
         "store/test_prefix.py",
     ),
     Fault(
@@ -793,7 +793,7 @@ FAULTS = (
     ),
     Fault(
         "rows-begin-as-the-first-two-do",
-        "store/batches.py",
+        "store/prefix.py",
         "min(most, *(common(prompts[0], one) for one in prompts))",
         "min(most, common(prompts[0], prompts[1 % len(prompts)]))",
         "store/test_rows.py",

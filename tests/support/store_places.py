@@ -12,6 +12,9 @@ from kvkeep.store import Disk, Location, Memory, ModelGeometry, PrefixStore, Red
 from support.redis_server import Server
 from support.token_caches import fed, holds, new_cache
 
+BACKENDS = {"memory": lambda path: Memory()}
+"""Backends of one process, by name: each is given an empty directory."""
+
 WITH_BUDGETS = ["disk", "location-file", "location-memory"]
 """Kinds that limit their bytes by themselves."""
 

@@ -137,8 +137,6 @@ def gc(
     with Working("removing blocks"):
         backend = _opened(where)
         freed = backend.gc(older_than, most)
-        if freed:  # what failed on a full disk works now
-            backend = _opened(where)
         left = sum(1 for _ in backend.scan())
         _require_answers(backend)
     if json:

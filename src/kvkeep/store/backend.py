@@ -133,8 +133,10 @@ class Backend(ABC):
         return True
 
     def _checked(self, key: str, data: Any) -> StoredBlock | None:
-        """Parse the bytes stored under a key. If they are not its block, quarantine them and return
-        None."""
+        """Parse the data stored under a key; None if it is None or an error. If it is not the key's
+        block, quarantine it and return None."""
+        if data is None or isinstance(data, Exception):
+            return None
         try:
             return StoredBlock.from_bytes(
                 data if isinstance(data, (bytes, bytearray)) else b"", key
@@ -149,9 +151,9 @@ class Backend(ABC):
         self.failures += 1
         self.last_error = f"{type(error).__name__}: {error}"
 
-    def _label(self, key: str, data: bytes | None) -> Label | None:
+    def _label(self, key: str, data: Any) -> Label | None:
         """The label in a block's first bytes; None without bytes."""
-        if data is None:
+        if not data or not isinstance(data, (bytes, bytearray)):
             return None
         try:
             return Label.read(data, key)
@@ -165,6 +167,9 @@ class Remote(Backend):
     that an unavailable server costs one timeout, not one per block."""
 
     _paused_until = 0.0
+
+    def put(self, block: StoredBlock) -> bool:
+        return self.contains(block.key) or self.put_all([block]) == 1
 
     @property
     def resting(self) -> bool:

@@ -26,7 +26,6 @@ _PARTS = ("blocks", "new", "quarantine")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _WAIT_S = 30.0  # for another thread or process that puts blocks
 _RETRY_S = 0.01
-_TRIES = 10  # to put a file into a directory that others remove because it is empty
 
 
 @final
@@ -54,26 +53,14 @@ class Disk(Files):
         self._make_directories()
 
     def contains(self, key: str) -> bool:
-        return is_key(key) and os.path.lexists(self._file(key))
+        return is_key(key) and os.path.lexists(self._path(key))
 
     @property
     def _root(self) -> str:
         return os.fspath(self.path)
 
-    def _file(self, key: str) -> Path:
-        return self.path / "blocks" / f"{key}{SUFFIX}"
-
     def _path(self, key: str) -> str:
-        """The path of a block's file.
-
-        Raises:
-            NoFileError: a directory on the way is a link.
-        """
-        file = self._file(key)
-        for folder in (file.parent, file.parent.parent):
-            if folder.is_symlink():
-                raise NoFileError(errno.ELOOP, "a link is no directory of a store", str(folder))
-        return os.fspath(file)
+        return f"{self.path}/blocks/{key.replace('/', '-')}{SUFFIX}"
 
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
         return [self._content(key, most) for key in keys]
@@ -109,21 +96,13 @@ class Disk(Files):
     def _write(
         self, new: str, path: str, content: tuple[Mapping[str, Tensor], Mapping[str, str]]
     ) -> None:
-        partial, file = Path(new), Path(path)
+        for part in _PARTS:
+            (self.path / part).mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         try:
-            for tries in range(_TRIES):
-                try:
-                    for folder in (partial.parent, file.parent.parent, file.parent):
-                        folder.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
-                    if not tries:
-                        tensor_file.write(partial, *content, sync=False, private=True)
-                    partial.replace(file)
-                    return
-                except FileNotFoundError:  # another process removed a directory while it was empty
-                    time.sleep(_RETRY_S * tries)
-            raise OSError(errno.ENOENT, "its directory vanished again and again", path)
+            tensor_file.write(Path(new), *content, sync=False, private=True)
+            os.replace(new, path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            Path(new).unlink(missing_ok=True)
             raise
 
     def _move(self, path: str, aside: str) -> None:
@@ -131,18 +110,12 @@ class Disk(Files):
 
     def _unlink(self, path: str) -> None:
         os.unlink(path)
-        for folder in list(Path(path).relative_to(self.path).parents)[:-2]:
-            with suppress(OSError):  # it holds other blocks
-                (self.path / folder).rmdir()
 
-    def _listed(self, part: str) -> list[File]:
-        found, waiting = list[File](), [f"{self._root}/{part}"]
-        while waiting:
-            with suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                        continue
+    def _listed(self, part: str, start: str = "") -> list[File]:
+        found, start = list[File](), start.replace("/", "-")
+        with os.scandir(f"{self.path}/{part}") as entries:
+            for entry in entries:
+                if entry.name.startswith(start) and not entry.is_dir(follow_symlinks=False):
                     with suppress(FileNotFoundError):  # another process removed it
                         status = entry.stat(follow_symlinks=False)
                         found.append(File(status.st_mtime, entry.path, status.st_size))

@@ -74,8 +74,8 @@ class Files(Remote):
         """Remove a file."""
 
     @abstractmethod
-    def _listed(self, part: str) -> list[File]:
-        """All files in a subdirectory and below it."""
+    def _listed(self, part: str, start: str = "") -> list[File]:
+        """The files of a subdirectory; at least those of blocks whose keys begin with `start`."""
 
     def _place(self, part: str) -> str:
         """The path of a new file in a subdirectory."""
@@ -108,9 +108,6 @@ class Files(Remote):
                 break
         self._touch(keys[: len(found)])
         return found
-
-    def put(self, block: StoredBlock) -> bool:
-        return self.contains(block.key) or self.put_all([block]) == 1
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         stored: list[str] = []
@@ -159,15 +156,11 @@ class Files(Remote):
     def scan(self, prefix: str = "") -> Iterator[str]:
         if not starts_key(prefix):
             return iter(())
-        folder = f"blocks/{prefix.rpartition('/')[0]}".rstrip("/")
-        return iter([key for key in self._blocks(folder) if key.startswith(prefix)])
+        return iter([key for key in self._blocks(prefix) if key.startswith(prefix)])
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
         found = self._read(keys, LABEL_BYTES)
-        return [
-            self._label(key, None if isinstance(data, Exception) else data)
-            for key, data in zip(keys, found, strict=True)
-        ]
+        return [self._label(key, data) for key, data in zip(keys, found, strict=True)]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         require_budget(budget)
@@ -187,17 +180,16 @@ class Files(Remote):
         return sum(file.nbytes for file in self._blocks().values())
 
     def _get_blocks(self, keys: Sequence[str]) -> list[StoredBlock | None]:
-        return [
-            None if isinstance(data, Exception) else self._checked(key, data)
-            for key, data in zip(keys, self._read(keys), strict=True)
-        ]
+        return [self._checked(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
 
-    def _files(self, part: str) -> list[File]:
-        return self._asked(lambda: self._listed(part), [])
+    def _files(self, part: str, start: str = "") -> list[File]:
+        return self._asked(lambda: self._listed(part, start), [])
 
-    def _blocks(self, folder: str = "blocks") -> dict[str, File]:
-        """The files of blocks by their keys, the least recently used first."""
-        return {key: file for file in sorted(self._files(folder)) if (key := _key_at(file.path))}
+    def _blocks(self, start: str = "") -> dict[str, File]:
+        """The files of blocks by their keys, the least recently used first; at least of those whose
+        keys begin with `start`."""
+        files = sorted(self._files("blocks", start))
+        return {key: file for file in files if (key := _key_at(file.path))}
 
     def _fit(self, files: dict[str, File], budget: int) -> int:
         """Remove the first of some files, also from the dict, until the rest fits a budget; returns
@@ -221,5 +213,5 @@ class Files(Remote):
 
 def _key_at(path: str) -> str:
     """The key of the block at a path; empty if the path is not a block's."""
-    key = path.rpartition("/blocks/")[2].removesuffix(SUFFIX)
+    key = path.rpartition("/blocks/")[2].removesuffix(SUFFIX).replace("-", "/")
     return key if is_key(key) else ""

@@ -26,7 +26,7 @@ class Hit:
         stretches: what is stored for them, in order.
     """
 
-    def __init__(self, match: Match[Stretch], geometry: ModelGeometry | None) -> None:
+    def __init__(self, match: Match, geometry: ModelGeometry | None) -> None:
         self.length, self._state = _usable(match, geometry)
         self._geometry = geometry
         self._lock: Lock | None = match.path[-1].lock() if match.path else None
@@ -89,9 +89,7 @@ class Hit:
         self.release()
 
 
-def _usable(
-    match: Match[Stretch], geometry: ModelGeometry | None
-) -> tuple[int, Mapping[str, Tensor]]:
+def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[str, Tensor]]:
     """How many tokens of a match a cache can begin with, and the states of recurrent layers after
     them. A model that has such layers can begin only where their states were stored."""
     if geometry is None or not geometry.states:
@@ -99,20 +97,20 @@ def _usable(
     length, start = 0, 0
     state: Mapping[str, Tensor] = {}
     for node in match.path:
-        for at in sorted(node.kept.marks):
+        for at in sorted(node.content.marks):
             if start + at <= match.length:
-                length, state = start + at, node.kept.marks[at]
+                length, state = start + at, node.content.marks[at]
         start += len(node.tokens)
     return length, state
 
 
-def _stretches(match: Match[Stretch], length: int) -> list[Stretch]:
+def _stretches(match: Match, length: int) -> list[Stretch]:
     """The stretches of the first tokens of a match, in their order; nothing is copied."""
     found, left = [], length
     for node in match.path:
         if left <= 0:
             break
-        found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))
+        found.append(node.content if left >= len(node.tokens) else node.content.head(left))
         left -= len(node.tokens)
     return found
 

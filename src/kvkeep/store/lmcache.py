@@ -136,11 +136,7 @@ class LMCache(Remote):
         return [key for key, listed in lists if listed is not None and key not in listed]
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
-        starts = ((key, self._call(_GET, f"label {key}")) for key in keys)
-        return [
-            self._label(key, data or None if isinstance(data, bytes) else None)
-            for key, data in starts
-        ]
+        return [self._label(key, self._call(_GET, f"label {key}")) for key in keys]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         """Remove blocks, oldest first, until the rest fits `budget` bytes. Returns the bytes freed.

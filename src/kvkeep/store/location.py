@@ -144,10 +144,11 @@ class Location(Files):
     def _unlink(self, path: str) -> None:
         self._resolved()[0].rm_file(path)
 
-    def _listed(self, part: str) -> list[File]:
+    def _listed(self, part: str, start: str = "") -> list[File]:
         filesystem, root = self._resolved()
         filesystem.invalidate_cache()  # other processes write there too
-        found = filesystem.find(f"{root}/{part}", detail=True)
+        folder = f"{root}/{part}/{start.rpartition('/')[0]}".rstrip("/")
+        found = filesystem.find(folder, detail=True)
         return [
             File(_written_at(info), path, info.get("size") or 0)
             for path, info in found.items()

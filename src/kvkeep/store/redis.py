@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import islice
 from math import inf
 from threading import Timer, local
 from typing import Any, ClassVar, TypeGuard, final
 
 from kvkeep.errors import SpecError
 from kvkeep.extras import needed_by
-from kvkeep.store.backend import ABANDONED_S, Remote, most_bytes, require_budget
+from kvkeep.store.backend import ABANDONED_S, Remote, most_bytes
 from kvkeep.store.block import DIGEST, LABEL_BYTES, Label, StoredBlock, is_key, starts_key
 
 _SCHEMES = {
@@ -28,7 +27,6 @@ _SCHEMES = {
 
 _MOST = 512 * 2**20  # bytes of a value
 _BATCH_BYTES = 32 * 2**20  # sent or requested in one round trip
-_PAGE = 256  # blocks of a listing in one round trip
 _LABELS = 16  # labels in one round trip
 _MOST_PAGES = 1 << 16  # of a listing, so that a faulty server cannot keep a client listing forever
 _ALIKE = 256  # blocks with one beginning that are remembered together, the newest
@@ -88,12 +86,7 @@ class Redis(Remote):
             raise SpecError(
                 f"URL scheme {scheme[:20]!r} is not valid for Redis; give one of {list(_SCHEMES)}"
             )
-        if budget is not None:
-            raise SpecError(
-                f"a budget of {budget} bytes, but Redis limits its memory by itself; give no "
-                f"budget, and run redis-cli config set maxmemory {budget}, and redis-cli config "
-                "set maxmemory-policy allkeys-lru"
-            )
+        _require_no_budget(budget)
         if ttl is not None and not 1 <= ttl < inf:
             raise SpecError(f"a ttl of {ttl} seconds; give at least 1, or None")
         if not 0 < timeout < inf:
@@ -135,7 +128,7 @@ class Redis(Remote):
 
     def put(self, block: StoredBlock) -> bool:
         with self.as_one_call():
-            return self.contains(block.key) or self.put_all([block]) == 1
+            return super().put(block)
 
     def contains(self, key: str) -> bool:
         return bool(self._sizes([key])[0])
@@ -204,14 +197,11 @@ class Redis(Remote):
                 some = keys[start : start + _LABELS]
                 asked = [("GETRANGE", self._base + key, 0, LABEL_BYTES - 1) for key in some]
                 answers = self._send(asked) or [None] * len(some)
-                found += [
-                    self._label(key, data or None if isinstance(data, bytes) else None)
-                    for key, data in zip(some, answers, strict=True)
-                ]
+                found += [self._label(key, x) for key, x in zip(some, answers, strict=True)]
         return found
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
-        require_budget(budget)
+        _require_no_budget(budget)
         freed = 0
         for names in self._scan_names(self._quarantined):
             for name in names:
@@ -219,14 +209,6 @@ class Redis(Remote):
                 if type(left) is int and _QUARANTINE_MS - left >= older_than * 1000:
                     self._send([("UNLINK", name)])
                     freed += size if _is_count(size) else 0
-        if budget is not None:
-            held = sorted(self._held(), reverse=True)
-            over = sum(size for _, size, _ in held) - budget
-            for _, size, key in held:
-                if over <= 0:
-                    break
-                self.delete(key)
-                over, freed = over - size, freed + size
         return freed
 
     def exists(self) -> bool:
@@ -234,19 +216,8 @@ class Redis(Remote):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the server's memory that all blocks take."""
-        return sum(size for _, size, _ in self._held())
-
-    def _held(self) -> Iterator[tuple[int, int, str]]:
-        """For all blocks the seconds since the last use, the bytes of memory, and the key. Neither
-        command counts as a use."""
-        keys = self.scan()
-        while some := [self._base + key for key in islice(keys, _PAGE)]:
-            asked = [(what, name) for name in some for what in ("OBJECT IDLETIME", "MEMORY USAGE")]
-            answers = self._send(asked) or []
-            for name, idle, size in zip(some, answers[::2], answers[1::2], strict=False):
-                if _is_count(idle) and _is_count(size):
-                    yield idle, size, name.removeprefix(self._base)
+        """Bytes of all blocks. The server takes this for a use of them."""
+        return sum(size or 0 for size in self._sizes([*self.scan()]))
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Sizes of blocks in bytes; 0 if there is no such block, None if unknown."""
@@ -276,10 +247,7 @@ class Redis(Remote):
         found = (self._send(asked) or [None])[0]
         if not isinstance(found, list) or len(found) != len(keys):
             found = [None] * len(keys)
-        return [
-            None if data is None else self._checked(key, data)
-            for key, data in zip(keys, found, strict=True)
-        ]
+        return [self._checked(key, data) for key, data in zip(keys, found, strict=True)]
 
     def _names(self, key: str) -> tuple[str, str]:
         """The names of a block and of the sorted set of keys that begin like its key."""
@@ -381,6 +349,15 @@ def _client(url: str, timeout: float) -> Any:
     return client
 
 
+def _require_no_budget(budget: int | None) -> None:
+    if budget is not None:
+        raise SpecError(
+            f"a budget of {budget} bytes, but Redis limits its memory by itself; give no budget, "
+            f"and run `redis-cli config set maxmemory {budget}` and `redis-cli config set "
+            "maxmemory-policy allkeys-lru`"
+        )
+
+
 def _is_other_type(answer: Any) -> bool:
     """Whether the answer says that the key holds a value of another type than a block's."""
     return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
@@ -392,7 +369,7 @@ def _is_expected(answer: Exception) -> bool:
 
 
 def _is_count(answer: Any) -> TypeGuard[int]:
-    """Whether an answer is a valid number of bytes or seconds."""
+    """Whether an answer is a valid number of bytes."""
     return type(answer) is int and answer >= 0
 
 
