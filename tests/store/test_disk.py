@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 from support.store_places import found, put
@@ -83,3 +84,12 @@ def test_the_end_of_a_text_goes_before_its_beginning(tmp_path):
         fill(disk)
         put(disk, list(range(50, 58)))
         assert found(disk, list(range(24))) == 16
+
+
+def test_a_store_that_somebody_removed_is_made_again(tmp_path):
+    disk = Disk(tmp_path / "store", budget=10**6)
+    put(disk, list(range(16)))
+    shutil.rmtree(disk.path)
+    assert (list(disk.scan()), disk.nbytes) == ([], 0)
+    assert put(disk, list(range(16))) == found(disk, list(range(16))) == 16
+    assert disk.failures == 0

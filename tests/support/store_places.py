@@ -8,11 +8,14 @@ import uuid
 import fsspec
 import torch
 
+from kvkeep import store
 from kvkeep.store import Disk, Location, Memory, ModelGeometry, PrefixStore, Redis
 from support.redis_server import Server
 from support.token_caches import fed, holds, new_cache
 
-BACKENDS = {"memory": lambda path: Memory()}
+BACKENDS = {
+    "memory": lambda path: store.Memory(),
+}
 """Backends of one process, by name: each is given an empty directory."""
 
 WITH_BUDGETS = ["disk", "location-file", "location-memory"]
@@ -94,8 +97,8 @@ class Place:
 
 def put(backend, tokens, identity="m", block=8):
     """Store a text as another process would."""
-    store = PrefixStore(backend=backend, block=block)
-    return store.insert(identity, torch.tensor(tokens), fed(tokens))
+    kept = PrefixStore(backend=backend, block=block)
+    return kept.insert(identity, torch.tensor(tokens), fed(tokens))
 
 
 def found(backend, tokens, identity="m", block=8):

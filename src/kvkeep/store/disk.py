@@ -50,7 +50,7 @@ class Disk(Files):
     def __init__(self, path: str | os.PathLike[str], budget: int | None = None) -> None:
         super().__init__(budget)
         self.path = Path(path)
-        self._make_directories()
+        self._open()
 
     def contains(self, key: str) -> bool:
         return is_key(key) and os.path.lexists(self._path(key))
@@ -96,8 +96,7 @@ class Disk(Files):
     def _write(
         self, new: str, path: str, content: tuple[Mapping[str, Tensor], Mapping[str, str]]
     ) -> None:
-        for part in _PARTS:
-            (self.path / part).mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        self._make_directories()
         try:
             tensor_file.write(Path(new), *content, sync=False, private=True)
             os.replace(new, path)
@@ -106,6 +105,7 @@ class Disk(Files):
             raise
 
     def _move(self, path: str, aside: str) -> None:
+        self._make_directories()
         os.replace(path, aside)
 
     def _unlink(self, path: str) -> None:
@@ -129,23 +129,27 @@ class Disk(Files):
             with suppress(OSError):  # removed meanwhile, or of another owner
                 os.utime(self._path(key), (used, used), follow_symlinks=False)
 
-    def _lock(self, held: ExitStack) -> bool:
+    def _lock(self, held: ExitStack) -> None:
+        self._make_directories()
         held.enter_context(_locked(self.path / "lock"))
-        return True
 
     def _is_unavailable(self, error: Exception) -> bool:
         return False
 
     def _make_directories(self) -> None:
-        """Create the directories that do not exist."""
+        """Create the directories that do not exist, also if somebody removed them meanwhile."""
+        self.path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        for part in _PARTS:
+            (self.path / part).mkdir(PRIVATE_DIRECTORY, exist_ok=True)
+
+    def _open(self) -> None:
+        """Make the directories, or see that the store is there and can be read."""
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise SpecError(
                 f"{self.path} is not a directory; give a directory or the path of a new one"
             )
         try:
-            self.path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-            for part in _PARTS:
-                (self.path / part).mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+            self._make_directories()
         except OSError as error:
             if error.errno not in _REFUSED or not os.path.isdir(self.path / "blocks"):
                 raise SpecError(

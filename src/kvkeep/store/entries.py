@@ -93,14 +93,10 @@ class Entries:
     def outline(self, identity: str, tokens: Tensor, most: int) -> list[StoredNode]:
         """The prefixes of an identity; see `RadixTree.outline`."""
         with self.lock:
-            tree, geometry = self._trees.get(identity), self._geometries.get(identity)
-            if tree is None or geometry is None:
+            tree = self._trees.get(identity)
+            if tree is None or not self.known(identity):
                 return []
-            found = []
-            for node, parent, shared, left_out in tree.outline(tokens, most):
-                own = len(node.tokens), _nbytes(node, geometry), node.locked
-                found.append(StoredNode(parent, *own, shared, left_out))
-            return found
+            return tree.outline(tokens, most)
 
     def hit(self, identity: str, tokens: Tensor) -> Hit:
         """The longest prefix of tokens (n,), locked until it is released."""

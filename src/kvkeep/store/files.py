@@ -86,9 +86,9 @@ class Files(Remote):
     def _root(self) -> str:
         """The path of the store."""
 
-    def _lock(self, held: ExitStack) -> bool:
-        """Let no other process evict blocks until `held` is closed, where files can be locked."""
-        return True
+    def _lock(self, held: ExitStack) -> None:
+        """Let no other process put or evict blocks until `held` is closed, where files can be
+        locked."""
 
     def _touch(self, keys: Sequence[str]) -> None:
         """Record that a prompt's blocks were used, where files have a time for that."""
@@ -112,11 +112,9 @@ class Files(Remote):
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         stored: list[str] = []
         with ExitStack() as held:
-            files: dict[str, File] = {}
-            if self.budget is not None:
-                if not self._asked(lambda: self._lock(held), False):
-                    return 0
-                files = self._blocks()
+            files = {} if self.budget is None else self._locked_blocks(held)
+            if files is None:
+                return 0
             for block in blocks:
                 if self.resting:
                     break
@@ -156,7 +154,9 @@ class Files(Remote):
     def scan(self, prefix: str = "") -> Iterator[str]:
         if not starts_key(prefix):
             return iter(())
-        return iter([key for key in self._blocks(prefix) if key.startswith(prefix)])
+        return iter(
+            [key for key in _by_key(self._files("blocks", prefix)) if key.startswith(prefix)]
+        )
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
         found = self._read(keys, LABEL_BYTES)
@@ -170,14 +170,14 @@ class Files(Remote):
             if file.used <= before:
                 freed += self._remove(file)
         with ExitStack() as held:
-            if budget is not None and self._asked(lambda: self._lock(held), False):
-                freed += self._fit(self._blocks(), budget)
+            if budget is not None:
+                freed += self._fit(self._locked_blocks(held) or {}, budget)
         return freed
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(file.nbytes for file in self._blocks().values())
+        return sum(file.nbytes for file in _by_key(self._files("blocks")).values())
 
     def _get_blocks(self, keys: Sequence[str]) -> list[StoredBlock | None]:
         return [self._checked(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
@@ -185,11 +185,14 @@ class Files(Remote):
     def _files(self, part: str, start: str = "") -> list[File]:
         return self._asked(lambda: self._listed(part, start), [])
 
-    def _blocks(self, start: str = "") -> dict[str, File]:
-        """The files of blocks by their keys, the least recently used first; at least of those whose
-        keys begin with `start`."""
-        files = sorted(self._files("blocks", start))
-        return {key: file for file in files if (key := _key_at(file.path))}
+    def _locked_blocks(self, held: ExitStack) -> dict[str, File] | None:
+        """The files of all blocks, see `_by_key`, after locking them; None if that failed."""
+
+        def listed() -> dict[str, File]:
+            self._lock(held)
+            return _by_key(self._listed("blocks"))
+
+        return self._asked(listed, None)
 
     def _fit(self, files: dict[str, File], budget: int) -> int:
         """Remove the first of some files, also from the dict, until the rest fits a budget; returns
@@ -209,6 +212,11 @@ class Files(Remote):
             return file.nbytes
 
         return self._asked(remove, 0)
+
+
+def _by_key(files: Iterable[File]) -> dict[str, File]:
+    """The files of blocks by their keys, the least recently used first."""
+    return {key: file for file in sorted(files) if (key := _key_at(file.path))}
 
 
 def _key_at(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Lock, Match
 
 
-class Hit:
+class Hit(AbstractContextManager["Hit"]):
     """The longest stored prefix of a prompt. It is locked against eviction until the hit is
     released or no longer referenced: call `release`, or use the hit in a `with` statement.
 
@@ -77,15 +77,7 @@ class Hit:
         """Unlock it, so that the store may evict it."""
         self._lock = None
 
-    def __enter__(self) -> Hit:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvkeep.errors import StateError
 from kvkeep.store.layer_slices import Stretch
+from kvkeep.store.stats import StoredNode
 
 _LOOKED_AT = 4096  # children of a node, for an outline
 
@@ -69,17 +70,6 @@ class Match(NamedTuple):
 
     path: list[Node]
     length: int
-
-
-class Branch(NamedTuple):
-    """A node in an outline: the index of its parent there, or -1 for the root; how many of its
-    first tokens are those of the sequence that was asked about; and how many of its children are
-    left out."""
-
-    node: Node
-    parent: int
-    shared: int
-    left_out: int
 
 
 class RadixTree:
@@ -146,7 +136,7 @@ class RadixTree:
             if not node.children:
                 yield torch.cat(parts)
 
-    def outline(self, tokens: Tensor, most: int) -> list[Branch]:
+    def outline(self, tokens: Tensor, most: int) -> list[StoredNode]:
         """The root and at most `most` other nodes, parents first: those of the longest stored
         prefix of `tokens`, then those nearest to the root; of siblings those used last, among
         the last 4096 to come."""
@@ -157,7 +147,7 @@ class RadixTree:
             shared[id(path[-1])] -= sum(shared.values()) - match.length
         following = {id(node): child for node, child in pairwise([self.root, *path])}
         left = most - len(path)
-        found: list[Branch] = []
+        found: list[StoredNode] = []
         waiting = deque([(self.root, -1)])
         while waiting:
             node, parent = waiting.popleft()
@@ -168,7 +158,8 @@ class RadixTree:
             left -= len(some)
             waiting += [(child, len(found)) for child in (*own, *some)]
             missing = len(node.children) - len(own) - len(some)
-            found.append(Branch(node, parent, shared.get(id(node), 0), missing))
+            held = len(node.tokens), node.content.nbytes, node.locked
+            found.append(StoredNode(parent, *held, shared.get(id(node), 0), missing))
         return found
 
     def remove(self, parent: Node, leaf: Node) -> int:
