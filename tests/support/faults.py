@@ -773,8 +773,8 @@ FAULTS = (
     Fault(
         "scores-are-stored",
         "store/layer_slices.py",
-        "for name in planes if name not in layer.policy.planes",
-        "for name in planes",
+        "for n in planes if n not in layer.policy.planes",
+        "for n in planes",
         "store/test_budgets.py",
     ),
     Fault(

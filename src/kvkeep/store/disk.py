@@ -138,9 +138,10 @@ class Disk(Files):
 
     def _make_directories(self) -> None:
         """Create the directories that do not exist, also if somebody removed them meanwhile."""
-        self.path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-        for part in _PARTS:
-            (self.path / part).mkdir(PRIVATE_DIRECTORY, exist_ok=True)
+        if not all(os.path.isdir(self.path / part) for part in _PARTS):
+            self.path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+            for part in _PARTS:
+                (self.path / part).mkdir(PRIVATE_DIRECTORY, exist_ok=True)
 
     def _open(self) -> None:
         """Make the directories, or see that the store is there and can be read."""

@@ -143,26 +143,15 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
             raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
 
 
-def stored_planes(cache: Cache) -> list[Planes]:
-    """The planes of each layer's slots that are stored: not the scores of its policy. See
+def stored_slots(cache: Cache, row: int = 0) -> Stretch:
+    """The slots of a row that are stored, not copied: without the scores of its policy. See
     `require_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]
-        stored = {name: planes[name] for name in planes if name not in layer.policy.planes}
+        stored = {n: planes[n][row : row + 1] for n in planes if n not in layer.policy.planes}
         found.append(stored | {POSITION: stored[POSITION][:, :1]})
-    return found
-
-
-def stretch_of(
-    layers: Sequence[Planes], start: int, stop: int, row: int = 0, marks: Marks | None = None
-) -> Stretch:
-    """A copy of the slots of tokens `start` to `stop` in a row, and those of `marks` among them."""
-    slots = [
-        {name: plane[row : row + 1, :, start:stop].clone() for name, plane in planes.items()}
-        for planes in layers
-    ]
-    return Stretch(slots, stop - start, marks_between(marks or {}, start, stop))
+    return Stretch(found, cache.fed)
 
 
 def pieces_of(

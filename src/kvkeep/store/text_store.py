@@ -16,11 +16,10 @@ from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import flat
 from kvkeep.store.layer_slices import (
-    Stretch,
     marks_of,
+    pieces_of,
     require_kept,
-    stored_planes,
-    stretch_of,
+    stored_slots,
     why_not_kept,
 )
 from kvkeep.store.stats import StoredNode, StoreStats
@@ -117,12 +116,8 @@ class TextStore:
         if not len(tokens):
             return 0
         require_kept(cache)
-        layers = stored_planes(cache)  # taken once, because it joins the frozen runs
         marks = marks_of(cache, row)
-
-        def content_of(start: int, stop: int) -> Stretch:
-            return stretch_of(layers, start, stop, row, marks)
-
+        content_of = pieces_of([stored_slots(cache, row)], marks)
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         kept = self._entries.keep(identity, tokens, content_of, marks, priority)
         self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
