@@ -53,7 +53,7 @@ class Backend(ABC):
     schemes: ClassVar[Sequence[str]] = ()
     """The URL schemes that `open_store` opens with this class."""
 
-    by_scheme: ClassVar[dict[str, type[Backend]]] = {}
+    by_scheme: ClassVar[dict[str, Callable[..., Backend]]] = {}
     """All imported classes by their URL schemes."""
 
     failures: int = 0

@@ -49,8 +49,8 @@ class Entries:
     def nbytes(self) -> int:
         """Bytes held."""
         with self.lock:
-            held = [*self.nodes(), *self.texts()]
-            return sum(one.content.nbytes for one in held)
+            compressed = sum(text.content.nbytes for text in self.texts())
+            return sum(node.content.nbytes for node in self.nodes()) + compressed
 
     # -- geometries -------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import takewhile
 from time import time
 from typing import Any, ClassVar, NamedTuple
 
@@ -100,14 +99,16 @@ class Files(Remote):
         return block
 
     def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
-        found: list[StoredBlock] = []
-        for start in range(0, len(keys), self._AT_ONCE):
-            blocks = self._get_blocks(keys[start : start + self._AT_ONCE])
-            found += [block for block in takewhile(bool, blocks) if block]
-            if None in blocks:
-                break
+        found = list(self._leading(keys))
         self._touch(keys[: len(found)])
         return found
+
+    def _leading(self, keys: Sequence[str]) -> Iterator[StoredBlock]:
+        for start in range(0, len(keys), self._AT_ONCE):
+            for block in self._get_blocks(keys[start : start + self._AT_ONCE]):
+                if block is None:
+                    return
+                yield block
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         stored: list[str] = []
