@@ -3,8 +3,6 @@
 A backend is known to `open_store` as soon as its class is imported here.
 """
 
-from typing import Any
-
 from kvkeep.store.backend import Backend as Backend
 from kvkeep.store.block import Label as Label
 from kvkeep.store.block import StoredBlock as StoredBlock
@@ -20,8 +18,10 @@ from kvkeep.store.redis import Redis as Redis
 from kvkeep.store.stats import StoredNode as StoredNode
 from kvkeep.store.stats import StoreStats as StoreStats
 
+__all__ = ["open_store", *(name for name, value in globals().items() if isinstance(value, type))]
 
-def __getattr__(name: str) -> Any:
+
+def __getattr__(name: str) -> object:
     if name == "opened":
         raise AttributeError("kvkeep.store.opened is kvkeep.store.open_store")
     raise AttributeError(f"module 'kvkeep.store' has no attribute {name!r}")
