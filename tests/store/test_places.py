@@ -45,8 +45,11 @@ def test_a_backend_of_ones_own(tmp_path):
 
 
 def test_the_old_name_of_open_store():
-    with pytest.raises(AttributeError, match=r"kvkeep.store.opened is kvkeep.store.open_store"):
-        store.opened("memory://d")
+    for use in ("from kvkeep.store import opened", "import kvkeep; kvkeep.store.opened('x')"):
+        with pytest.raises(ImportError, match=r"kvkeep.store.opened is kvkeep.store.open_store"):
+            exec(use, {})
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        _ = store.other
 
 
 def test_a_store_that_is_not_there(tmp_path):

@@ -22,6 +22,6 @@ __all__ = ["open_store", *(name for name, value in globals().items() if isinstan
 
 
 def __getattr__(name: str) -> object:
-    if name == "opened":
-        raise AttributeError("kvkeep.store.opened is kvkeep.store.open_store")
+    if name == "opened":  # `from kvkeep.store import opened` would hide the text of AttributeError
+        raise ImportError("kvkeep.store.opened is kvkeep.store.open_store")
     raise AttributeError(f"module 'kvkeep.store' has no attribute {name!r}")
