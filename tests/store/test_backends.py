@@ -329,12 +329,11 @@ def test_looking_is_not_using(place_with_budget):
     assert [backend.contains(block.key) for block in blocks] == [False, True, True, True]
 
 
-def test_no_budget(place):
-    if place.kind != "redis":
-        with pytest.raises(SpecError, match="at least 1"):
-            place.open(0)
+def test_no_budget(place_with_budget):
     with pytest.raises(SpecError, match="at least 1"):
-        place.open().gc(budget=0)
+        place_with_budget.open(0)
+    with pytest.raises(SpecError, match="at least 1"):
+        place_with_budget.open().gc(budget=0)
 
 
 def test_threads(place):
