@@ -249,7 +249,7 @@ class Label:
         return cls(*parts, kind, size, frozenset(block.content.marks))
 
     @classmethod
-    def read(cls, data: bytes, key: str | None = None) -> Label:
+    def read(cls, data: bytes | bytearray, key: str | None = None) -> Label:
         """Parse a label from the first bytes of a block.
 
         Args:
