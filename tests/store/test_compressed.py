@@ -12,8 +12,8 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host import host_of
 from kvkeep.host.compress import read
-from kvkeep.store import PrefixStore, opened
-from kvkeep.store.backend import StoredBlock
+from kvkeep.store import PrefixStore, open_store
+from kvkeep.store.block import StoredBlock
 from kvkeep.store.compressed import Compressed
 from kvkeep.store.memory import Memory
 
@@ -59,13 +59,13 @@ def test_a_text_is_compressed_once(model, spec, where, dtype, tmp_path, monkeypa
     text, more = ids(TEXT), ids(MORE, 4)
     parts = more.split([4, MORE - 4])
     expected = directly(model, spec, text, *parts)
-    store = PrefixStore(backend=None if where == "memory" else opened(str(tmp_path)))
+    store = PrefixStore(backend=None if where == "memory" else open_store(str(tmp_path)))
     first = store.read(model, text, spec=spec)
     assert first.found == 0
     found = logits(model, first.cache, *parts)
     assert all(map(torch.equal, found, expected))
     if where == "a store opened again":
-        store = PrefixStore(backend=opened(str(tmp_path)))
+        store = PrefixStore(backend=open_store(str(tmp_path)))
     nothing_is_compressed(monkeypatch)
     for begun in (0, 1):
         again = store.read(model, torch.cat([text, *parts[:begun]]), spec=spec)
@@ -94,17 +94,17 @@ def test_a_text_of_thousands_of_planes(tmp_path):
     planes = {f"head.{i}.{name}": torch.zeros(1, 1, 1) for i in range(16) for name in "abcde"}
     given = [Geometry(1, 16, 4, 4, torch.float32)] * 80
     block = StoredBlock("a", "0" * 64, ids(3), Compressed([planes] * 80, 3), None, given)
-    backend = opened(str(tmp_path))
+    backend = open_store(str(tmp_path))
     assert backend.put(block)
-    assert len(opened(str(tmp_path)).get(block.key).content.layers) == 80
-    (label,) = opened(str(tmp_path)).labels([block.key])
+    assert len(open_store(str(tmp_path)).get(block.key).content.layers) == 80
+    (label,) = open_store(str(tmp_path)).labels([block.key])
     assert label.tokens.equal(ids(3))
     assert backend.damaged == backend.failures == 0
 
 
 def test_the_longest_text_is_found(model, tmp_path):
     short, long = ids(20), torch.cat([ids(20), ids(20, 5)])
-    for store in (PrefixStore(), PrefixStore(backend=opened(str(tmp_path)))):
+    for store in (PrefixStore(), PrefixStore(backend=open_store(str(tmp_path)))):
         for text in (short, long):
             cache = kvkeep.Cache(model, SPEC)
             read(host_of(model), cache, text[None])
@@ -165,15 +165,15 @@ def test_windows_are_kept_as_they_are(tmp_path):
     model = attached("gemma3", sliding_window=12)
     text, more = ids(TEXT), ids(MORE, 4)
     expected = directly(model, SPEC, text, more)
-    PrefixStore(backend=opened(str(tmp_path))).read(model, text, spec=SPEC)
-    found = PrefixStore(backend=opened(str(tmp_path))).read(model, text, spec=SPEC)
+    PrefixStore(backend=open_store(str(tmp_path))).read(model, text, spec=SPEC)
+    found = PrefixStore(backend=open_store(str(tmp_path))).read(model, text, spec=SPEC)
     assert found.found == TEXT
     assert logits(model, found.cache, more)[0].equal(expected[0])
 
 
 def test_many_texts_that_begin_alike(model, tmp_path):
     """As those do that a chat template puts the same instructions before."""
-    alike, store = ids(20), PrefixStore(backend=opened(str(tmp_path)))
+    alike, store = ids(20), PrefixStore(backend=open_store(str(tmp_path)))
     texts = [torch.cat([alike, ids(20, seed)]) for seed in range(20)]
     for text in texts:
         store.read(model, text, spec=SPEC)

@@ -1,18 +1,19 @@
-"""Blocks on disk: the files that lie there, and the index of them."""
+"""Blocks on disk: the files that lie there."""
 
 from __future__ import annotations
 
-import sqlite3
+import os
+import shutil
 
 import pytest
-from support.store_places import blocks_of, found, put
+from support.store_places import found, put
 
 from kvkeep.errors import SpecError
 from kvkeep.store import Disk
 
 
 def files(disk, part="blocks"):
-    return sorted((disk.path / part).iterdir())
+    return sorted(path for path in (disk.path / part).rglob("*") if not path.is_dir())
 
 
 def test_files(tmp_path):
@@ -39,19 +40,31 @@ def test_what_killed_processes_left(tmp_path):
     assert len(files(disk)) == 2
 
 
-def test_what_the_index_refuses_is_counted(tmp_path):
+def test_what_an_earlier_version_left(tmp_path):
+    """Its blocks had no keys in their names: they are never found, and removed by `gc`."""
     disk = Disk(tmp_path / "store")
     put(disk, list(range(16)))
-    disk._index._repair = lambda: None
-    with sqlite3.connect(disk.path / "index.sqlite") as index:
-        index.execute("drop table blocks")
-    assert found(disk, list(range(16))) == 0
-    assert not disk.put(blocks_of([1])[0])
-    assert list(disk.scan()) == []
-    assert disk.gc(older_than=0) == 0
-    assert len(files(disk)) == 2
-    assert disk.failures > 2
-    assert disk.last_error == "OperationalError: no such table: blocks"
+    old = disk.path / "blocks" / f"{7:032x}.safetensors"
+    old.write_bytes(files(disk)[0].read_bytes())
+    assert len(list(disk.scan())) == 2
+    size = old.stat().st_size
+    assert disk.gc(older_than=3600) == 0
+    assert disk.gc(older_than=0) == size
+    assert not old.exists()
+    assert found(disk, list(range(16))) == 16
+
+
+def test_uses_are_kept_in_the_times_of_files(tmp_path):
+    disk = Disk(tmp_path / "store")
+    put(disk, list(range(16)))
+    for file in files(disk):
+        os.utime(file, (5, 5))
+    key = next(disk.scan())
+    disk.get(key, used=False)
+    disk.labels([key])
+    assert {file.stat().st_mtime for file in files(disk)} == {5}
+    disk.get(key)
+    assert sorted(file.stat().st_mtime > 5 for file in files(disk)) == [False, True]
 
 
 def test_bad_input(tmp_path):
@@ -71,3 +84,12 @@ def test_the_end_of_a_text_goes_before_its_beginning(tmp_path):
         fill(disk)
         put(disk, list(range(50, 58)))
         assert found(disk, list(range(24))) == 16
+
+
+def test_a_store_that_somebody_removed_is_made_again(tmp_path):
+    disk = Disk(tmp_path / "store", budget=10**6)
+    put(disk, list(range(16)))
+    shutil.rmtree(disk.path)
+    assert (list(disk.scan()), disk.nbytes) == ([], 0)
+    assert put(disk, list(range(16))) == found(disk, list(range(16))) == 16
+    assert disk.failures == 0

@@ -37,7 +37,8 @@ from support.token_caches import fed
 
 import kvkeep
 from kvkeep.errors import SpecError, StateError
-from kvkeep.store import LMCache, PrefixStore, opened, remote
+from kvkeep.store import LMCache, PrefixStore, open_store
+from kvkeep.store import backend as backend_module
 from kvkeep.store import lmcache as module
 
 TEXT = list(range(40))  # five blocks
@@ -220,7 +221,7 @@ def backend(client):
 
 @pytest.fixture
 def short_rest(monkeypatch):
-    monkeypatch.setattr(remote, "REST_S", 0.3)
+    monkeypatch.setattr(backend_module, "REST_S", 0.3)
 
 
 def test_what_is_sent():
@@ -425,14 +426,14 @@ def test_urls(server):
     name = uuid.uuid4().hex
     url = f"{server.url}?name={name}"
     with pytest.raises(SpecError, match=r"no store at lm://127.0.0.1:\d+\?name="):
-        opened(url, create=False)
-    put(opened(url, timeout=5), TEXT)
-    assert isinstance(opened(url, create=False), LMCache)
-    assert len(list(opened(server.url, name=name).scan())) == 5
+        open_store(url, create=False)
+    put(open_store(url, timeout=5), TEXT)
+    assert isinstance(open_store(url, create=False), LMCache)
+    assert len(list(open_store(server.url, name=name).scan())) == 5
     with pytest.raises(SpecError, match="a budget of 5 bytes"):
-        opened(url, budget=5)
+        open_store(url, budget=5)
     with pytest.raises(StateError, match=r"lm://127.0.0.1:1 does not answer: .*refused"):
-        opened("lm://127.0.0.1:1", create=False)
+        open_store("lm://127.0.0.1:1", create=False)
 
 
 def test_threads(client, monkeypatch):

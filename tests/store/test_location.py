@@ -13,7 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.store_places import Place, blocks_of, found, put
 
 from kvkeep.errors import SpecError
-from kvkeep.store import Location, remote
+from kvkeep.store import Location
+from kvkeep.store import backend as backend_module
 from kvkeep.store.location import _written_at
 
 TEXT = list(range(40))  # five blocks
@@ -105,7 +106,7 @@ def test_what_cannot_be_removed_is_not_found(broken):
 
 def test_a_place_that_is_away(broken, monkeypatch):
     """Is a miss, is left alone for a while, and is used again when it is back."""
-    monkeypatch.setattr(remote, "REST_S", 0.3)
+    monkeypatch.setattr(backend_module, "REST_S", 0.3)
     backend = Location("failing://store")
     put(backend, TEXT)
     broken |= {"cat_file": TimeoutError("x"), "find": TimeoutError("x")}

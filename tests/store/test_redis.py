@@ -1,4 +1,4 @@
-"""Redis: constant round_trips, a budget kept in the server, and servers that fail in every way."""
+"""Redis: constant round trips, a server that evicts, and servers that fail in every way."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from support.token_caches import fed
 
 import kvkeep
 from kvkeep.errors import SpecError, UnsupportedError
-from kvkeep.store import PrefixStore, Redis, remote
+from kvkeep.store import PrefixStore, Redis
 from kvkeep.store import backend as backend_module
 from kvkeep.store import redis as module
-from kvkeep.store.backend import digest
-from kvkeep.store.backend_sync import _alike
+from kvkeep.store.backend_texts import BackendTexts
+from kvkeep.store.block import beginning, digest
 
 TEXT = list(range(40))  # five blocks
 
@@ -51,7 +51,7 @@ def mortal(tmp_path):
 
 @pytest.fixture
 def short_rest(monkeypatch):
-    monkeypatch.setattr(remote, "REST_S", 0.3)
+    monkeypatch.setattr(backend_module, "REST_S", 0.3)
 
 
 def eventually(ask, seconds=30):
@@ -62,18 +62,6 @@ def eventually(ask, seconds=30):
             return True
         time.sleep(0.05)
     return False
-
-
-def accounts(server, name="kvkeep"):
-    """What the server's accounting says, after seeing that it agrees with itself."""
-    client = server.client()
-    used = set(client.zrange(f"{name}:used", 0, -1))
-    index = set(client.zrange(f"{name}:index", 0, -1))
-    sizes = {key: int(size) for key, size in client.hgetall(f"{name}:sizes").items()}
-    total = sizes.pop(b"total", 0)
-    assert used == index == set(sizes)
-    assert total == sum(sizes.values())
-    return {key.decode(): size for key, size in sizes.items()}
 
 
 def there(server, name="kvkeep"):
@@ -93,7 +81,7 @@ def test_round_trips_do_not_grow_with_the_prompt(server, monkeypatch, blocks):
         return send(connection, command, *args, **kwargs)
 
     cache, backend = fed(tokens), Redis(server.url)
-    put(backend, [5])  # greets the server, and brings the scripts
+    put(backend, [5])  # greets the server
     monkeypatch.setattr(redis.connection.AbstractConnection, "send_packed_command", counting)
     PrefixStore(backend=backend, block=8).insert("m", torch.tensor(tokens), cache)
     assert len(round_trips) == 2  # what is missing, and to put it
@@ -115,13 +103,12 @@ def test_round_trips_are_bounded(server, monkeypatch):
     monkeypatch.setattr(module, "_BATCH_BYTES", 4000)
     assert put(Redis(server.url), TEXT) == 40
     assert found(Redis(server.url), TEXT) == 40
-    assert len(accounts(server)) == 5
+    assert len(there(server)) == 5
 
 
 def test_what_is_too_large_is_refused(server, monkeypatch):
     blocks = blocks_of(TEXT)
     size = len(blocks[0].to_bytes())
-    assert not Redis(server.url, budget=size - 1).put(blocks[0])
     monkeypatch.setattr(module, "_MOST", size - 1)
     assert not Redis(server.url).put(blocks[0])
     assert there(server) == {}
@@ -131,17 +118,16 @@ def test_two_put_the_same(server):
     blocks = blocks_of(TEXT)
     first, second = Redis(server.url), Redis(server.url)
     assert first.put_all(blocks) == second.put_all(blocks) == 5
-    assert accounts(server) == there(server)
     assert len(there(server)) == 5
 
 
-def test_what_follows_goes_first(server):
-    """Of one prompt: blocks are of no use without those before them."""
-    put(Redis(server.url), TEXT)
-    assert found(Redis(server.url), TEXT) == 40
-    size = max(there(server).values())
-    Redis(server.url).gc(budget=3 * size)
-    assert found(Redis(server.url), TEXT) == 24
+def test_gc_leaves_eviction_to_the_server(server):
+    backend = Redis(server.url)
+    put(backend, TEXT)
+    with pytest.raises(SpecError, match=r"give no budget, and run .* maxmemory 10"):
+        backend.gc(budget=10)
+    assert backend.gc(older_than=0) == 0
+    assert len(there(server)) == 5
 
 
 def test_names_know_nothing_of_each_other(server):
@@ -150,8 +136,8 @@ def test_names_know_nothing_of_each_other(server):
     assert (found(one, TEXT), found(other, TEXT)) == (40, 0)
     assert (one.exists(), other.exists()) == (True, False)
     assert list(other.scan()) == []
-    other.gc(older_than=0, budget=1)
-    assert len(accounts(server, "one")) == 5
+    other.gc(older_than=0)
+    assert len(there(server, "one")) == 5
 
 
 def test_time_to_live(server):
@@ -173,94 +159,71 @@ def test_time_to_live(server):
         client.pexpire(base + block.key, 1)
     time.sleep(0.05)
     assert backend.missing([block.key for block in blocks]) == [b.key for b in blocks[1:]]
-    assert len(accounts(server)) == 3
-    backend.put(blocks[4])  # sees that those used longest ago are gone
-    assert set(accounts(server)) == {key, blocks[4].key}
-    assert accounts(server) == there(server)
+    assert list(there(server)) == [key]
 
 
 def test_a_second_is_a_life(server):
     backend = Redis(server.url, ttl=1)
     put(backend, TEXT)
     assert len(there(server)) == 5
-    assert eventually(lambda: not there(server))
+    assert eventually(lambda: not server.client().keys("*"))
     assert backend.nbytes == 0
-    assert accounts(server) == {}
 
 
-def test_a_thousand_keys_are_not_walked_for_one(server):
+def test_a_listing_of_many_keys(server):
     backend = Redis(server.url)
     keys = [f"{part:064x}/{number:064x}/{0:072x}" for part in range(4) for number in range(300)]
     client = server.client()
     client.mset({f"kvkeep:block:{key}": b"x" for key in keys})
-    backend.gc()  # learns of them
-    assert accounts(server) == dict.fromkeys(keys, 1)
-    assert list(backend.scan(keys[700][:40])) == sorted(k for k in keys if k[:40] == keys[700][:40])
-    assert list(backend.scan()) == sorted(keys)
+    client.mset({f"other:{number}": b"x" for number in range(3000)})
+    start = keys[700][:40]
+    assert sorted(backend.scan(start)) == sorted(key for key in keys if key[:40] == start)
+    assert sorted(backend.scan()) == sorted(keys)
+    assert list(backend.scan("*")) == []
 
 
-@pytest.mark.parametrize("use", ["get", "leading", "scan", "put", "gc", "nbytes"])
-def test_blocks_the_server_dropped_are_forgotten(server, use):
+def test_of_blocks_that_begin_alike_the_newest_are_remembered(server, monkeypatch):
+    monkeypatch.setattr(module, "_ALIKE", 3)
+    backend, blocks = Redis(server.url), blocks_of(*([1, end] for end in range(6)))
+    backend.put_all(blocks)
+    start = blocks[0].key[:-64]
+    assert list(backend.scan(start)) == [block.key for block in blocks[:2:-1]]
+    backend.delete(blocks[4].key)
+    assert list(backend.scan(start)) == [blocks[5].key, blocks[3].key]
+    assert len(list(backend.scan())) == 5
+
+
+@pytest.mark.parametrize("use", ["get", "leading", "scan"])
+def test_blocks_the_server_dropped_are_misses(server, use):
     blocks = blocks_of(TEXT)
     backend, keys = Redis(server.url), [block.key for block in blocks]
     backend.put_all(blocks)
-    gone = keys[:1] if use in ("put", "nbytes") else keys[1:3]
+    gone = keys[1:3]
     server.client().delete(*(f"kvkeep:block:{key}" for key in gone))
     if use == "get":
         assert [key for key in keys if backend.get(key) is None] == gone
     elif use == "leading":
         assert len(backend.leading(keys)) == 1
+        assert found(backend, TEXT) == 8
         assert backend.put_all(blocks[1:3]) == 2
-    elif use == "scan":
-        assert sorted(backend.scan()) == sorted(set(keys) - set(gone))
-    elif use == "put":
-        assert backend.put(blocks_of([7] * 8)[0])
-    elif use == "gc":
-        backend.gc()
+        assert found(backend, TEXT) == 40
     else:
-        assert backend.nbytes == sum(there(server).values())
-    assert accounts(server) == there(server)
-
-
-@pytest.mark.parametrize("lost", ["used", "index", "sizes", "used index", "index sizes"])
-def test_accounts_the_server_dropped_are_made_again(server, lost):
-    blocks = blocks_of(TEXT)
-    backend = Redis(server.url)
-    backend.put_all(blocks[:4])
-    server.client().delete(*(f"kvkeep:{name}" for name in lost.split()))
-    server.client().delete(f"kvkeep:block:{blocks[1].key}")
-    backend.put(blocks[4])
-    assert accounts(server) == there(server)
-    assert len(there(server)) == 4
-
-
-def test_all_accounts_are_lost(server):
-    blocks = blocks_of(TEXT)
-    backend = Redis(server.url)
-    backend.put_all(blocks)
-    server.client().delete("kvkeep:used", "kvkeep:index", "kvkeep:sizes")
-    assert found(backend, TEXT[:24]) == 24
-    assert len(accounts(server)) == 3  # what is found is known again
-    backend.gc()
-    assert accounts(server) == there(server)
-    assert len(there(server)) == 5
+        assert sorted(backend.scan()) == sorted(set(keys) - set(gone))
+    assert backend.failures == 0
 
 
 def test_a_server_that_evicts_by_itself(mortal):
     client, backend = mortal.client(), Redis(mortal.url)
     blocks = blocks_of(list(range(400)), block=1)
     client.mset({f"other:{number}": bytes(20_000) for number in range(100)})
-    client.config_set("maxmemory-policy", "allkeys-random")
+    client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("maxmemory", client.info("memory")["used_memory"])
     for block in blocks:
         assert backend.put(block)
         got = backend.get(block.key)
         assert got is None or got.tokens.equal(block.tokens)
     assert client.info("stats")["evicted_keys"] > 0
-    client.config_set("maxmemory", 0)
-    backend.gc()
-    assert accounts(mortal) == there(mortal)
-    assert len(there(mortal)) < 400
+    assert backend.failures == 0
 
 
 def test_a_server_that_is_full(mortal):
@@ -273,11 +236,9 @@ def test_a_server_that_is_full(mortal):
     assert not backend.resting
     assert found(backend, [5] * 8) == 8
     backend.delete(blocks[0].key)
-    assert backend.gc(budget=20_000) > 100_000
+    assert backend.gc() == 0
     mortal.client().config_set("maxmemory", 0)
     assert backend.put_all(blocks[90:]) == 10
-    assert accounts(mortal) == there(mortal)
-    assert backend.nbytes == sum(there(mortal).values()) < 40_000
 
 
 def test_names_that_are_taken_by_something_else(server):
@@ -290,16 +251,15 @@ def test_names_that_are_taken_by_something_else(server):
         kind(name, "x")
     assert found(backend, TEXT) == 0
     assert backend.get(blocks[1].key) is None
-    assert backend.damaged == 1
     assert put(Redis(server.url), TEXT) == 40
     assert found(backend, TEXT) == 40
     assert backend.failures == 0
-    assert accounts(server) == there(server)
 
-    client.set("kvkeep:index", "mine")
-    assert not backend.put(blocks_of([9] * 8)[0])
-    assert backend.failures > 0
-    assert found(backend, TEXT) == 40
+    (block,) = blocks_of([9] * 8)
+    client.set(f"kvkeep:alike:{block.key[:-64]}", "mine")
+    assert backend.put(block)
+    assert backend.failures == 0
+    assert found(backend, [9] * 8) == 8
 
 
 def test_quarantine_has_an_end(server):
@@ -310,18 +270,8 @@ def test_quarantine_has_an_end(server):
     assert backend.get(block.key) is None
     (name,) = server.client().keys("kvkeep:quarantine:*")
     assert 0 < server.client().ttl(name) <= 24 * 3600
-    assert accounts(server) == {}
-
-
-def test_scripts_that_the_server_forgot(server):
-    backend = Redis(server.url)
-    put(backend, TEXT)
-    server.client().script_flush()
-    assert found(backend, TEXT) == 40
-    server.client().script_flush()
-    assert put(backend, [9] * 8) == 8
-    assert backend.failures == 0
-    assert accounts(server) == there(server)
+    assert there(server) == {}
+    assert list(backend.scan(block.key[:-64])) == []
 
 
 def test_a_dead_server(short_rest):
@@ -375,7 +325,6 @@ def test_a_server_that_starts_again(mortal, short_rest):
     assert put(backend, TEXT) == 40  # an idle connection that is closed is no failure
     assert found(backend, TEXT) == 40
     assert backend.failures == failures
-    assert accounts(mortal) == there(mortal)
 
 
 class Between:
@@ -440,10 +389,8 @@ def test_a_server_that_dies_in_the_middle(server, short_rest, cut, bytes_that_pa
         assert put(backend, other) == 40
         assert backend.failures == failures + 1
         between.limit["up"] = None
-        assert accounts(server) == there(server)
         assert found(Redis(server.url), other) in range(0, 41, 8)
         assert eventually(lambda: put(backend, other) and found(backend, other) == 40)
-        assert accounts(server) == there(server)
         assert len(there(server)) == 10
         assert backend.damaged == 0
     finally:
@@ -522,7 +469,7 @@ def test_valkey_is_redis(server):
         ({"url": "redis://localhost:port"}, "redis://host:port/0"),
         ({"url": "redis://localhost?colour=red"}, "colour"),
         ({"url": "redis://localhost?db=x"}, "db"),
-        ({"budget": 0}, "at least 1"),
+        ({"budget": 5}, "maxmemory 5"),
         ({"ttl": 0}, "ttl of 0 seconds"),
         ({"ttl": float("nan")}, "ttl of nan seconds"),
         ({"timeout": 0}, "timeout of 0 seconds"),
@@ -543,31 +490,31 @@ def test_without_the_client(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["get", "leading", "missing", "contains", "scan", "delete"])
-def test_an_answer_that_never_ends_has_a_deadline(server, monkeypatch, call):
+def test_an_answer_that_never_ends_has_a_deadline(call):
     """A byte now and then is an answer that goes on, as far as any single step can tell."""
-    put(Redis(server.tcp), TEXT)
-    keys = list(Redis(server.tcp).scan())
-    asked = []
+    listening = socket.create_server(("127.0.0.1", 0))
 
-    class Slow(socket.socket):
-        def recv(self, *args):
-            asked.append(1)
-            time.sleep(0.01)
-            return b"+"
+    def serve():
+        with suppress(OSError):
+            while True:
+                client, _ = listening.accept()
+                with suppress(OSError):
+                    client.sendall(b"+")
+                    while True:
+                        client.sendall(b"x")
+                        time.sleep(0.01)
 
-    backend = Redis(server.tcp, timeout=0.5, deadline=0.2)
-    connected = redis.connection.Connection._connect
-
-    def slow(self):
-        inner = connected(self)
-        return Slow(fileno=inner.detach())
-
-    monkeypatch.setattr(redis.connection.Connection, "_connect", slow)
+    threading.Thread(target=serve, daemon=True).start()
+    url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
+    backend = Redis(url, timeout=0.5, deadline=0.2)
+    keys = [block.key for block in blocks_of(TEXT)]
+    before = time.monotonic()
     found = getattr(backend, call)(*([keys] if call in ("leading", "missing") else keys[:1]))
     assert not (list(found) if call == "scan" else found)
-    assert asked
+    assert 0.2 <= time.monotonic() - before < 5
     assert backend.resting
     assert "Timeout" in backend.last_error
+    listening.close()
 
 
 def _late(backend, monkeypatch, answer):
@@ -575,7 +522,6 @@ def _late(backend, monkeypatch, answer):
     round_trips = []
 
     def piped(commands):
-        backend._clock.left()
         round_trips.append(commands)
         assert len(round_trips) < 200, "it goes on and on"
         time.sleep(0.02)
@@ -586,18 +532,30 @@ def _late(backend, monkeypatch, answer):
 
 
 def test_pages_that_never_end(server, monkeypatch):
-    """What a text has in common with others is looked for in the time of one call."""
-    backend = Redis(server.url, deadline=0.3)
-    _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
-    identity, prefix = "m", digest(torch.tensor([], dtype=torch.int64))
-    assert _alike(backend, identity, prefix, torch.tensor([1, 2])) is None
-    assert "Timeout" in backend.last_error
-
     backend = Redis(server.url)
     monkeypatch.setattr(module, "_MOST_PAGES", 10)
-    round_trips = _late(backend, monkeypatch, lambda _, turn: [b"%09d" % turn])
+    round_trips = _late(backend, monkeypatch, lambda _, turn: (turn, [b"kvkeep:block:x"]))
     assert list(backend.scan()) == []
     assert len(round_trips) == 10
+
+
+def test_what_begins_alike_is_looked_for_in_the_time_of_one_call(server, monkeypatch):
+    identity, prefix, tokens = (
+        "m",
+        digest(torch.tensor([], dtype=torch.int64)),
+        torch.tensor([1, 2]),
+    )
+    put(Redis(server.url), [1, 3])
+    backend = Redis(server.url, deadline=0.05)
+    start = beginning(identity, prefix, 1)
+    keys = [f"{start}{number:064x}" for number in range(16)]
+
+    def answer(command, _):
+        return [key[-64:].encode() for key in keys] if command[0] == "ZREVRANGE" else b"x"
+
+    _late(backend, monkeypatch, answer)
+    assert BackendTexts(backend, 8)._alike(identity, prefix, tokens) is None
+    assert "Timeout" in backend.last_error
 
 
 def test_labels_that_cannot_be_read(server, monkeypatch):
@@ -648,7 +606,7 @@ def test_answers_of_any_kind(server, monkeypatch, seed):
     draw = random.Random(seed)
     blocks = blocks_of(TEXT)
     keys = [block.key for block in blocks]
-    monkeypatch.setattr(remote, "REST_S", 0.0)
+    monkeypatch.setattr(backend_module, "REST_S", 0.0)
     backend = Redis(server.url)
     turns = []
 
@@ -669,7 +627,7 @@ def test_answers_of_any_kind(server, monkeypatch, seed):
         backend.delete(keys[0])
         assert list(backend.scan()) == []
         assert backend.labels(keys) == [None] * 5
-        assert backend.gc(budget=10) >= 0
+        assert backend.gc() >= 0
         assert backend.nbytes >= 0
         backend.exists()
     assert len(turns) > 300

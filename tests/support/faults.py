@@ -688,8 +688,8 @@ FAULTS = (
     Fault(
         "hit-longer-than-its-match",
         "store/hit.py",
-        "found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))",
-        "found.append(node.kept)",
+        "found.append(node.content if left >= len(node.tokens) else node.content.head(left))",
+        "found.append(node.content)",
         "store/test_prefix.py",
     ),
     Fault(
@@ -702,13 +702,13 @@ FAULTS = (
     Fault(
         "geometry-of-a-backend-is-believed",
         "store",
-        "if not block.tokens.equal(own) or geometry_of().why_not(block, Stretch, start):",
+        "if not block.tokens.equal(own) or block.why_not(geometry_of(), Stretch, start):",
         "if not block.tokens.equal(own):",
         "store/test_geometry.py",
     ),
     Fault(
         "damaged-block-is-used",
-        "store/backend.py",
+        "store/block.py",
         "if tensor_file.checksum(x) != header.checksums[name]:",
         "if False:",
         "store/test_backends.py store/test_disk_damage.py store/test_disk.py",
@@ -723,15 +723,15 @@ FAULTS = (
     Fault(
         "beginning-evicted-before-its-end",
         "store/disk.py",
-        "(time.time() - 1e-5 * index, key)",
-        "(time.time() + 1e-5 * index, key)",
+        "used = now - 1e-5 * index",
+        "used = now + 1e-5 * index",
         "store/test_backends.py store/test_disk.py",
     ),
     Fault(
         "gc-removes-what-is-being-written",
-        "store/disk.py",
-        "if status.st_mtime <= abandoned and not stat.S_ISDIR(status.st_mode):",
-        "if not stat.S_ISDIR(status.st_mode):",
+        "store/files.py",
+        "if file.used <= before:",
+        "if True:",
         "store/test_disk.py store/test_backends.py store/test_disk_damage.py",
     ),
     # Caches that begin with exact slots
@@ -773,8 +773,8 @@ FAULTS = (
     Fault(
         "scores-are-stored",
         "store/layer_slices.py",
-        "for name in planes if name not in layer.policy.planes",
-        "for name in planes",
+        "for n in planes if n not in layer.policy.planes",
+        "for n in planes",
         "store/test_budgets.py",
     ),
     Fault(
@@ -793,7 +793,7 @@ FAULTS = (
     ),
     Fault(
         "rows-begin-as-the-first-two-do",
-        "store/batches.py",
+        "store/prefix.py",
         "min(most, *(common(prompts[0], one) for one in prompts))",
         "min(most, common(prompts[0], prompts[1 % len(prompts)]))",
         "store/test_rows.py",

@@ -8,12 +8,21 @@ import uuid
 import fsspec
 import torch
 
+from kvkeep import store
 from kvkeep.store import Disk, Location, Memory, ModelGeometry, PrefixStore, Redis
 from support.redis_server import Server
 from support.token_caches import fed, holds, new_cache
 
-KINDS = ["disk", "redis", "location-file", "location-memory"]
-"""Those that other processes, or other objects of this one, can open again."""
+BACKENDS = {
+    "memory": lambda path: store.Memory(),
+}
+"""Backends of one process, by name: each is given an empty directory."""
+
+WITH_BUDGETS = ["disk", "location-file", "location-memory"]
+"""Kinds that limit their bytes by themselves."""
+
+KINDS = [*WITH_BUDGETS, "redis"]
+"""Kinds that other processes, or other objects of this one, can open again."""
 
 _QUARANTINE = "kvkeep:quarantine:"
 
@@ -33,7 +42,8 @@ class Place:
         }[kind]
 
     def open(self, budget=None, **options):
-        return {"disk": Disk, "redis": Redis}.get(self.kind, Location)(self.url, budget, **options)
+        kind = {"disk": Disk, "redis": Redis}.get(self.kind, Location)
+        return kind(self.url, budget, **options)
 
     def blocks(self):
         """The names of what is kept, as the backend's users never see them."""
@@ -87,8 +97,8 @@ class Place:
 
 def put(backend, tokens, identity="m", block=8):
     """Store a text as another process would."""
-    store = PrefixStore(backend=backend, block=block)
-    return store.insert(identity, torch.tensor(tokens), fed(tokens))
+    kept = PrefixStore(backend=backend, block=block)
+    return kept.insert(identity, torch.tensor(tokens), fed(tokens))
 
 
 def found(backend, tokens, identity="m", block=8):

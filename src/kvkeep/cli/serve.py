@@ -183,10 +183,10 @@ def serve(
         from kvkeep.serve.app import application
         from kvkeep.serve.engine import Engine
         from kvkeep.spec import parse_specs
-        from kvkeep.store import PrefixStore, opened
+        from kvkeep.store import PrefixStore, open_store
 
         spec = parse_specs(cache)
-        backend = None if store is None else opened(store, most_stored)
+        backend = None if store is None else open_store(store, most_stored)
         kept = PrefixStore(nbytes, backend=backend)
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
         compile_if_it_pays(loaded, compile, 0, working, limits.sequences)

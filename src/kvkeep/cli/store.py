@@ -137,8 +137,6 @@ def gc(
     with Working("removing blocks"):
         backend = _opened(where)
         freed = backend.gc(older_than, most)
-        if freed:  # what failed on a full disk works now
-            backend = _opened(where)
         left = sum(1 for _ in backend.scan())
         _require_answers(backend)
     if json:
@@ -155,10 +153,10 @@ def export(
 ) -> None:
     """Copy all blocks to another store and check each; exit code 1 if one was not copied."""
     with Working("copying blocks") as working:
-        from kvkeep.store import opened
+        from kvkeep.store import open_store
 
         source = _opened(where)
-        sink = opened(target)
+        sink = open_store(target)
         keys = list(source.scan())
         pages = [keys[start : start + _PAGE] for start in range(0, len(keys), _PAGE)]
         missing = [key for page in pages for key in sink.missing(page)]
@@ -191,9 +189,9 @@ def byte_count(text: str) -> int:
 
 
 def _opened(where: str) -> Backend:
-    from kvkeep.store import opened
+    from kvkeep.store import open_store
 
-    return opened(where, create=False)
+    return open_store(where, create=False)
 
 
 def _require_answers(backend: Backend) -> None:
@@ -259,6 +257,6 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_rows(where: str, rows: list[dict[str, Any]], *, stderr: bool = False) -> None:
-    from kvkeep.store.open_url import shown
+    from kvkeep.store.open_store import shown
 
     print_table(shown(where), rows, stderr=stderr)

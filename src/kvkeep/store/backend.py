@@ -2,301 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
 from kvkeep.errors import SpecError
-from kvkeep.files import tensor_file
-from kvkeep.files.headers import DTYPES, require_seal, sealed, typed
-from kvkeep.files.tensor_file import Layout
-from kvkeep.geometry import Geometry
 from kvkeep.storage.allocate import free_bytes
-from kvkeep.store.compressed import Compressed
-from kvkeep.store.layer_slices import Stretch
-
-FORMAT = 3
-"""Version of the block format that is written, and the only one that is read."""
-
-LABEL_BYTES = 1 << 18
-"""Bytes at the start of a block that contain its `Label`, unless it has thousands of planes."""
-
-HEADER_BYTES = 1 << 22
-"""Longest header of a block, in bytes: enough for ten thousand planes. A compressed text has some
-for each head of each layer."""
+from kvkeep.store.block import Label, StoredBlock
 
 MOST_BYTES = 1 << 32
-"""Largest block, in bytes."""
-
-_MOST_LAYERS = 1 << 12
-_MOST_HEADS = _MOST_WIDTH = 1 << 20
-_KEY = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{72,80}")
+"""Largest block that is read, in bytes."""
 
 ABANDONED_S = 3600.0
-"""Unreferenced files older than this many seconds are abandoned writes."""
+"""Files in `new/` older than this many seconds are abandoned writes."""
 
-_HEADER = "kvkeep_block"
-_MARK = "mark"  # begins the names of recurrent states
+REST_S = 5.0
+"""Seconds after a failure during which an unavailable server is not called."""
 
-
-class OtherBlockError(ValueError):
-    """An intact block was found under the wrong key. The argument is its own key."""
-
-
-@dataclass(frozen=True)
-class _Header:
-    format: int
-    identity: str
-    prefix: str
-    routed: bool | None
-    compressed: bool
-    likes: list[object]
-    checksums: dict[str, str]
-
-
-@contextmanager
-def _parse_errors() -> Iterator[None]:
-    """Turn any error from parsing untrusted bytes into ValueError."""
-    try:
-        yield
-    except MemoryError:  # the bytes may be valid
-        raise
-    except Exception as error:
-        raise ValueError(f"not a kvkeep block: {type(error).__name__}: {error}") from error
-
-
-@dataclass(frozen=True)
-class StoredBlock:
-    """Tokens that follow a known prefix, and the layers' slots for them; or a compressed text.
-
-    Args:
-        identity: see `PrefixStore`.
-        prefix: hash of the tokens before the block.
-        tokens: the block's own tokens, int64 (n,).
-        routed: see `kvkeep.cache.Cache.routed`.
-        geometries: of one row of each layer.
-    """
-
-    identity: str
-    prefix: str
-    tokens: Tensor
-    content: Stretch | Compressed
-    routed: bool | None
-    geometries: Sequence[Geometry]
-
-    @property
-    def key(self) -> str:
-        """The block's key, `identity/prefix/own`: three hashes, the last one preceded by the
-        block's first token in hexadecimal."""
-        return key_of(self.identity, self.prefix, self.tokens)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the block, by name."""
-        found = {
-            f"{index}.{name}": planes[name]
-            for index, planes in enumerate(self.content.layers)
-            for name in planes
-        }
-        for at, mark in self.content.marks.items():
-            found |= {f"{_MARK}.{at}.{name}": x for name, x in mark.items()}
-        return found | {"tokens": self.tokens}
-
-    def metadata(self) -> dict[str, str]:
-        """The header that describes the tensors, with a checksum of each."""
-        header = {
-            "format": FORMAT,
-            "identity": self.identity,
-            "prefix": self.prefix,
-            "routed": self.routed,
-            "compressed": isinstance(self.content, Compressed),
-            "likes": [[*one[1:4], str(one.dtype)] for one in self.geometries],
-            "checksums": {name: tensor_file.checksum(x) for name, x in self.tensors().items()},
-        }
-        return sealed(_HEADER, header)
-
-    def to_bytes(self) -> bytes:
-        """The block in the safetensors format."""
-        return tensor_file.to_bytes(self.tensors(), self.metadata())
-
-    @classmethod
-    def from_bytes(cls, data: bytes | bytearray, key: str) -> StoredBlock:
-        """Parse the output of `to_bytes`. The tensors share memory with `data` if it is a
-        bytearray.
-
-        Raises:
-            ValueError: the bytes differ from what was written.
-            OtherBlockError: the block is intact, but its key is not `key`.
-        """
-        with _parse_errors():
-            layout = Layout.read(data, HEADER_BYTES)
-            if layout.nbytes != len(data):
-                raise ValueError(f"{len(data)} bytes, but the header describes {layout.nbytes}")
-            own = data if isinstance(data, bytearray) else bytearray(data)
-            tensors = {name: layout.tensor(name, own) for name in layout.entries}
-            block = cls._read(tensors, layout.metadata)
-        if block.key != key:
-            raise OtherBlockError(block.key)
-        return block
-
-    @classmethod
-    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StoredBlock:
-        """Build a block from the results of `tensors` and `metadata`. May raise any exception."""
-        header = _header(metadata)
-        if set(tensors) != set(header.checksums):
-            raise ValueError("the header lists other tensors than the data holds")
-        if len(header.likes) > _MOST_LAYERS:
-            raise ValueError(f"{len(header.likes)} layers, but at most {_MOST_LAYERS} are read")
-        geometries = [_geometry(fields) for fields in header.likes]
-        numbers = {str(number): number for number in range(len(geometries))}
-        layers: list[dict[str, Tensor]] = [{} for _ in geometries]
-        marks: dict[int, dict[str, Tensor]] = {}
-        for name, x in tensors.items():
-            if tensor_file.checksum(x) != header.checksums[name]:
-                raise ValueError(f"the checksum of tensor {name} does not match")
-            index, dot, plane = name.partition(".")
-            if dot and index in numbers:
-                layers[numbers[index]][plane] = x
-            elif dot and index == _MARK and not header.compressed:
-                at, _, state = plane.partition(".")
-                marks.setdefault(int(at), {})[state] = x
-            elif name != "tokens":
-                raise ValueError(f"tensor {name[:50]!r} belongs to no layer")
-        tokens = tensors["tokens"]
-        if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}; expected int64 (n,)"
-            )
-        content: Stretch | Compressed
-        if header.compressed:
-            content = Compressed(layers, len(tokens))  # its shapes are checked when it is used
-        else:
-            content = Stretch(layers, len(tokens), marks)
-            if not all(0 < at <= len(tokens) for at in marks):
-                raise ValueError(f"marks after {sorted(marks)[:8]} of {len(tokens)} tokens")
-            for geometry, planes in zip(geometries, layers, strict=True):
-                shapes = {(1, heads, len(tokens)) for heads in (1, geometry.heads)}
-                for name, x in planes.items():
-                    if x.shape[:3] not in shapes:
-                        raise ValueError(f"plane {name} has the wrong shape {tuple(x.shape)}")
-        if not content.nbytes:
-            raise ValueError("the block holds no slots")
-        return cls(header.identity, header.prefix, tokens, content, header.routed, geometries)
-
-
-@dataclass(frozen=True)
-class Label:
-    """A block's description, read from its header without reading its slots.
-
-    Args:
-        identity, prefix, tokens: see `StoredBlock`.
-        layers: number of layers.
-        dtype: dtype of the keys before they were encoded.
-        nbytes: length of `StoredBlock.to_bytes()`, header included.
-        marks: after how many of the tokens it holds the states of recurrent layers.
-    """
-
-    identity: str
-    prefix: str
-    tokens: Tensor
-    layers: int
-    dtype: str
-    nbytes: int
-    marks: frozenset[int] = frozenset()
-
-    @property
-    def key(self) -> str:
-        """See `StoredBlock.key`."""
-        return key_of(self.identity, self.prefix, self.tokens)
-
-    @classmethod
-    def of(cls, block: StoredBlock) -> Label:
-        """The label of a block."""
-        kind = str(block.geometries[0].dtype)
-        parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
-        size = tensor_file.size(block.tensors(), block.metadata())
-        return cls(*parts, kind, size, frozenset(block.content.marks))
-
-    @classmethod
-    def read(cls, data: bytes, key: str | None = None) -> Label:
-        """Parse a label from the first bytes of a block.
-
-        Args:
-            key: the block's key, if it is known.
-
-        Raises:
-            ValueError: the bytes are not the start of that block, or too few.
-        """
-        with _parse_errors():
-            layout = Layout.read(data, HEADER_BYTES)
-            header = _header(layout.metadata)
-            entry = layout.entries["tokens"]
-            stop = layout.start + entry.stop
-            if entry.dtype != torch.int64 or len(entry.shape) != 1 or stop > len(data):
-                raise ValueError("the tokens are not an int64 tensor within these bytes")
-            tokens = layout.tensor("tokens", bytearray(data[:stop])).clone()
-            kind = str(_geometry(header.likes[0]).dtype)
-            parts = (header.identity, header.prefix, tokens, len(header.likes))
-            named = [name.split(".") for name in layout.entries]
-            marks = frozenset(int(parts[1]) for parts in named if parts[0] == _MARK)
-            label = cls(*parts, kind, layout.nbytes, marks)
-            if label.key != (key or label.key):
-                raise ValueError("the label belongs to another key")
-            return label
-
-
-def _header(metadata: Mapping[str, str]) -> _Header:
-    require_seal(_HEADER, metadata)
-    header = typed(_Header, json.loads(metadata[_HEADER]))
-    if header.format != FORMAT:
-        raise ValueError(f"the block has format {header.format}; only {FORMAT} is read")
-    return header
-
-
-def _geometry(fields: Any) -> Geometry:
-    heads, key_width, value_width, dtype = fields
-    for number, most in (
-        (heads, _MOST_HEADS),
-        (key_width, _MOST_WIDTH),
-        (value_width, _MOST_WIDTH),
-    ):
-        if type(number) is not int or not 1 <= number <= most:
-            raise ValueError(f"a layer has impossible sizes: {str(fields)[:80]}")
-    return Geometry(1, heads, key_width, value_width, DTYPES[dtype])
-
-
-def token_bytes(tokens: Tensor) -> bytes:
-    """The bytes of tokens, int64 (n,), that are hashed."""
-    found: bytes = tokens.contiguous().numpy().tobytes()
-    return found
-
-
-def digest(tokens: Tensor) -> str:
-    """A collision-resistant hash of tokens, int64 (n,)."""
-    return hashlib.sha256(token_bytes(tokens)).hexdigest()
-
-
-def beginning(identity: str, prefix: str, token: int) -> str:
-    """The common start of the keys of all blocks that follow `prefix` and begin with `token`."""
-    own = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()
-    return f"{own}/{prefix}/{token:08x}"
-
-
-def key_of(identity: str, prefix: str, tokens: Tensor) -> str:
-    """The key of a block of tokens, (n,), that follow a prefix."""
-    return beginning(identity, prefix, int(tokens[0])) + digest(tokens)
-
-
-def is_key(key: object) -> bool:
-    """Whether `key` has the form of a block's key."""
-    return isinstance(key, str) and _KEY.fullmatch(key) is not None
+Answer = TypeVar("Answer")
 
 
 def most_bytes() -> int:
@@ -313,14 +40,21 @@ def require_budget(budget: int | None) -> None:
 
 class Backend(ABC):
     """Storage for blocks. Several processes may share one, and threads may call it at the same
-    time. A failure of the storage is reported as
-    a miss and counted in `failures`; it never raises in the caller.
+    time. A failure of the storage is reported as a miss and counted in `failures`; it never raises
+    in the caller.
 
     The methods that are not abstract are implemented with the five that are; a backend whose calls
-    cost a network round trip each should override them.
+    cost a network round trip each should override them. `open_store` finds a class by its `schemes`
+    and calls it with the URL, and with keyword arguments such as `budget=` if they are given.
     """
 
     name: ClassVar[str]
+
+    schemes: ClassVar[Sequence[str]] = ()
+    """The URL schemes that `open_store` opens with this class."""
+
+    by_scheme: ClassVar[dict[str, Callable[..., Backend]]] = {}
+    """All imported classes by their URL schemes."""
 
     failures: int = 0
     """Number of failed calls; `last_error` describes the latest."""
@@ -329,10 +63,14 @@ class Backend(ABC):
     damaged: int = 0
     """Number of blocks that were damaged or did not match their key."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for scheme in cls.__dict__.get("schemes", ()):
+            cls.by_scheme[scheme] = cls
+
     @abstractmethod
     def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        """The block of a key, verified, or None. `used=False` leaves its time of last use as it
-        is."""
+        """The block of a key, verified, or None. `used=False` does not count as a use of it."""
 
     @abstractmethod
     def put(self, block: StoredBlock) -> bool:
@@ -395,8 +133,10 @@ class Backend(ABC):
         return True
 
     def _checked(self, key: str, data: Any) -> StoredBlock | None:
-        """Parse the bytes stored under a key. If they are not its block, quarantine them and return
-        None."""
+        """Parse the data stored under a key; None if it is None or an error. If it is not the key's
+        block, quarantine it and return None."""
+        if data is None or isinstance(data, Exception):
+            return None
         try:
             return StoredBlock.from_bytes(
                 data if isinstance(data, (bytes, bytearray)) else b"", key
@@ -411,12 +151,45 @@ class Backend(ABC):
         self.failures += 1
         self.last_error = f"{type(error).__name__}: {error}"
 
-    def _label(self, key: str, data: bytes | None) -> Label | None:
+    def _label(self, key: str, data: Any) -> Label | None:
         """The label in a block's first bytes; None without bytes."""
-        if data is None:
+        if not data or not isinstance(data, (bytes, bytearray)):
             return None
         try:
             return Label.read(data, key)
         except ValueError:  # too few bytes, or a damaged block, which `get` will detect
             block = self.get(key, used=False)
             return None if block is None else Label.of(block)
+
+
+class Remote(Backend):
+    """A backend that may be unavailable. After a failure, calls return a miss for five seconds, so
+    that an unavailable server costs one timeout, not one per block."""
+
+    _paused_until = 0.0
+
+    def put(self, block: StoredBlock) -> bool:
+        return self.contains(block.key) or self.put_all([block]) == 1
+
+    @property
+    def resting(self) -> bool:
+        """Whether calls return a miss at the moment, because one failed shortly before."""
+        return time.monotonic() < self._paused_until
+
+    def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return `ask()`, or `otherwise` if it fails or the backend is resting."""
+        if self.resting:
+            return otherwise
+        try:
+            return ask()
+        except FileNotFoundError:
+            return otherwise
+        except Exception as error:  # client libraries may raise any exception
+            self._failed(error)
+            if self._is_unavailable(error):
+                self._paused_until = time.monotonic() + REST_S
+            return otherwise
+
+    def _is_unavailable(self, error: Exception) -> bool:
+        """Whether an error means that the next calls would fail too."""
+        return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import final
 
 import torch
@@ -89,9 +88,10 @@ class Compressed:
         return ""
 
 
-@dataclass
+@dataclass(eq=False)
 class CompressedText:
-    """A text that a store holds compressed: its token ids, int64 (n,), and its slots."""
+    """A text that a store holds compressed: its token ids, int64 (n,), and its slots. `used` grows
+    with each use."""
 
     tokens: Tensor
     content: Compressed
@@ -104,48 +104,6 @@ class CompressedText:
         for index, (layer, own) in enumerate(zip(cache.layers, self.geometry.of_rows, strict=True)):
             layer.restore(self.content.state(index, own))
         cache.routed = self.geometry.routed
-
-
-class CompressedTexts:
-    """The compressed texts of a store, by identity."""
-
-    def __init__(self, clock: count[int]) -> None:
-        self._clock = clock
-        self._texts: dict[str, list[CompressedText]] = {}
-
-    def all(self) -> list[CompressedText]:
-        """All texts."""
-        return [text for texts in self._texts.values() for text in texts]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all texts' slots."""
-        return sum(text.content.nbytes for text in self.all())
-
-    def find(self, identity: str, tokens: Tensor, least: int) -> CompressedText | None:
-        """The longest text, of at least so many tokens, with which tokens (n,) begin; None: there
-        is none."""
-        known = self._texts.get(identity, [])
-        fitting = [
-            text for text in known if len(text.tokens) >= least and begins(tokens, text.tokens)
-        ]
-        best = max(fitting, key=lambda text: len(text.tokens), default=None)
-        if best is not None:
-            best.used = next(self._clock)
-        return best
-
-    def add(self, identity: str, text: CompressedText, priority: int) -> None:
-        """Hold one more text."""
-        text.priority, text.used = priority, next(self._clock)
-        self._texts.setdefault(identity, []).append(text)
-
-    def remove(self, text: CompressedText) -> int:
-        """Forget a text; the bytes that this frees."""
-        (identity,) = (name for name, some in self._texts.items() if any(x is text for x in some))
-        self._texts[identity] = [x for x in self._texts[identity] if x is not text]
-        if not self._texts[identity]:
-            del self._texts[identity]
-        return text.content.nbytes
 
 
 def _parts(planes: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

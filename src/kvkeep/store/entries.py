@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.errors import StateError
 from kvkeep.store.backend import require_budget
-from kvkeep.store.compressed import CompressedText, CompressedTexts
+from kvkeep.store.compressed import CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.layer_slices import Marks, Stretch, marks_between
@@ -40,16 +40,17 @@ class Entries:
         self.budget = budget
         self.evicted = 0
         self.lock = RLock()
-        self._trees: dict[str, RadixTree[Stretch]] = {}
+        self._trees: dict[str, RadixTree] = {}
         self._geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
-        self._texts = CompressedTexts(self._clock)
+        self._texts: dict[str, list[CompressedText]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         with self.lock:
-            return sum(node.kept.nbytes for node in self.nodes()) + self._texts.nbytes
+            compressed = sum(text.content.nbytes for text in self.texts())
+            return sum(node.content.nbytes for node in self.nodes()) + compressed
 
     # -- geometries -------------------------------------------------------------------------
 
@@ -85,21 +86,17 @@ class Entries:
 
     # -- prefixes ---------------------------------------------------------------------------
 
-    def tree(self, identity: str) -> RadixTree[Stretch]:
+    def tree(self, identity: str) -> RadixTree:
         """The prefixes of an identity, to be used under the lock."""
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
     def outline(self, identity: str, tokens: Tensor, most: int) -> list[StoredNode]:
         """The prefixes of an identity; see `RadixTree.outline`."""
         with self.lock:
-            tree, geometry = self._trees.get(identity), self._geometries.get(identity)
-            if tree is None or geometry is None:
+            tree = self._trees.get(identity)
+            if tree is None or not self.known(identity):
                 return []
-            found = []
-            for node, parent, shared, left_out in tree.outline(tokens, most):
-                own = len(node.tokens), _nbytes(node, geometry), node.locked
-                found.append(StoredNode(parent, *own, shared, left_out))
-            return found
+            return tree.outline(tokens, most)
 
     def hit(self, identity: str, tokens: Tensor) -> Hit:
         """The longest prefix of tokens (n,), locked until it is released."""
@@ -147,21 +144,31 @@ class Entries:
     # -- compressed texts -------------------------------------------------------------------
 
     def text(self, identity: str, tokens: Tensor, least: int) -> CompressedText | None:
-        """See `CompressedTexts.find`."""
+        """The longest compressed text, of at least so many tokens, with which tokens (n,) begin;
+        None: there is none."""
         with self.lock:
-            return self._texts.find(identity, tokens, least)
+            fitting = [
+                text
+                for text in self._texts.get(identity, [])
+                if len(text.tokens) >= least and begins(tokens, text.tokens)
+            ]
+            best = max(fitting, key=lambda text: len(text.tokens), default=None)
+            if best is not None:
+                best.used = next(self._clock)
+            return best
 
     def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
         """The text, which is put among those held if the budget has room for it."""
         nbytes = text.content.nbytes
         with self.lock:
-            known = self._texts.find(identity, text.tokens, len(text.tokens))
+            known = self.text(identity, text.tokens, len(text.tokens))
             if known is not None:
                 return known
             if self.budget is not None and nbytes > self.budget:
                 return text
             if nbytes <= self._make_room(nbytes):
-                self._texts.add(identity, text, priority)
+                text.priority, text.used = priority, next(self._clock)
+                self._texts.setdefault(identity, []).append(text)
         return text
 
     # -- all of them ------------------------------------------------------------------------
@@ -171,7 +178,7 @@ class Entries:
         with self.lock:
             self._make_room(None)
 
-    def _make_room(self, nbytes: int | None, spared: Sequence[Node[Stretch]] = ()) -> int:
+    def _make_room(self, nbytes: int | None, spared: Sequence[Node] = ()) -> int:
         """Evict entries, but none of the nodes `spared`, until `nbytes` more fit or none can be
         evicted; None: evict all. Returns how many bytes fit then; without a budget, `nbytes`."""
         if nbytes is not None and self.budget is None:
@@ -184,8 +191,10 @@ class Entries:
                 for parent, leaf in tree.leaves()
                 if not leaf.locked and not any(leaf is node for node in spared)
             ]
-            for text in self._texts.all():
-                free.append((text.priority, text.used, partial(self._texts.remove, text)))
+            for texts in self._texts.values():
+                free += [
+                    (text.priority, text.used, partial(_remove, texts, text)) for text in texts
+                ]
             if not free:
                 break
             freed = min(free, key=lambda found: found[:2])[2]()
@@ -193,20 +202,20 @@ class Entries:
             self.evicted += freed
         return room
 
-    def nodes(self) -> Iterator[Node[Stretch]]:
+    def nodes(self) -> Iterator[Node]:
         """The nodes of all trees, to be used under the lock."""
         return (node for tree in self._trees.values() for node in tree.nodes())
 
     def texts(self) -> list[CompressedText]:
         """All compressed texts, to be used under the lock."""
-        return self._texts.all()
+        return [text for texts in self._texts.values() for text in texts]
 
     def check(self) -> None:
         """Raise StateError if the entries are inconsistent."""
         with self.lock:
             for tree in self._trees.values():
                 tree.check()
-            held, expected = self.nbytes, self._texts.nbytes
+            held, expected = self.nbytes, sum(text.content.nbytes for text in self.texts())
             for identity, tree in self._trees.items():
                 for node in tree.nodes():
                     expected += _nbytes(node, self._geometries[identity])
@@ -214,25 +223,31 @@ class Entries:
                 raise StateError(f"{held} bytes held, {expected} expected, budget {self.budget}")
 
 
-def _nbytes(node: Node[Stretch], geometry: ModelGeometry) -> int:
+def _nbytes(node: Node, geometry: ModelGeometry) -> int:
     """Bytes of a node of a geometry."""
-    marks = 0 if node.content is None else len(node.content.marks)
-    return geometry.token_bytes * len(node.tokens) + geometry.state_bytes * marks
+    marks = geometry.state_bytes * len(node.content.marks)
+    return geometry.token_bytes * len(node.tokens) + marks
 
 
-def _marked(path: Sequence[Node[Stretch]]) -> set[int]:
+def _remove(texts: list[CompressedText], text: CompressedText) -> int:
+    """Forget a text; the bytes that this frees."""
+    texts.remove(text)
+    return text.content.nbytes
+
+
+def _marked(path: Sequence[Node]) -> set[int]:
     """After how many tokens the nodes of a path hold the states of recurrent layers."""
     found, start = set[int](), 0
     for node in path:
-        found |= {start + at for at in node.kept.marks}
+        found |= {start + at for at in node.content.marks}
         start += len(node.tokens)
     return found
 
 
-def _add_marks(path: Sequence[Node[Stretch]], marks: Marks) -> None:
+def _add_marks(path: Sequence[Node], marks: Marks) -> None:
     """Give states of recurrent layers to the nodes of a path that hold their tokens."""
     start = 0
     for node in path:
         stop = start + len(node.tokens)
-        node.content = node.kept.marked(marks_between(marks, start, stop))
+        node.content = node.content.marked(marks_between(marks, start, stop))
         start = stop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 from torch import Tensor
 
 from kvkeep.store.backend import Backend
-from kvkeep.store.backend_sync import share, share_compressed, shared, shared_compressed
+from kvkeep.store.backend_texts import BackendTexts
 from kvkeep.store.compressed import CompressedText
 from kvkeep.store.entries import Entries
 from kvkeep.store.geometry import ModelGeometry
@@ -43,7 +43,8 @@ class Exchange:
     """
 
     def __init__(self, entries: Entries, backend: Backend | None, block: int) -> None:
-        self._entries, self._backend, self._block = entries, backend, block
+        self._entries, self._block = entries, block
+        self._texts = None if backend is None else BackendTexts(backend, block)
         self._readers = ThreadPoolExecutor(_READERS, "kvkeep-store-read")
         self._writer = ThreadPoolExecutor(1, "kvkeep-store-write")
         self._writes: list[_Write] = []  # that may not be done
@@ -55,7 +56,7 @@ class Exchange:
         """Copy blocks that the tree lacks from the backend into it. The lock of the entries is not
         held while the backend is read. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
-        if self._backend is None or (geometry is None and not entries.known(identity)):
+        if self._texts is None or (geometry is None and not entries.known(identity)):
             return
         with entries.hit(identity, tokens) as hit:
             known = hit.length
@@ -63,20 +64,20 @@ class Exchange:
             return
         agreed = partial(entries.geometry, identity, geometry)
         first = known // self._block * self._block
-        blocks, stop = shared(self._backend, identity, tokens, first, self._block, agreed)
+        blocks, stop = self._texts.read(identity, tokens, first, agreed)
         if stop <= known:
             return
         devices = [layer.of_row.device for layer in agreed().layers]
-        whole = Stretch.joined([x.content for x in blocks if isinstance(x.content, Stretch)]).to(
-            devices
-        )
+        pieces, marks, at = list[Stretch](), dict[int, Mapping[str, Tensor]](), first
+        for block in blocks:
+            assert isinstance(block.content, Stretch)
+            pieces.append(block.content.to(devices))
+            marks |= {at + after: mark for after, mark in block.content.marks.items()}
+            at += len(block.content)
         with entries.lock:
             if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            marks = {first + at: mark for at, mark in whole.marks.items()}
-            entries.keep(
-                identity, tokens[:stop], lambda a, b: whole.part(a - first, b - first), marks
-            )
+            entries.keep(identity, tokens[:stop], pieces_of(pieces, marks, first), marks)
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. An error is the result's."""
@@ -101,10 +102,10 @@ class Exchange:
             wait: for the backend; otherwise a thread writes, unless too much waits already, which
                 costs whoever looks for the tokens time and nothing else. Likewise an error.
         """
-        if self._backend is None:
+        if self._texts is None:
             return
         if wait:
-            share(self._backend, identity, tokens, self._block, content_of, geometry, marks)
+            self._texts.write(identity, tokens, content_of, geometry, marks)
             return
         nbytes = geometry.token_bytes * len(tokens)
         with self._lock:
@@ -117,8 +118,8 @@ class Exchange:
                 pieces = hit.stretches
             if hit.length < len(tokens):
                 pieces = [*pieces, content_of(hit.length, len(tokens))]
-            args = tokens.clone(), self._block, pieces_of(pieces, marks), geometry, marks
-            job = partial(_logged, partial(share, self._backend, identity, *args))
+            args = identity, tokens.clone(), pieces_of(pieces, marks), geometry, marks
+            job = partial(_logged, partial(self._texts.write, *args))
             self._writes.append(_Write(self._writer.submit(job), nbytes))
 
     def text(
@@ -129,18 +130,17 @@ class Exchange:
         entries = self._entries
         text = entries.text(identity, tokens, least)
         longest = least - 1 if text is None else len(text.tokens)
-        if self._backend is None or longest >= len(tokens):
+        if self._texts is None or longest >= len(tokens):
             return text
         agreed = partial(entries.geometry, identity, geometry)
-        found = shared_compressed(self._backend, identity, tokens, longest, agreed)
+        found = self._texts.read_compressed(identity, tokens, longest, agreed)
         return text if found is None else entries.keep_text(identity, found)
 
     def keep_text(self, identity: str, text: CompressedText, priority: int) -> None:
         """Keep a compressed text, and write it to the backend."""
         self._entries.keep_text(identity, text, priority)
-        if self._backend is not None:
-            args = text.tokens, text.content, text.geometry
-            share_compressed(self._backend, identity, *args)
+        if self._texts is not None:
+            self._texts.write_compressed(identity, text)
 
     def flush(self) -> None:
         """Wait until what was to be written until now has been."""

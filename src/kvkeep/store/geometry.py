@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from kvkeep.cache import Cache
 from kvkeep.geometry import Geometry
@@ -14,11 +13,6 @@ from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import Planes, PlaneSpec
 from kvkeep.policy import KeepAll
-
-if TYPE_CHECKING:
-    from kvkeep.store.backend import StoredBlock
-    from kvkeep.store.compressed import Compressed
-    from kvkeep.store.layer_slices import Stretch
 
 
 @dataclass(frozen=True)
@@ -97,35 +91,6 @@ class ModelGeometry:
     def of_rows(self) -> list[Geometry]:
         """The geometry of one row of each layer, on its device."""
         return [layer.of_row for layer in self.layers]
-
-    def why_not(self, block: StoredBlock, kind: type[Stretch | Compressed], start: int = 0) -> str:
-        """Why a block is not of this geometry; empty if it is.
-
-        Args:
-            kind: what it must hold.
-            start: the position of its first token.
-        """
-        if not isinstance(block.content, kind):
-            return f"it is a {type(block.content).__name__}, not a {kind.__name__}"
-        if block.routed != self.routed:
-            return f"it was computed with routed={block.routed}, not {self.routed}"
-        if not len(block.geometries) == len(block.content.layers) == len(self.layers):
-            return f"it has {len(block.content.layers)} layers, not {len(self.layers)}"
-        for index, (layer, found) in enumerate(zip(self.layers, block.geometries, strict=True)):
-            said, own = found[1:5], layer.of_row[1:5]  # a block lies on no device
-            if said != own:
-                return f"layer {index} has heads, widths and dtype {said}, not {own}"
-            reason = block.content.why_not(index, layer, start)
-            if reason:
-                return f"layer {index}{reason}"
-        for at, mark in block.content.marks.items():
-            if mark.keys() != self.states.keys():
-                return f"the mark after {at} tokens has states {sorted(mark)[:3]}, not the model's"
-            for name, spec in self.states.items():
-                reason = spec.why_not(mark[name], 1)
-                if reason:
-                    return f"state {name} after {at} tokens {reason}"
-        return ""
 
     def __str__(self) -> str:
         planes, first = self.layers[0].planes, self.layers[0].of_row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Lock, Match
 
 
-class Hit:
+class Hit(AbstractContextManager["Hit"]):
     """The longest stored prefix of a prompt. It is locked against eviction until the hit is
     released or no longer referenced: call `release`, or use the hit in a `with` statement.
 
@@ -26,7 +26,7 @@ class Hit:
         stretches: what is stored for them, in order.
     """
 
-    def __init__(self, match: Match[Stretch], geometry: ModelGeometry | None) -> None:
+    def __init__(self, match: Match, geometry: ModelGeometry | None) -> None:
         self.length, self._state = _usable(match, geometry)
         self._geometry = geometry
         self._lock: Lock | None = match.path[-1].lock() if match.path else None
@@ -77,21 +77,11 @@ class Hit:
         """Unlock it, so that the store may evict it."""
         self._lock = None
 
-    def __enter__(self) -> Hit:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
-def _usable(
-    match: Match[Stretch], geometry: ModelGeometry | None
-) -> tuple[int, Mapping[str, Tensor]]:
+def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[str, Tensor]]:
     """How many tokens of a match a cache can begin with, and the states of recurrent layers after
     them. A model that has such layers can begin only where their states were stored."""
     if geometry is None or not geometry.states:
@@ -99,20 +89,20 @@ def _usable(
     length, start = 0, 0
     state: Mapping[str, Tensor] = {}
     for node in match.path:
-        for at in sorted(node.kept.marks):
+        for at in sorted(node.content.marks):
             if start + at <= match.length:
-                length, state = start + at, node.kept.marks[at]
+                length, state = start + at, node.content.marks[at]
         start += len(node.tokens)
     return length, state
 
 
-def _stretches(match: Match[Stretch], length: int) -> list[Stretch]:
+def _stretches(match: Match, length: int) -> list[Stretch]:
     """The stretches of the first tokens of a match, in their order; nothing is copied."""
     found, left = [], length
     for node in match.path:
         if left <= 0:
             break
-        found.append(node.kept if left >= len(node.tokens) else node.kept.head(left))
+        found.append(node.content if left >= len(node.tokens) else node.content.head(left))
         left -= len(node.tokens)
     return found
 

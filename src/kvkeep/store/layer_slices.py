@@ -42,24 +42,7 @@ class Stretch:
 
     def part(self, start: int, stop: int) -> Stretch:
         """A copy of some of the tokens. States are not copied, because they never change."""
-        layers = [_slots(planes, start, stop) for planes in self.layers]
-        return Stretch(layers, stop - start, marks_between(self.marks, start, stop))
-
-    @staticmethod
-    def joined(stretches: Sequence[Stretch]) -> Stretch:
-        """Consecutive stretches as one; a copy if there are several."""
-        if len(stretches) == 1:
-            return stretches[0]
-        layers = [
-            {n: torch.cat([planes[n] for planes in runs], dim=2) for n in runs[0]}
-            for runs in zip(*(stretch.layers for stretch in stretches), strict=True)
-        ]
-        marks: dict[int, Mapping[str, Tensor]] = {}
-        tokens = 0
-        for stretch in stretches:
-            marks |= {tokens + at: mark for at, mark in stretch.marks.items()}
-            tokens += len(stretch)
-        return Stretch(layers, tokens, marks)
+        return pieces_of([self], self.marks)(start, stop)
 
     def to(self, devices: Sequence[torch.device]) -> Stretch:
         """The same on each layer's device; a layer that is already there is not copied."""
@@ -160,39 +143,39 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
             raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
 
 
-def stored_planes(cache: Cache) -> list[Planes]:
-    """The planes of each layer's slots that are stored: not the scores of its policy. See
+def stored_slots(cache: Cache, row: int = 0) -> Stretch:
+    """The slots of a row that are stored, not copied: without the scores of its policy. See
     `require_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]
-        stored = {name: planes[name] for name in planes if name not in layer.policy.planes}
+        stored = {n: planes[n][row : row + 1] for n in planes if n not in layer.policy.planes}
         found.append(stored | {POSITION: stored[POSITION][:, :1]})
-    return found
+    return Stretch(found, cache.fed)
 
 
-def stretch_of(
-    layers: Sequence[Planes], start: int, stop: int, row: int = 0, marks: Marks | None = None
-) -> Stretch:
-    """A copy of the slots of tokens `start` to `stop` in a row, and those of `marks` among them."""
-    slots = [_slots(planes, start, stop, row) for planes in layers]
-    return Stretch(slots, stop - start, marks_between(marks or {}, start, stop))
+def pieces_of(
+    stretches: Sequence[Stretch], marks: Marks, first: int = 0
+) -> Callable[[int, int], Stretch]:
+    """A function that copies tokens `start` to `stop` of a text, and the marks among them.
 
-
-def pieces_of(stretches: Sequence[Stretch], marks: Marks) -> Callable[[int, int], Stretch]:
-    """A function that copies tokens `start` to `stop` of consecutive stretches, and the marks among
-    them."""
+    Args:
+        stretches: consecutive; they hold the text's tokens from `first` on.
+        marks: after how many of the text's tokens.
+    """
 
     def content_of(start: int, stop: int) -> Stretch:
-        parts, first = list[Stretch](), 0
+        parts, begin = list[Sequence[Planes]](), first
         for stretch in stretches:
-            a, b = max(start, first), min(stop, first + len(stretch))
+            a, b = max(start, begin) - begin, min(stop, begin + len(stretch)) - begin
             if a < b:
-                parts.append(stretch.part(a - first, b - first))
-            first += len(stretch)
-        return Stretch(
-            Stretch.joined(parts).layers, stop - start, marks_between(marks, start, stop)
-        )
+                parts.append([{n: p[n][:, :, a:b] for n in p} for p in stretch.layers])
+            begin += len(stretch)
+        layers = [
+            {name: torch.cat([planes[name] for planes in runs], dim=2) for name in runs[0]}
+            for runs in zip(*parts, strict=True)
+        ]
+        return Stretch(layers, stop - start, marks_between(marks, start, stop))
 
     return content_of
 
@@ -210,7 +193,3 @@ def marks_of(cache: Cache, row: int = 0) -> Marks:
 def marks_between(marks: Marks, start: int, stop: int) -> Marks:
     """The marks after tokens `start` to `stop`, counted from `start`."""
     return {at - start: mark for at, mark in marks.items() if start < at <= stop}
-
-
-def _slots(planes: Planes, start: int, stop: int, row: int = 0) -> dict[str, Tensor]:
-    return {n: plane[row : row + 1, :, start:stop].clone() for n, plane in planes.items()}

@@ -16,13 +16,10 @@ from typing import ClassVar, NamedTuple, final
 import xxhash
 
 from kvkeep.errors import SpecError
-from kvkeep.store.backend import ABANDONED_S, Label, StoredBlock, beginning, require_budget
-from kvkeep.store.remote import Remote
+from kvkeep.store.backend import ABANDONED_S, Remote, require_budget
+from kvkeep.store.block import Label, StoredBlock, beginning
 
-SCHEME = "lm"
-"""The URL scheme of such servers, the same as in LMCache."""
-
-_URL = re.compile(SCHEME + r"://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?\??")
+_URL = re.compile(r"lm://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?")
 
 # A request holds the command, the number of bytes that follow, their format and dtype, the
 # location, a shape and a key. An answer holds a code, the number of bytes that follow, their
@@ -72,15 +69,18 @@ class LMCache(Remote):
         url: `lm://host:port`.
         timeout: seconds to wait for a connection, for each part of an answer, and for each send.
         name: the model name in the server's keys; stores with different names are separate.
+        budget: None; the server has no limit.
 
     Raises:
         SpecError: an argument is invalid. The server is not contacted here.
     """
 
     name: ClassVar[str] = "lmcache"
+    schemes = ("lm",)
 
-    def __init__(self, url: str, timeout: float = 2.0, name: str = "kvkeep") -> None:
-        super().__init__()
+    def __init__(
+        self, url: str, timeout: float = 2.0, name: str = "kvkeep", *, budget: int | None = None
+    ) -> None:
         found = _URL.fullmatch(url)
         if found is None or int(found[2]) > 65535:
             raise SpecError(
@@ -91,6 +91,11 @@ class LMCache(Remote):
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
             raise SpecError(
                 f"name {name!r} is not valid; give 1 to 100 letters, digits or any of _.-"
+            )
+        if budget is not None:
+            raise SpecError(
+                f"a budget of {budget} bytes, but LMCache's server enforces none; call "
+                "gc(budget=...) instead"
             )
         self._address = found[1], int(found[2])
         self._timeout = timeout
@@ -131,11 +136,7 @@ class LMCache(Remote):
         return [key for key, listed in lists if listed is not None and key not in listed]
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
-        starts = ((key, self._call(_GET, f"label {key}")) for key in keys)
-        return [
-            self._label(key, data or None if isinstance(data, bytes) else None)
-            for key, data in starts
-        ]
+        return [self._label(key, self._call(_GET, f"label {key}")) for key in keys]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         """Remove blocks, oldest first, until the rest fits `budget` bytes. Returns the bytes freed.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, final
 
-from kvkeep.store.backend import Backend, StoredBlock
+from kvkeep.store.backend import Backend
+from kvkeep.store.block import StoredBlock
 
 
 @final

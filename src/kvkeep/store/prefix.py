@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,20 +10,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvkeep.arguments import suggests
-from kvkeep.cache import Cache
-from kvkeep.errors import ShapeError, SpecError
+from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.backend import Backend
-from kvkeep.store.batches import shared_beginning
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
 from kvkeep.store.compressed import Compressed, CompressedText
-from kvkeep.store.entries import Entries
-from kvkeep.store.exchange import Exchange
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.hit import Hit
 from kvkeep.store.identity import (
     Keyed,
     feed,
@@ -34,16 +29,12 @@ from kvkeep.store.identity import (
     require_one_adapter,
     require_steady,
 )
-from kvkeep.store.layer_slices import (
-    Stretch,
-    marks_of,
-    require_keepable,
-    require_kept,
-    stored_planes,
-    stretch_of,
-    why_not_kept,
-)
-from kvkeep.store.stats import StoredNode, StoreStats
+from kvkeep.store.layer_slices import require_keepable
+from kvkeep.store.stats import StoredNode
+from kvkeep.store.text_store import TextStore
+from kvkeep.store.tree import common
+
+_SHORTEST = 16  # tokens shared by a batch that are worth a forward of their own
 
 
 class Reading(NamedTuple):
@@ -53,13 +44,11 @@ class Reading(NamedTuple):
     found: int
 
 
-class PrefixStore:
+class PrefixStore(TextStore):
     """Keys and values of prompts. Prompts that begin alike share the slots of their prefix.
 
-    Entries lie in a radix tree over token ids, one tree per identity. The caller chooses the
-    identity: it must name everything that keys and values depend on except the tokens, such as
-    the model's fingerprint and the cache's codecs. `read` does so by itself. Threads may share a
-    store.
+    A store of texts whose identity names the model and the cache's codecs, so that methods take a
+    model and token ids. Threads may share a store.
 
     A text that policy `kvzip` compresses is stored as one piece, under an identity that says how it
     was compressed. It is found by prompts that begin with the whole text.
@@ -69,7 +58,7 @@ class PrefixStore:
             lowest priority first, then the least recently used. Entries that are locked, or that
             are a prefix of others, stay.
         backend: where blocks are also written, outside of this process; see
-            `kvkeep.store.opened`.
+            `kvkeep.store.open_store`.
         block: tokens per block of the backend.
 
     Raises:
@@ -80,95 +69,7 @@ class PrefixStore:
     def __init__(
         self, budget: int | None = None, *, backend: Backend | None = None, block: int = 256
     ) -> None:
-        self._entries = Entries(budget)
-        if block < 1:
-            raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
-        self.backend, self.block = backend, block
-        self._exchange = Exchange(self._entries, backend, block)
-        self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
-        self._refused = 0
-
-    @property
-    def budget(self) -> int | None:
-        """Most bytes held; None: no limit."""
-        return self._entries.budget
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._entries.nbytes
-
-    def match(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
-    ) -> Hit:
-        """The longest stored prefix of some tokens, locked until the hit is released or no longer
-        referenced.
-
-        Args:
-            tokens: int64 (n,).
-            geometry: returns the model's geometry, against which blocks from the backend are
-                checked. Called once, and only if nothing of this identity was inserted by this
-                store; without it the backend is not asked until then.
-        """
-        tokens = flat(tokens)
-        self._exchange.fetch(identity, tokens, geometry)
-        return self._counted(identity, tokens)
-
-    def _counted(self, identity: str, tokens: Tensor) -> Hit:
-        hit = self._entries.hit(identity, tokens)
-        self._count(hit.length, len(tokens))
-        return hit
-
-    def insert(
-        self,
-        identity: str,
-        tokens: Tensor,
-        cache: Cache,
-        *,
-        row: int = 0,
-        priority: int = 0,
-        wait: bool = True,
-    ) -> int:
-        """Store the slots of a row's first tokens; those that are stored already are not copied.
-
-        Args:
-            tokens: int64 (n,), the first tokens that were fed to the row, or all of them.
-            priority: entries of higher priority are evicted later.
-            wait: for the backend; otherwise a thread of the store writes to it, see `flush`.
-
-        Returns:
-            How many of the tokens are stored now: fewer than given if the budget is full of
-            entries that cannot be evicted.
-
-        Raises:
-            ShapeError: more tokens than were fed, or no such row.
-            UnsupportedError: the cache evicted tokens, or its slots depend on other texts too.
-        """
-        tokens = flat(tokens)
-        if len(tokens) > cache.fed or not 0 <= row < max(1, cache.rows):
-            raise ShapeError(
-                f"{len(tokens)} tokens of row {row}, but the cache was fed {cache.fed} in "
-                f"{cache.rows} rows"
-            )
-        if not len(tokens):
-            return 0
-        require_kept(cache)
-
-        layers = stored_planes(cache)  # taken once, because it joins the frozen runs
-
-        marks = marks_of(cache, row)
-
-        def content_of(start: int, stop: int) -> Stretch:
-            return stretch_of(layers, start, stop, row, marks)
-
-        geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        kept = self._entries.keep(identity, tokens, content_of, marks, priority)
-        self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
-        return kept
-
-    def flush(self) -> None:
-        """Wait until the backend has what was stored without waiting for it."""
-        self._exchange.flush()
+        super().__init__(budget, backend, block)
 
     def prefill(
         self,
@@ -229,9 +130,35 @@ class PrefixStore:
             ShapeError: no prompts, or one without tokens.
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
-        return shared_beginning(
-            self, model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
-        )
+        host, prompts = host_of(model), list(map(flat, prompts))
+        if not prompts or not min(map(len, prompts)):
+            raise ShapeError(
+                f"prompts of {list(map(len, prompts))} tokens; give at least one of each"
+            )
+        cache = host.new_cache(spec, capacity=capacity)
+        if compresses(cache):
+            raise UnsupportedError("kvzip compresses one text; read each prompt by itself")
+        if any(host.activation_in(prompt) is not None for prompt in prompts):
+            raise UnsupportedError(
+                "an activated adapter computes from another token on in each prompt; read each "
+                "prompt by itself"
+            )
+        exact = exact_specs(cache.specs)
+        most = min(map(len, prompts)) - max(1, observed_again(cache))
+        shared = min(most, *(common(prompts[0], one) for one in prompts))
+        tokens = prompts[0][: max(0, shared)]
+        if len(tokens) < _SHORTEST or not self.has_room(host, exact, tokens, namespace):
+            return None
+        text = self.read(
+            model, tokens, spec=exact, namespace=namespace, chunk=chunk, capacity=capacity
+        ).cache
+        if exact == cache.specs:
+            cache = text
+        else:
+            begin(cache, text)
+        cache.freeze()
+        cache.repeat(len(prompts))
+        return cache
 
     def has_room(
         self, host: Host, specs: Sequence[CacheSpec], tokens: Tensor, namespace: str = ""
@@ -290,11 +217,12 @@ class PrefixStore:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         host, tokens = host_of(model), flat(tokens)
-        options: dict[str, Any] = {"prompt": prompt, "namespace": namespace, "priority": priority}
         specs = per_layer(spec, host.kinds)
         if exact_specs(specs) != specs:
             cache = host.new_cache(spec, capacity=capacity)
-            return Reading(cache, self._read_exactly(model, tokens, cache, chunk, **options))
+            asked = {"prompt": tokens if prompt is None else prompt, "namespace": namespace}
+            found = self._read_exactly(host, tokens, cache, chunk, priority=priority, **asked)
+            return Reading(cache, found)
         cache, found = self.find(
             model,
             tokens,
@@ -447,51 +375,6 @@ class PrefixStore:
             cache.recurrent.unmark()
         return kept
 
-    def offer(
-        self,
-        identity: str,
-        tokens: Tensor,
-        cache: Cache,
-        *,
-        row: int = 0,
-        priority: int = 0,
-        wait: bool = True,
-    ) -> int:
-        """`insert` if the cache still holds all tokens; otherwise count it as refused, return 0."""
-        if any(map(why_not_kept, cache.layers)):
-            self._refused += 1
-            return 0
-        return self.insert(identity, tokens, cache, row=row, priority=priority, wait=wait)
-
-    def clear(self) -> None:
-        """Remove all entries that are not locked."""
-        self._entries.clear()
-
-    def check(self) -> None:
-        """Raise StateError if the store is inconsistent."""
-        self._entries.check()
-
-    def stats(self) -> StoreStats:
-        """All figures at once."""
-        with self._entries.lock:
-            nodes, texts = list(self._entries.nodes()), self._entries.texts()
-            compressed = sum(len(text.tokens) for text in texts)
-            return StoreStats(
-                nbytes=self.nbytes,
-                budget=self.budget,
-                entries=sum(not node.children for node in nodes) + len(texts),
-                tokens=sum(len(node.tokens) for node in nodes) + compressed,
-                compressed_entries=len(texts),
-                compressed_tokens=compressed,
-                locked=sum(node.locked for node in nodes),
-                hits=self._hits,
-                misses=self._misses,
-                hit_tokens=self._hit_tokens,
-                asked_tokens=self._asked_tokens,
-                evicted_bytes=self._entries.evicted,
-                refused=self._refused,
-            )
-
     def outline(
         self,
         model: Any,
@@ -519,50 +402,25 @@ class PrefixStore:
         text = keyed(host, tokens, specs, namespace, host.activation_in(tokens))
         return self.outline_of(*text, most)
 
-    def outline_of(self, identity: str, tokens: Tensor, most: int = 256) -> list[StoredNode]:
-        """The outline of an identity's prefixes; see `outline`."""
-        return self._entries.outline(identity, tokens, most)
-
-    def prefixes(self, identity: str) -> Iterator[Tensor]:
-        """The tokens of every entry."""
-        with self._entries.lock:
-            return iter([*self._entries.tree(identity).sequences()])
-
-    def known(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
-    ) -> int:
-        """The length of the longest stored prefix; it is not counted as a hit or a miss. See
-        `match` for `geometry`."""
-        tokens = flat(tokens)
-        self._exchange.fetch(identity, tokens, geometry)
-        with self._entries.hit(identity, tokens) as hit:
-            return hit.length
-
     def _read_exactly(
-        self,
-        model: Any,
-        tokens: Tensor,
-        cache: ModelCache,
-        chunk: int | None,
-        *,
-        prompt: Tensor | None,
-        namespace: str,
-        priority: int,
+        self, host: Host, tokens: Tensor, cache: ModelCache, chunk: int | None, **options: Any
     ) -> int:
         """Read tokens into an empty cache that begins with exact slots; see `exact_specs`. Returns
         how many were found.
 
         The exact slots that are missing are computed and stored, unless the store could not hold
         all: then the cache reads the missing tokens itself.
+
+        Args:
+            options: `prompt`, `namespace` and `priority` of `read`.
         """
-        host, exact = host_of(model), exact_specs(cache.specs)
-        again = observed_again(cache)
-        known, whole = tokens[: max(0, len(tokens) - again)], tokens if prompt is None else prompt
-        options: dict[str, Any] = {"prompt": whole, "spec": exact, "namespace": namespace}
-        if self.has_room(host, exact, known, namespace):
-            text, found = self.read(model, known, chunk=chunk, priority=priority, **options)
+        exact, again = exact_specs(cache.specs), observed_again(cache)
+        known = tokens[: max(0, len(tokens) - again)]
+        if self.has_room(host, exact, known, options["namespace"]):
+            text, found = self.read(host.model, known, spec=exact, chunk=chunk, **options)
         else:
-            text, found = self.find(model, known, **options)
+            del options["priority"]
+            text, found = self.find(host.model, known, spec=exact, **options)
         begin(cache, text)
         feed(host, tokens[cache.fed :], cache, chunk and max(chunk, again))
         settle(cache)
@@ -589,10 +447,3 @@ class PrefixStore:
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         text = CompressedText(tokens.clone(), Compressed.of(cache), geometry)
         self._exchange.keep_text(identity, text, priority)
-
-    def _count(self, found: int, asked: int) -> None:
-        """Count a hit of so many tokens, or a miss."""
-        with self._entries.lock:
-            self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
-            self._hit_tokens += found
-            self._asked_tokens += asked

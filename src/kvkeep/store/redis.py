@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from importlib import import_module
-from itertools import takewhile
 from math import inf
+from threading import Timer, local
 from typing import Any, ClassVar, TypeGuard, final
 
 from kvkeep.errors import SpecError
 from kvkeep.extras import needed_by
-from kvkeep.store.backend import (
-    ABANDONED_S,
-    LABEL_BYTES,
-    Label,
-    StoredBlock,
-    is_key,
-    most_bytes,
-    require_budget,
-)
-from kvkeep.store.clock import Clock, punctual
-from kvkeep.store.redis_scripts import DELETE, FIT, PAGE, PUT, SET_ASIDE, TOUCH
-from kvkeep.store.remote import Remote
+from kvkeep.store.backend import ABANDONED_S, Remote, most_bytes
+from kvkeep.store.block import DIGEST, LABEL_BYTES, Label, StoredBlock, is_key, starts_key
 
-SCHEMES = {
+_SCHEMES = {
     "redis": "redis",
     "rediss": "rediss",
     "unix": "unix",
     "valkey": "redis",
     "valkeys": "rediss",
-}
-"""URL scheme -> the scheme that the client library knows for such a server."""
+}  # URL scheme -> the scheme that the client library knows for such a server
 
-_SHA = {
-    script: hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-    for script in (PUT, TOUCH, DELETE, SET_ASIDE, PAGE, FIT)
-}
 _MOST = 512 * 2**20  # bytes of a value
 _BATCH_BYTES = 32 * 2**20  # sent or requested in one round trip
-_PAGE = 256  # keys of a scan in one round trip
 _LABELS = 16  # labels in one round trip
 _MOST_PAGES = 1 << 16  # of a listing, so that a faulty server cannot keep a client listing forever
+_ALIKE = 256  # blocks with one beginning that are remembered together, the newest
 _QUARANTINE_MS = 24 * 3600 * 1000  # how long a damaged block is kept
 
+_BEGINNING = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{8,16}")  # of a block's key
+
 Command = tuple[Any, ...]
+
+
+class _Call(local):
+    """The call that a thread makes: when its deadline passes; infinite outside of a call."""
+
+    until = inf
 
 
 @final
@@ -55,15 +48,15 @@ class Redis(Remote):
     """A Redis (5 or newer) or Valkey server; clusters are not supported. The blocks of a prompt are
     requested in batches.
 
-    Atomic scripts on the server enforce the budget and remove the accounts of expired blocks, so a
-    client may be killed at any time. A damaged block is kept in quarantine, under another key, for
-    a day. After a failure, calls return a miss for five seconds.
+    The server evicts blocks by its own policy, and any of its keys may vanish at any time. Beside
+    the blocks it holds, for each beginning of keys (see `kvkeep.store.block.beginning`), a sorted
+    set of the newest keys that begin so. A damaged block is kept in quarantine, under another key,
+    for a day. After a failure, calls return a miss for five seconds.
 
     Args:
         url: `redis://[user:password@]host[:port][/database]`, `rediss://` over TLS,
             `unix:///path`; `valkey://` is the same as `redis://`.
-        budget: most bytes of all blocks; the least recently used are removed first. It is enforced
-            when this client puts blocks. None: no limit but the server's `maxmemory`.
+        budget: None; the limit is the server's `maxmemory`.
         ttl: seconds after its last use by this client until a block expires. None: never.
         timeout: seconds to wait for a connection, for each part of an answer, and for each send.
         deadline: seconds for a whole call; blocks that have not arrived by then are misses. A
@@ -77,6 +70,7 @@ class Redis(Remote):
     """
 
     name: ClassVar[str] = "redis"
+    schemes = tuple(_SCHEMES)
 
     def __init__(
         self,
@@ -87,13 +81,12 @@ class Redis(Remote):
         name: str = "kvkeep",
         deadline: float = 10.0,
     ) -> None:
-        super().__init__()
         scheme, _, rest = url.partition("://")
-        if scheme not in SCHEMES:
+        if scheme not in _SCHEMES:
             raise SpecError(
-                f"URL scheme {scheme[:20]!r} is not valid for Redis; give one of {list(SCHEMES)}"
+                f"URL scheme {scheme[:20]!r} is not valid for Redis; give one of {list(_SCHEMES)}"
             )
-        require_budget(budget)
+        _require_no_budget(budget)
         if ttl is not None and not 1 <= ttl < inf:
             raise SpecError(f"a ttl of {ttl} seconds; give at least 1, or None")
         if not 0 < timeout < inf:
@@ -102,54 +95,75 @@ class Redis(Remote):
             raise SpecError(f"a deadline of {deadline} seconds; give more than 0, such as 10")
         if not re.fullmatch(r"[\w.:{}-]+", name):
             raise SpecError(f"name {name!r} is not valid; give letters, digits or any of _.:-{{}}")
-        self.budget = budget
         self.ttl = ttl
-        self._clock, self._deadline = Clock(), deadline
-        address = f"{SCHEMES[scheme]}://{rest}"
-        self._client, self._errors = _client(address, timeout, self._clock)
-        self._base, self._quarantined = f"{name}:block:", f"{name}:quarantine:"
-        self._accounts = (f"{name}:used", f"{name}:index", f"{name}:sizes")
-        self._life = "" if ttl is None else int(ttl * 1000)
+        self._life = None if ttl is None else int(ttl * 1000)
+        self._deadline, self._call = deadline, _Call()
+        self._client = _client(f"{_SCHEMES[scheme]}://{rest}", timeout)
+        self._base, self._alike = f"{name}:block:", f"{name}:alike:"
+        self._quarantined = f"{name}:quarantine:"
+
+    @contextmanager
+    def as_one_call(self) -> Iterator[None]:
+        """A context whose calls share one deadline. When it passes, the connections are closed:
+        a server that sends a byte now and then would keep its client waiting forever."""
+        if self._call.until < inf:
+            yield
+            return
+        self._call.until = time.monotonic() + self._deadline
+        pool = self._client.connection_pool
+        timer = Timer(self._deadline, pool.disconnect)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._call.until = inf
 
     def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        with self._clock.running(self._deadline):
-            if not self._fits(self._sizes([key])[0]):
+        with self.as_one_call():
+            if not self._readable([key]):
                 return None
             return self._get_blocks([key], used)[0]
 
     def put(self, block: StoredBlock) -> bool:
-        with self._clock.running(self._deadline):
-            return self.contains(block.key) or self.put_all([block]) == 1
+        with self.as_one_call():
+            return super().put(block)
 
     def contains(self, key: str) -> bool:
         return bool(self._sizes([key])[0])
 
     def delete(self, key: str) -> None:
-        self._send([self._script(DELETE, key)])
+        name, alike = self._names(key)
+        self._send([("UNLINK", name), ("ZREM", alike, key[-DIGEST:])])
 
     def quarantine(self, key: str) -> None:
         self.damaged += 1
-        name = self._quarantined + uuid.uuid4().hex
-        self._send([self._script(SET_ASIDE, key, name, _QUARANTINE_MS)])
+        (name, alike), aside = self._names(key), self._quarantined + uuid.uuid4().hex
+        expire = ("PEXPIRE", name, _QUARANTINE_MS)  # first, so that a killed client leaves no block
+        self._send([expire, ("RENAME", name, aside), ("ZREM", alike, key[-DIGEST:])])
 
     def scan(self, prefix: str = "") -> Iterator[str]:
-        own = prefix.encode(errors="replace")
-        start = b"[" + own if own else b"-"
-        stop = b"(" + own + b"\xff" if own else b"+"
-        before = b""
-        for _ in range(_MOST_PAGES):
-            [page] = self._send([self._script(PAGE, start, stop, _PAGE)]) or [None]
-            if not isinstance(page, list) or not all(isinstance(key, bytes) for key in page):
-                return
-            last, *found = page or [b""]
-            yield from filter(is_key, (key.decode(errors="replace") for key in found))
-            if last <= before:  # no more pages, or a faulty server repeats one
-                return
-            start, before = b"(" + last, last
+        """Iterate over the keys that start with `prefix`; over the newest 256 if it is a whole
+        beginning."""
+        pages: Iterable[list[bytes]] = ()
+        if _BEGINNING.fullmatch(prefix):
+            [found] = self._send([("ZREVRANGE", self._alike + prefix, 0, -1)]) or [None]
+            if isinstance(found, list) and all(isinstance(own, bytes) for own in found):
+                pages = [[(self._base + prefix).encode() + own for own in found]]
+        elif starts_key(prefix):
+            pages = self._scan_names(self._base + prefix)
+        seen = set[str]()
+        for names in pages:
+            for name in names:
+                key = name.decode(errors="replace").removeprefix(self._base)
+                if is_key(key) and key not in seen:
+                    seen.add(key)
+                    yield key
 
     def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
         found: list[StoredBlock] = []
-        with self._clock.running(self._deadline):
+        with self.as_one_call():
             for batch in _batches(keys, self._readable(keys)):
                 for block in self._get_blocks(batch, used=True):
                     if block is None:
@@ -161,53 +175,33 @@ class Redis(Remote):
         return [key for key, size in zip(keys, self._sizes(keys), strict=True) if size == 0]
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
-        with self._clock.running(self._deadline):
-            return self._put_each(blocks)
-
-    def _put_each(self, blocks: Iterable[StoredBlock]) -> int:
-        done, waiting, size = 0, list[Command](), 0
-        most = min(_MOST, self.budget or _MOST)
-        for block in blocks:
-            if self.resting:
-                return done
-            data = block.to_bytes()
-            if len(data) > most:
-                continue
-            budget = "" if self.budget is None else self.budget
-            waiting.append(self._script(PUT, block.key, data, budget, self._life))
-            size += len(data)
-            if size >= _BATCH_BYTES:
-                done += self._put(waiting)
-                waiting, size = [], 0
-        return done + self._put(waiting)
-
-    def as_one_call(self) -> AbstractContextManager[None]:
-        return self._clock.running(self._deadline)
+        done, waiting, nbytes = 0, list[Command](), 0
+        with self.as_one_call():
+            for block in blocks:
+                if self.resting:
+                    return done
+                data = block.to_bytes()
+                if len(data) > _MOST:
+                    continue
+                waiting += self._putting(block.key, data)
+                nbytes += len(data)
+                if nbytes >= _BATCH_BYTES:
+                    done += self._put(waiting)
+                    waiting, nbytes = [], 0
+            return done + self._put(waiting)
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
-        with self._clock.running(self._deadline):
-            return self._labels(keys)
-
-    def _labels(self, keys: Sequence[str]) -> list[Label | None]:
         found: list[Label | None] = []
-        for start in range(0, len(keys), _LABELS):
-            some = keys[start : start + _LABELS]
-            asked = [("GETRANGE", self._base + key, 0, LABEL_BYTES - 1) for key in some]
-            answers = self._send(asked) or [b""] * len(some)
-            found += [
-                self._label(key, data or None if isinstance(data, bytes) else None)
-                for key, data in zip(some, answers, strict=True)
-            ]
+        with self.as_one_call():
+            for start in range(0, len(keys), _LABELS):
+                some = keys[start : start + _LABELS]
+                asked = [("GETRANGE", self._base + key, 0, LABEL_BYTES - 1) for key in some]
+                answers = self._send(asked) or [None] * len(some)
+                found += [self._label(key, x) for key, x in zip(some, answers, strict=True)]
         return found
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
-        require_budget(budget)
-        base = self._base.encode()
-        for names in self._scan_names(
-            self._base
-        ):  # the server may have dropped the accounts of some
-            keys = [name[len(base) :] for name in names]
-            self._send([self._script(TOUCH, self._life, 1, *keys)])
+        _require_no_budget(budget)
         freed = 0
         for names in self._scan_names(self._quarantined):
             for name in names:
@@ -215,15 +209,15 @@ class Redis(Remote):
                 if type(left) is int and _QUARANTINE_MS - left >= older_than * 1000:
                     self._send([("UNLINK", name)])
                     freed += size if _is_count(size) else 0
-        return freed + self._fit(budget, thorough=True)[0]
+        return freed
 
     def exists(self) -> bool:
-        return self._send([("EXISTS", self._accounts[2])]) == [1]
+        return next(self._scan_names(self._base), None) is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self._fit(None, thorough=False)[1]
+        """Bytes of all blocks. The server takes this for a use of them."""
+        return sum(size or 0 for size in self._sizes([*self.scan()]))
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Sizes of blocks in bytes; 0 if there is no such block, None if unknown."""
@@ -236,48 +230,54 @@ class Redis(Remote):
     def _readable(self, keys: Sequence[str]) -> list[int]:
         """Sizes of the leading blocks, up to the first that is missing or does not fit in
         memory."""
-        sizes = takewhile(lambda size: size and self._fits(size), self._sizes(keys))
-        return [size for size in sizes if size]
-
-    def _fits(self, size: int | None) -> bool:
-        """Whether a block of this size, as the server reports it, may be read."""
-        most = min(_MOST, most_bytes())
-        if size is not None and size > most:
-            self._failed(MemoryError(f"a block of {size} bytes, but at most {most} may be read"))
-            return False
-        return True
+        most, found = min(_MOST, most_bytes()), list[int]()
+        for size in self._sizes(keys):
+            if not size:
+                break
+            if size > most:
+                self._failed(MemoryError(f"a block of {size} bytes, but at most {most} are read"))
+                break
+            found.append(size)
+        return found
 
     def _get_blocks(self, keys: Sequence[str], used: bool) -> list[StoredBlock | None]:
-        asked: list[Command] = [("GET", self._base + key) for key in keys]
-        if used:
-            asked.append(self._script(TOUCH, self._life, 0, *keys))
-        answers = self._send(asked)
-        if answers is None:
-            return [None] * len(keys)
-        return [self._block(key, data) for key, data in zip(keys, answers, strict=False)]
+        asked: list[Command] = [("MGET", *(self._base + key for key in keys))]
+        if used and self._life is not None:
+            asked += [("PEXPIRE", name, self._life) for key in keys for name in self._names(key)]
+        found = (self._send(asked) or [None])[0]
+        if not isinstance(found, list) or len(found) != len(keys):
+            found = [None] * len(keys)
+        return [self._checked(key, data) for key, data in zip(keys, found, strict=True)]
 
-    def _block(self, key: str, data: Any) -> StoredBlock | None:
-        if data is None or (isinstance(data, Exception) and not _is_other_type(data)):
-            return None
-        return self._checked(key, data)
+    def _names(self, key: str) -> tuple[str, str]:
+        """The names of a block and of the sorted set of keys that begin like its key."""
+        return self._base + key, self._alike + key[:-DIGEST]
+
+    def _putting(self, key: str, data: bytes) -> list[Command]:
+        """The commands that store a block, `SET` first."""
+        name, alike = self._names(key)
+        life = () if self._life is None else ("PX", self._life)
+        commands: list[Command] = [
+            ("SET", name, data, *life),
+            ("ZADD", alike, time.time(), key[-DIGEST:]),
+            ("ZREMRANGEBYRANK", alike, 0, -_ALIKE - 1),
+        ]
+        return commands if self._life is None else [*commands, ("PEXPIRE", alike, self._life)]
 
     def _put(self, commands: Sequence[Command]) -> int:
-        return sum(answer == 1 for answer in (self._send(commands) or []))
+        """Send the commands that store some blocks; returns how many are stored."""
+        answers = self._send(commands) or []
+        return sum(
+            command[0] == "SET" and answer is True
+            for command, answer in zip(commands, answers, strict=False)
+        )
 
-    def _fit(self, budget: int | None, *, thorough: bool) -> tuple[int, int]:
-        """Remove blocks until the rest fits a budget; returns the bytes freed and those left."""
-        script = self._script(FIT, "" if budget is None else budget, int(thorough))
-        [answer] = self._send([script]) or [None]
-        if isinstance(answer, list) and len(answer) == 2 and all(map(_is_count, answer)):
-            return answer[0], answer[1]
-        return 0, 0
-
-    def _scan_names(self, beginning: str) -> Iterator[list[bytes]]:
-        """Yield, in batches, all names in the server that start with `beginning`; some may be
+    def _scan_names(self, start: str) -> Iterator[list[bytes]]:
+        """Yield, in batches, all names in the server that start with `start`; some may be
         repeated."""
         cursor: Any = 0
         for _ in range(_MOST_PAGES):
-            pattern = ("MATCH", beginning + "*", "COUNT", 1000)
+            pattern = ("MATCH", start + "*", "COUNT", 1000)
             [answer] = self._send([("SCAN", cursor, *pattern)]) or [None]
             if not isinstance(answer, (list, tuple)) or len(answer) != 2:
                 return
@@ -289,31 +289,32 @@ class Redis(Remote):
             if not isinstance(cursor, int) or not cursor:
                 return
 
-    def _script(self, script: str, *arguments: Any) -> Command:
-        return ("EVALSHA", _SHA[script], 3, *self._accounts, self._base, *arguments)
-
     def _send(self, commands: Sequence[Command]) -> list[Any] | None:
         """Send commands in one round trip and return their answers, or None if none came. The
         answer to a command that the server refused is an exception."""
         if not commands:
             return []
         answers = self._asked(lambda: self._round_trip(commands), None)
-        for command, answer in zip(commands, answers or (), strict=False):
-            known = _is_other_type(answer) and command[0] != "EVALSHA"
-            if isinstance(answer, Exception) and not known:
+        for answer in answers or ():
+            if isinstance(answer, Exception) and not _is_expected(answer):
                 self._failed(answer)
         return answers
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
-        with self._clock.running(self._deadline):
-            answers = self._pipeline(commands)
-            if any(isinstance(answer, self._errors.NoScriptError) for answer in answers):
-                # The server was restarted and has lost the scripts.
-                self._pipeline([("SCRIPT LOAD", script) for script in _SHA])
+        with self.as_one_call():
+            try:
+                self._require_time()
                 answers = self._pipeline(commands)
+            except Exception:
+                self._require_time()  # the deadline closed the connection
+                raise
         if len(answers) != len(commands):
             raise ConnectionError(f"{len(answers)} answers to {len(commands)} commands")
         return answers
+
+    def _require_time(self) -> None:
+        if time.monotonic() >= self._call.until:
+            raise TimeoutError("the call exceeded its deadline")
 
     def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
         with self._client.pipeline(transaction=False) as pipe:
@@ -323,9 +324,8 @@ class Redis(Remote):
         return answers
 
 
-def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
-    """The library's client and its exceptions module. The client is safe for threads and forks,
-    observes the clock's deadline and never retries.
+def _client(url: str, timeout: float) -> Any:
+    """The library's client, which is safe for threads and forks, and never retries.
 
     Raises:
         MissingPackageError: the library is not installed.
@@ -343,16 +343,29 @@ def _client(url: str, timeout: float, clock: Clock) -> tuple[Any, Any]:
             retry=retry.Retry(backoff.NoBackoff(), 0),
         )
         pool = client.connection_pool
-        pool.connection_class = punctual(pool.connection_class, clock)
         pool.connection_class(**pool.connection_kwargs)  # options it does not know raise here
     except (ValueError, TypeError) as error:
         raise SpecError(f"invalid Redis URL: {error}; give redis://host:port/0") from None
-    return client, redis.exceptions
+    return client
+
+
+def _require_no_budget(budget: int | None) -> None:
+    if budget is not None:
+        raise SpecError(
+            f"a budget of {budget} bytes, but Redis limits its memory by itself; give no budget, "
+            f"and run `redis-cli config set maxmemory {budget}` and `redis-cli config set "
+            "maxmemory-policy allkeys-lru`"
+        )
 
 
 def _is_other_type(answer: Any) -> bool:
     """Whether the answer says that the key holds a value of another type than a block's."""
     return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
+
+
+def _is_expected(answer: Exception) -> bool:
+    """Whether an error says that a block is missing or no block, which is no failure."""
+    return _is_other_type(answer) or str(answer) == "no such key"
 
 
 def _is_count(answer: Any) -> TypeGuard[int]:

@@ -10,55 +10,34 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import nsmallest
 from itertools import count, islice, pairwise
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
+from kvkeep.store.layer_slices import Stretch
+from kvkeep.store.stats import StoredNode
 
 _LOOKED_AT = 4096  # children of a node, for an outline
-
-
-class Content(Protocol):
-    """What is stored for a run of tokens."""
-
-    def __len__(self) -> int:
-        """How many tokens."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are freed when it is dropped."""
-
-    def part(self, start: int, stop: int) -> Self:
-        """A copy of the content for tokens `start` to `stop`."""
-
-
-Kept = TypeVar("Kept", bound=Content)
 
 
 class Lock:
     """While an object of this class is referenced, the node that made it is not removed."""
 
 
-class Node(Generic[Kept]):
+class Node:
     """A run of tokens that follows the parent's, up to the point where stored sequences differ.
-    The root has no content."""
+    The root has no tokens."""
 
-    def __init__(self, tokens: Tensor, content: Kept | None) -> None:
+    def __init__(self, tokens: Tensor, content: Stretch) -> None:
         self.tokens = tokens
         self.content = content
-        self.children: dict[int, Node[Kept]] = {}
+        self.children: dict[int, Node] = {}
         self.used = 0
         self.priority = 0
         self._lock: ref[Lock] | None = None
-
-    @property
-    def kept(self) -> Kept:
-        """The content of a node that is not the root."""
-        assert self.content is not None
-        return self.content
 
     @property
     def locked(self) -> bool:
@@ -73,11 +52,11 @@ class Node(Generic[Kept]):
             self._lock = ref(lock)
         return lock
 
-    def split(self, tokens: int) -> Node[Kept]:
+    def split(self, tokens: int) -> Node:
         """Two nodes that hold the same as this one: the first `tokens` tokens, and as the child
         of these the rest, with this node's children and locks. Returns the first."""
-        above = Node(self.tokens[:tokens].clone(), self.kept.part(0, tokens))
-        below = Node(self.tokens[tokens:].clone(), self.kept.part(tokens, len(self.tokens)))
+        above = Node(self.tokens[:tokens].clone(), self.content.part(0, tokens))
+        below = Node(self.tokens[tokens:].clone(), self.content.part(tokens, len(self.tokens)))
         below.children, below._lock = self.children, self._lock
         above.children[int(below.tokens[0])] = below
         for node in (above, below):
@@ -85,26 +64,15 @@ class Node(Generic[Kept]):
         return above
 
 
-class Match(NamedTuple, Generic[Kept]):
+class Match(NamedTuple):
     """The longest stored prefix: its nodes, from the root's child down, and its length in tokens.
     It may end inside the last node."""
 
-    path: list[Node[Kept]]
+    path: list[Node]
     length: int
 
 
-class Branch(NamedTuple, Generic[Kept]):
-    """A node in an outline: the index of its parent there, or -1 for the root; how many of its
-    first tokens are those of the sequence that was asked about; and how many of its children are
-    left out."""
-
-    node: Node[Kept]
-    parent: int
-    shared: int
-    left_out: int
-
-
-class RadixTree(Generic[Kept]):
+class RadixTree:
     """A radix tree over token ids, int64 (n,).
 
     Args:
@@ -115,10 +83,10 @@ class RadixTree(Generic[Kept]):
     """
 
     def __init__(self, clock: Iterator[int] | None = None) -> None:
-        self.root: Node[Kept] = Node(torch.empty(0, dtype=torch.int64), None)
+        self.root = Node(torch.empty(0, dtype=torch.int64), Stretch([], 0))
         self._clock = clock or count(1)
 
-    def match(self, tokens: Tensor) -> Match[Kept]:
+    def match(self, tokens: Tensor) -> Match:
         """The longest stored prefix of `tokens`; its nodes are marked as used."""
         found = self._walk(tokens)
         now = next(self._clock)
@@ -127,8 +95,8 @@ class RadixTree(Generic[Kept]):
         return found
 
     def insert(
-        self, tokens: Tensor, content_of: Callable[[int, int], Kept], priority: int = 0
-    ) -> list[Node[Kept]]:
+        self, tokens: Tensor, content_of: Callable[[int, int], Stretch], priority: int = 0
+    ) -> list[Node]:
         """Store `tokens`; `content_of(start, stop)` is called for those that are new.
 
         Returns:
@@ -151,11 +119,11 @@ class RadixTree(Generic[Kept]):
             path.append(child)
         return path
 
-    def leaves(self) -> Iterator[tuple[Node[Kept], Node[Kept]]]:
+    def leaves(self) -> Iterator[tuple[Node, Node]]:
         """Nodes without children, each with its parent before it."""
         return ((parent, node) for parent, node in self._edges() if not node.children)
 
-    def nodes(self) -> Iterator[Node[Kept]]:
+    def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
         return (node for _, node in self._edges())
 
@@ -168,7 +136,7 @@ class RadixTree(Generic[Kept]):
             if not node.children:
                 yield torch.cat(parts)
 
-    def outline(self, tokens: Tensor, most: int) -> list[Branch[Kept]]:
+    def outline(self, tokens: Tensor, most: int) -> list[StoredNode]:
         """The root and at most `most` other nodes, parents first: those of the longest stored
         prefix of `tokens`, then those nearest to the root; of siblings those used last, among
         the last 4096 to come."""
@@ -179,7 +147,7 @@ class RadixTree(Generic[Kept]):
             shared[id(path[-1])] -= sum(shared.values()) - match.length
         following = {id(node): child for node, child in pairwise([self.root, *path])}
         left = most - len(path)
-        found: list[Branch[Kept]] = []
+        found: list[StoredNode] = []
         waiting = deque([(self.root, -1)])
         while waiting:
             node, parent = waiting.popleft()
@@ -190,10 +158,11 @@ class RadixTree(Generic[Kept]):
             left -= len(some)
             waiting += [(child, len(found)) for child in (*own, *some)]
             missing = len(node.children) - len(own) - len(some)
-            found.append(Branch(node, parent, shared.get(id(node), 0), missing))
+            held = len(node.tokens), node.content.nbytes, node.locked
+            found.append(StoredNode(parent, *held, shared.get(id(node), 0), missing))
         return found
 
-    def remove(self, parent: Node[Kept], leaf: Node[Kept]) -> int:
+    def remove(self, parent: Node, leaf: Node) -> int:
         """Remove a leaf; returns the bytes that this frees.
 
         Raises:
@@ -202,17 +171,17 @@ class RadixTree(Generic[Kept]):
         if leaf.children or leaf.locked:
             raise StateError("only a leaf that is not locked can be removed")
         del parent.children[int(leaf.tokens[0])]
-        return leaf.kept.nbytes
+        return leaf.content.nbytes
 
     def check(self) -> None:
         """Raise StateError if the tree is inconsistent."""
         for parent, node in self._edges():
-            if not len(node.tokens) or len(node.kept) != len(node.tokens):
-                raise StateError(f"{len(node.tokens)} tokens with content of {len(node.kept)}")
+            if not len(node.tokens) or len(node.content) != len(node.tokens):
+                raise StateError(f"{len(node.tokens)} tokens with content of {len(node.content)}")
             if parent.children.get(int(node.tokens[0])) is not node:
                 raise StateError(f"tokens {node.tokens[:4].tolist()}... are not under their parent")
 
-    def _edges(self) -> Iterator[tuple[Node[Kept], Node[Kept]]]:
+    def _edges(self) -> Iterator[tuple[Node, Node]]:
         """All nodes but the root, each with its parent before it; parents come first."""
         waiting = [(self.root, node) for node in self.root.children.values()]
         while waiting:
@@ -220,8 +189,8 @@ class RadixTree(Generic[Kept]):
             waiting += [(edge[1], node) for node in edge[1].children.values()]
             yield edge
 
-    def _walk(self, tokens: Tensor) -> Match[Kept]:
-        path, node, length = list[Node[Kept]](), self.root, 0
+    def _walk(self, tokens: Tensor) -> Match:
+        path, node, length = list[Node](), self.root, 0
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
             if child is None:

@@ -10,17 +10,16 @@ from urllib.parse import parse_qsl, urlencode
 from kvkeep.errors import SpecError, StateError
 from kvkeep.store.backend import Backend
 from kvkeep.store.disk import Disk
-from kvkeep.store.lmcache import SCHEME, LMCache
 from kvkeep.store.location import Location, protocols
-from kvkeep.store.redis import SCHEMES, Redis
 
 
-def opened(
+def open_store(
     where: str | os.PathLike[str], budget: int | None = None, *, create: bool = True, **options: Any
 ) -> Backend:
     """Open the backend that a path or a URL names: a directory (`Disk`), a Redis or Valkey server
-    (`Redis`), an LMCache server (`LMCache`), or any other location that fsspec supports
-    (`Location`). The URL may name a store within a server, as in `redis://host/0?name=chats`.
+    (`Redis`), an LMCache server (`LMCache`), a class of yours with `Backend.schemes`, or any other
+    location that fsspec supports (`Location`). The URL may name a store within a server, as in
+    `redis://host/0?name=chats`.
 
     Args:
         budget: most bytes of all blocks; None: no limit.
@@ -35,35 +34,25 @@ def opened(
     text = os.fspath(where)
     scheme, separator, _ = text.partition("://")
     scheme = scheme.partition("::")[0] if separator or "::" in scheme else ""
+    if budget is not None:
+        options["budget"] = budget
     if not scheme:
         if not create and not os.path.isdir(os.path.join(text, "blocks")):
             raise _no_store(text)
-        return Disk(text, budget, **options)
-    servers = [*SCHEMES, SCHEME]
-    if scheme not in servers and scheme not in protocols():
-        raise SpecError(
-            f"URL scheme {scheme!r} is unknown; give a directory, {', '.join(servers)}, or a URL "
-            "that fsspec supports, such as s3://, gs://, az://, hf:// or file://"
-        )
-    url = text
-    if scheme in servers:
+        return Disk(text, **options)
+    kind, url = Backend.by_scheme.get(scheme), text
+    if kind is not None:
         address, _, query = text.partition("?")
         asked = dict(parse_qsl(query))
         if "name" in asked:
             options = {"name": asked.pop("name")} | options
-        url = f"{address}?{urlencode(asked)}"
-    backend: Backend
-    if scheme in SCHEMES:
-        backend = Redis(url, budget, **options)
-    elif scheme == SCHEME:
-        if budget is not None:
-            raise SpecError(
-                f"a budget of {budget} bytes, but LMCache's server enforces none; call "
-                "gc(budget=...) instead"
-            )
-        backend = LMCache(url, **options)
-    else:
-        backend = Location(url, budget, **options)
+        url = f"{address}?{urlencode(asked)}" if asked else address
+    elif scheme not in protocols():
+        raise SpecError(
+            f"URL scheme {scheme!r} is unknown; give a directory, {', '.join(Backend.by_scheme)}, "
+            "or a URL that fsspec supports, such as s3://, gs://, az://, hf:// or file://"
+        )
+    backend = (kind or Location)(url, **options)
     if not create and not backend.exists():
         if backend.failures:
             raise StateError(

@@ -1,0 +1,226 @@
+"""Files: the base of backends that keep each block in a file of its own."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from time import time
+from typing import Any, ClassVar, NamedTuple
+
+from kvkeep.store.backend import ABANDONED_S, Remote, require_budget
+from kvkeep.store.block import LABEL_BYTES, Label, StoredBlock, is_key, starts_key
+
+SUFFIX = ".safetensors"
+
+_UNKEYED = re.compile(r"/blocks/[0-9a-f]{32}\.safetensors$")  # blocks of versions with an index
+
+
+class File(NamedTuple):
+    """When a file was last used, if the filesystem knows that, or else written (seconds since
+    1970); its path, and its bytes."""
+
+    used: float
+    path: str
+    nbytes: int
+
+
+class Files(Remote):
+    """Blocks in the directory `blocks/`, each in a safetensors file that is named by its key and
+    never changed. A block is written completely in `new/` and then moved, so a process that is
+    killed leaves at most files in `new/`, which `gc` removes. A damaged block is moved to
+    `quarantine/`.
+
+    Subclasses read, write, move, list and remove files. Their errors are misses.
+
+    Args:
+        budget: most bytes of all blocks; None: no limit.
+
+    Raises:
+        SpecError: a budget below 1.
+    """
+
+    _AT_ONCE: ClassVar[int] = 1  # blocks that are read together
+
+    def __init__(self, budget: int | None) -> None:
+        require_budget(budget)
+        self.budget = budget
+
+    @abstractmethod
+    def _path(self, key: str) -> str:
+        """The path of a block's file."""
+
+    @abstractmethod
+    def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
+        """For each block its first `most` bytes (None: all), or the error."""
+
+    @abstractmethod
+    def _written(self, block: StoredBlock) -> tuple[int, Any]:
+        """The bytes of a block's file, and the content that `_write` takes."""
+
+    @abstractmethod
+    def _write(self, new: str, path: str, content: Any) -> None:
+        """Write a file at `new` and move it to `path`; an error leaves neither."""
+
+    @abstractmethod
+    def _move(self, path: str, aside: str) -> None:
+        """Move a file into the quarantine."""
+
+    @abstractmethod
+    def _unlink(self, path: str) -> None:
+        """Remove a file."""
+
+    @abstractmethod
+    def _listed(self, part: str, start: str = "") -> list[File]:
+        """The files of a subdirectory; at least those of blocks whose keys begin with `start`."""
+
+    def _place(self, part: str) -> str:
+        """The path of a new file in a subdirectory."""
+        return f"{self._root}/{part}/{uuid.uuid4().hex}{SUFFIX}"
+
+    @property
+    @abstractmethod
+    def _root(self) -> str:
+        """The path of the store."""
+
+    def _lock(self, held: ExitStack) -> None:
+        """Let no other process put or evict blocks until `held` is closed, where files can be
+        locked."""
+
+    def _touch(self, keys: Sequence[str]) -> None:
+        """Record that a prompt's blocks were used, where files have a time for that."""
+
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
+        [block] = self._get_blocks([key])
+        if used and block is not None:
+            self._touch([key])
+        return block
+
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        found = list(self._leading(keys))
+        self._touch(keys[: len(found)])
+        return found
+
+    def _leading(self, keys: Sequence[str]) -> Iterator[StoredBlock]:
+        for start in range(0, len(keys), self._AT_ONCE):
+            for block in self._get_blocks(keys[start : start + self._AT_ONCE]):
+                if block is None:
+                    return
+                yield block
+
+    def put_all(self, blocks: Iterable[StoredBlock]) -> int:
+        stored: list[str] = []
+        with ExitStack() as held:
+            files = {} if self.budget is None else self._locked_blocks(held)
+            if files is None:
+                return 0
+            for block in blocks:
+                if self.resting:
+                    break
+                if block.key in files or self._put(block, files):
+                    stored.append(block.key)
+            self._touch(stored)
+        return len(stored)
+
+    def _put(self, block: StoredBlock, files: dict[str, File]) -> bool:
+        """Write a block, after removing others of `files` if there is a budget."""
+        key = block.key
+        size, content = self._written(block)
+        if self.budget is not None:
+            if size > self.budget:
+                return False
+            self._fit(files, self.budget - size)
+
+        def write() -> File:
+            path = self._path(key)
+            self._write(self._place("new"), path, content)
+            return File(time(), path, size)
+
+        file = self._asked(write, None)
+        if file is not None:
+            files[key] = file
+        return file is not None
+
+    def delete(self, key: str) -> None:
+        if is_key(key):
+            self._asked(lambda: self._unlink(self._path(key)), None)
+
+    def quarantine(self, key: str) -> None:
+        self.damaged += 1
+        if is_key(key):
+            self._asked(lambda: self._move(self._path(key), self._place("quarantine")), None)
+
+    def scan(self, prefix: str = "") -> Iterator[str]:
+        if not starts_key(prefix):
+            return iter(())
+        return iter(
+            [key for key in _by_key(self._files("blocks", prefix)) if key.startswith(prefix)]
+        )
+
+    def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        found = self._read(keys, LABEL_BYTES)
+        return [self._label(key, data) for key, data in zip(keys, found, strict=True)]
+
+    def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
+        require_budget(budget)
+        before, freed = time() - older_than, 0
+        unkeyed = [file for file in self._files("blocks") if _UNKEYED.search(file.path)]
+        for file in [*self._files("new"), *self._files("quarantine"), *unkeyed]:
+            if file.used <= before:
+                freed += self._remove(file)
+        with ExitStack() as held:
+            if budget is not None:
+                freed += self._fit(self._locked_blocks(held) or {}, budget)
+        return freed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(file.nbytes for file in _by_key(self._files("blocks")).values())
+
+    def _get_blocks(self, keys: Sequence[str]) -> list[StoredBlock | None]:
+        return [self._checked(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
+
+    def _files(self, part: str, start: str = "") -> list[File]:
+        return self._asked(lambda: self._listed(part, start), [])
+
+    def _locked_blocks(self, held: ExitStack) -> dict[str, File] | None:
+        """The files of all blocks, see `_by_key`, after locking them; None if that failed."""
+
+        def listed() -> dict[str, File]:
+            self._lock(held)
+            return _by_key(self._listed("blocks"))
+
+        return self._asked(listed, None)
+
+    def _fit(self, files: dict[str, File], budget: int) -> int:
+        """Remove the first of some files, also from the dict, until the rest fits a budget; returns
+        the bytes freed."""
+        held, freed = sum(file.nbytes for file in files.values()), 0
+        while files and held > budget:
+            file = files.pop(next(iter(files)))
+            held -= file.nbytes
+            freed += self._remove(file)
+        return freed
+
+    def _remove(self, file: File) -> int:
+        """Remove a file; returns the bytes freed."""
+
+        def remove() -> int:
+            self._unlink(file.path)
+            return file.nbytes
+
+        return self._asked(remove, 0)
+
+
+def _by_key(files: Iterable[File]) -> dict[str, File]:
+    """The files of blocks by their keys, the least recently used first."""
+    return {key: file for file in sorted(files) if (key := _key_at(file.path))}
+
+
+def _key_at(path: str) -> str:
+    """The key of the block at a path; empty if the path is not a block's."""
+    key = path.rpartition("/blocks/")[2].removesuffix(SUFFIX).replace("-", "/")
+    return key if is_key(key) else ""

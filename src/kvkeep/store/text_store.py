@@ -1,0 +1,191 @@
+"""TextStore: the slots of texts, by identity and tokens, within a budget and in a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.cache import Cache
+from kvkeep.errors import ShapeError, SpecError
+from kvkeep.store.backend import Backend
+from kvkeep.store.entries import Entries
+from kvkeep.store.exchange import Exchange
+from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.hit import Hit
+from kvkeep.store.identity import flat
+from kvkeep.store.layer_slices import (
+    marks_of,
+    pieces_of,
+    require_kept,
+    stored_slots,
+    why_not_kept,
+)
+from kvkeep.store.stats import StoredNode, StoreStats
+
+
+class TextStore:
+    """Slots of texts that begin alike, in a radix tree over token ids, one tree per identity. The
+    caller chooses the identity: it must name everything that keys and values depend on except the
+    tokens, such as the model's fingerprint and the cache's codecs. Threads may share a store.
+
+    Args:
+        budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
+            lowest priority first, then the least recently used. Entries that are locked, or that
+            are a prefix of others, stay.
+        backend: where blocks are also written, outside of this process; see
+            `kvkeep.store.open_store`.
+        block: tokens per block of the backend.
+
+    Raises:
+        SpecError: a budget or a block size below 1.
+    """
+
+    def __init__(self, budget: int | None, backend: Backend | None, block: int) -> None:
+        self._entries = Entries(budget)
+        if block < 1:
+            raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
+        self.backend, self.block = backend, block
+        self._exchange = Exchange(self._entries, backend, block)
+        self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
+        self._refused = 0
+
+    @property
+    def budget(self) -> int | None:
+        """Most bytes held; None: no limit."""
+        return self._entries.budget
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._entries.nbytes
+
+    def match(
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
+    ) -> Hit:
+        """The longest stored prefix of some tokens, locked until the hit is released or no longer
+        referenced.
+
+        Args:
+            tokens: int64 (n,).
+            geometry: returns the model's geometry, against which blocks from the backend are
+                checked. Called once, and only if nothing of this identity was inserted by this
+                store; without it the backend is not asked until then.
+        """
+        tokens = flat(tokens)
+        self._exchange.fetch(identity, tokens, geometry)
+        return self._counted(identity, tokens)
+
+    def _counted(self, identity: str, tokens: Tensor) -> Hit:
+        hit = self._entries.hit(identity, tokens)
+        self._count(hit.length, len(tokens))
+        return hit
+
+    def insert(
+        self,
+        identity: str,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        row: int = 0,
+        priority: int = 0,
+        wait: bool = True,
+    ) -> int:
+        """Store the slots of a row's first tokens; those that are stored already are not copied.
+
+        Args:
+            tokens: int64 (n,), the first tokens that were fed to the row, or all of them.
+            priority: entries of higher priority are evicted later.
+            wait: for the backend; otherwise a thread of the store writes to it, see `flush`.
+
+        Returns:
+            How many of the tokens are stored now: fewer than given if the budget is full of
+            entries that cannot be evicted.
+
+        Raises:
+            ShapeError: more tokens than were fed, or no such row.
+            UnsupportedError: the cache evicted tokens, or its slots depend on other texts too.
+        """
+        tokens = flat(tokens)
+        if len(tokens) > cache.fed or not 0 <= row < max(1, cache.rows):
+            raise ShapeError(
+                f"{len(tokens)} tokens of row {row}, but the cache was fed {cache.fed} in "
+                f"{cache.rows} rows"
+            )
+        if not len(tokens):
+            return 0
+        require_kept(cache)
+        marks = marks_of(cache, row)
+        content_of = pieces_of([stored_slots(cache, row)], marks)
+        geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
+        kept = self._entries.keep(identity, tokens, content_of, marks, priority)
+        self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
+        return kept
+
+    def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:
+        """`insert` with these options if the cache still holds all tokens; otherwise count it as
+        refused and return 0."""
+        if any(map(why_not_kept, cache.layers)):
+            self._refused += 1
+            return 0
+        return self.insert(identity, tokens, cache, **options)
+
+    def flush(self) -> None:
+        """Wait until the backend has what was stored without waiting for it."""
+        self._exchange.flush()
+
+    def clear(self) -> None:
+        """Remove all entries that are not locked."""
+        self._entries.clear()
+
+    def check(self) -> None:
+        """Raise StateError if the store is inconsistent."""
+        self._entries.check()
+
+    def stats(self) -> StoreStats:
+        """All figures at once."""
+        with self._entries.lock:
+            nodes, texts = list(self._entries.nodes()), self._entries.texts()
+            compressed = sum(len(text.tokens) for text in texts)
+            return StoreStats(
+                nbytes=self.nbytes,
+                budget=self.budget,
+                entries=sum(not node.children for node in nodes) + len(texts),
+                tokens=sum(len(node.tokens) for node in nodes) + compressed,
+                compressed_entries=len(texts),
+                compressed_tokens=compressed,
+                locked=sum(node.locked for node in nodes),
+                hits=self._hits,
+                misses=self._misses,
+                hit_tokens=self._hit_tokens,
+                asked_tokens=self._asked_tokens,
+                evicted_bytes=self._entries.evicted,
+                refused=self._refused,
+            )
+
+    def outline_of(self, identity: str, tokens: Tensor, most: int = 256) -> list[StoredNode]:
+        """The outline of an identity's prefixes; see `outline`."""
+        return self._entries.outline(identity, tokens, most)
+
+    def prefixes(self, identity: str) -> Iterator[Tensor]:
+        """The tokens of every entry."""
+        with self._entries.lock:
+            return iter([*self._entries.tree(identity).sequences()])
+
+    def known(
+        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
+    ) -> int:
+        """The length of the longest stored prefix; it is not counted as a hit or a miss. See
+        `match` for `geometry`."""
+        tokens = flat(tokens)
+        self._exchange.fetch(identity, tokens, geometry)
+        with self._entries.hit(identity, tokens) as hit:
+            return hit.length
+
+    def _count(self, found: int, asked: int) -> None:
+        """Count a hit of so many tokens, or a miss."""
+        with self._entries.lock:
+            self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
+            self._hit_tokens += found
+            self._asked_tokens += asked
