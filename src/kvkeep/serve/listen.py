@@ -10,8 +10,8 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import cast
 
 import uvicorn
@@ -47,15 +47,13 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind)
     except OSError as error:
         raise StateError(f"no host {host!r}: {error}; give --host 127.0.0.1") from error
-    try:
+    with ExitStack() as on_error, _refusal_of(host, port):
+        bound = on_error.enter_context(socket.socket(family, kind))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise _refused(host, port, error) from error
+        on_error.pop_all()
     return bound
 
 
@@ -66,10 +64,8 @@ def listen(bound: socket.socket) -> str:
         StateError: another process has started to listen on the port meanwhile.
     """
     host, port = bound.getsockname()[:2]
-    try:
+    with _refusal_of(host, port):
         bound.listen(_BACKLOG)
-    except OSError as error:
-        raise _refused(host, port, error) from error
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
@@ -152,9 +148,14 @@ class Server(uvicorn.Server):
         ending.cancel()
 
 
-def _refused(host: str, port: int, error: OSError) -> StateError:
-    if error.errno == errno.EADDRINUSE:
-        return StateError(
+@contextmanager
+def _refusal_of(host: str, port: int) -> Iterator[None]:
+    """Say why a port cannot be listened on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise StateError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+        raise StateError(
             f"port {port} of {host} is in use; stop what listens there, or give another --port"
-        )
-    return StateError(f"cannot listen on {host}, port {port}: {error.strerror}")
+        ) from error
