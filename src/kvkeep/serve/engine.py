@@ -52,10 +52,9 @@ class RequestState:
     ) -> None:
         self.add, self.emit, self.pictures = add, emit, pictures
         self.answers: list[Answer] = []
-        self.started = False
+        self.started = self.gone = False  # gone: its client waits for it no more
         self._metrics = metrics
         self._picture: Future[Picture | None] | None = None  # the newest
-        self._gone = threading.Event()
         self._arrived = time.monotonic()
         self._last: dict[int, float] = {}  # when each answer had its last token
         self._offsets = defaultdict[int, int](int)  # characters of each answer that were passed on
@@ -64,14 +63,9 @@ class RequestState:
     def cancel(self) -> None:
         """End it: what it holds is freed before the next step. May be called from any thread, and
         again."""
-        self._gone.set()
+        self.gone = True
         for answer in self.answers:
             answer.cancel()
-
-    @property
-    def gone(self) -> bool:
-        """Whether its client waits for it no more."""
-        return self._gone.is_set()
 
     def enter(self, batch: Batch) -> None:
         """Add its prompt to a batch."""

@@ -77,7 +77,8 @@ def _origin_name(given: str) -> str:
 
 @final
 class Gate:
-    """ASGI middleware that refuses requests for an unknown host name or from an unknown origin.
+    """ASGI middleware that refuses requests for an unknown host name or from an unknown origin, and
+    removes query strings: clients may put keys there, and servers log them.
 
     Args:
         hosts: from `host_names`: accepted names, in addition to `localhost` and every numeric
@@ -93,6 +94,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["type"] == "http":
+                scope["query_string"] = b""
                 self._check(scope)
         except RequestError as error:
             await refusal(error)(scope, receive, send)

@@ -6,13 +6,11 @@ import asyncio
 import copy
 import errno
 import ipaddress
-import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -71,10 +69,9 @@ def listen(bound: socket.socket) -> str:
 
 def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
     """uvicorn's settings for an application: connections with timeouts, no websockets, and a log on
-    stderr without query strings."""
+    stderr."""
     log = copy.deepcopy(LOGGING_CONFIG)
-    log["filters"] = {"path": {"()": _PathOnly}}
-    log["handlers"]["access"] |= {"stream": "ext://sys.stderr", "filters": ["path"]}
+    log["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
         app,
         http=type("Connection", (Connection,), {"limits": limits}),
@@ -115,15 +112,6 @@ def run(
     with suppress(KeyboardInterrupt):
         announce(listen(bound))
         server.run(sockets=[bound])
-
-
-class _PathOnly(logging.Filter):
-    """Removes query strings, which may contain API keys, from the access log."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        client, method, path, *rest = cast(tuple[str, ...], record.args)
-        record.args = (client, method, path.partition("?")[0], *rest)
-        return True
 
 
 class Server(uvicorn.Server):
