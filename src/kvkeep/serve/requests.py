@@ -26,6 +26,7 @@ from kvkeep.host.sampling import bias, penalty
 
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
+_CODES = {"missing": "missing_required_parameter", "unsupported": "unsupported_parameter"}
 _NAMED_WHOLE = ("logit_bias", "prompt", "stop")  # errors name the field, not the item in it
 _TAGS = ("(text)", "(list)")  # of a text or a list; pydantic puts them into the paths of errors
 
@@ -175,8 +176,9 @@ class Message(_Object):
     @model_validator(mode="before")
     @classmethod
     def _with_content(cls, given: Any) -> Any:
+        """An assistant's message may be calls of tools alone."""
         if isinstance(given, dict) and given.get("role") == "assistant":
-            return {"content": "", **cls._without_nulls(given)}
+            return given | {"content": "" if given.get("content") is None else given["content"]}
         return given
 
     def for_template(self) -> dict[str, Any]:
@@ -361,12 +363,12 @@ def _refused(problem: ErrorDetails) -> RequestError:
     path = [part for part in problem["loc"] if part not in (*_TAGS, "[key]")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
     param = path[0] if path and path[0] in _NAMED_WHOLE else where
+    code = _CODES.get(problem["type"])
     if problem["type"] == "missing":
-        message, code = f"{where} is missing; give it", "missing_required_parameter"
+        message = f"{where} is missing; give it"
     else:
         wanted = problem["msg"][0].lower() + problem["msg"][1:]
         message = f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}"
-        code = "unsupported_parameter" if problem["type"] == "unsupported" else None
     return RequestError(message, param=str(param) or None, code=code)
 
 
