@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -191,19 +192,10 @@ def serve(
         working.stop()
         if engine.why_no_reuse:
             say(f"prompt prefixes are not reused: {engine.why_no_reuse}", err=True)
-        run(
-            application(
-                engine,
-                keys=keys,
-                share=is_loopback(host) if share is None else share,
-                hosts=hosts,
-                origins=origins,
-            ),
-            bound,
-            limits=limits,
-            announce=lambda url: _announce(f"{name} ({spec})", url),
-            stop=engine.close,
-        )
+        shares = is_loopback(host) if share is None else share
+        app = application(engine, keys=keys, share=shares, hosts=hosts, origins=origins)
+        announce = partial(_announce, f"{name} ({spec})")
+        run(app, bound, limits=limits, announce=announce, stop=engine.close)
         note_tokens(loaded, engine.metrics.generated)
 
 
