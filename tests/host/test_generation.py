@@ -13,8 +13,8 @@ from kvkeep.errors import ShapeError
 from kvkeep.host import Sampling, drawn, host_of, register
 from kvkeep.host.generation import GenerationOptions
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.events import Piece, Used
-from kvkeep.serve.requests import read
+from kvkeep.serve.events import TextDelta, Usage
+from kvkeep.serve.requests import CompletionRequest, read
 
 PROMPT = torch.arange(3, 23)[None]
 
@@ -107,7 +107,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_reach_it():
 
 def test_the_engine_answers_with_another_library(model, greedy):
     body = b'{"model": "tiny", "prompt": "%s", "max_tokens": 12, "temperature": 0}'
-    asked = read(body % Letters().decode(PROMPT[0].tolist()).encode(), chat=False)
+    request = read(body % Letters().decode(PROMPT[0].tolist()).encode(), CompletionRequest)
     engine = Engine(model, Letters(), name="tiny", store=PrefixStore(block=4))
     try:
         for cached in (0, 19):
@@ -115,13 +115,13 @@ def test_the_engine_answers_with_another_library(model, greedy):
 
             def emit(event, events=events, ended=ended):
                 events.append(event)
-                if isinstance(event, Used):
+                if isinstance(event, Usage):
                     ended.set()
 
-            engine.submit(asked, engine.prompts.encode(asked), emit)
+            engine.submit(*engine.prompts.encode(request), emit)
             assert ended.wait(60)
-            text = "".join(event.text for event in events if isinstance(event, Piece))
+            text = "".join(event.text for event in events if isinstance(event, TextDelta))
             assert text == Letters().decode(greedy[0, 20:].tolist())
-            assert events[-1] == Used(20, 12, cached)
+            assert events[-1] == Usage(20, 12, cached)
     finally:
         engine.close()

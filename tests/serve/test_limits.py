@@ -20,7 +20,7 @@ from support.live_server import CONTEXT, JSON, asking, client, refusal, said, se
 from kvkeep.errors import SpecError
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import Asked, read
+from kvkeep.serve.requests import CompletionRequest, read
 
 SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0}
 
@@ -110,7 +110,7 @@ def test_who_leaves_the_queue_leaves_nothing_behind(model, tokenizer):
 
         left = [threads.submit(leave, bool(i % 2)) for i in range(6)]
         until(lambda: engine.waiting == 6)
-        waiting = [one for one in gc.get_objects() if type(one) is Asked]
+        waiting = [one for one in gc.get_objects() if type(one) is CompletionRequest]
         assert len(waiting) == 7
         assert not any(one.prompt for one in waiting)  # the tokens are enough
         del waiting
@@ -120,7 +120,7 @@ def test_who_leaves_the_queue_leaves_nothing_behind(model, tokenizer):
 
         def asked():
             gc.collect()
-            return sum(type(one) is Asked for one in gc.get_objects())
+            return sum(type(one) is CompletionRequest for one in gc.get_objects())
 
         until(lambda: asked() == 1)  # those who left may take a moment
         end()
@@ -132,10 +132,10 @@ def slow_to_read(monkeypatch):
     """Nothing is parsed until it is let go: the bodies that were begun, and what lets go."""
     begun, go_on = [], threading.Event()
 
-    def waiting(body, **options):
+    def waiting(body, kind):
         begun.append(json.loads(body)["prompt"][:3])
         assert go_on.wait(60)
-        return read(body, **options)
+        return read(body, kind)
 
     monkeypatch.setattr("kvkeep.serve.app.read", waiting)
     try:
@@ -164,8 +164,8 @@ def test_bodies_of_clients_who_left_are_not_kept(model, tokenizer, monkeypatch):
             for _ in range(12):
                 with socket.create_connection(address) as leaving:
                     leaving.sendall(head + body)
-                    until(lambda: engine.reading.waiting == 1)
-                until(lambda: engine.reading.waiting == 0)
+                    until(lambda: engine.admission.unparsed == 2)
+                until(lambda: engine.admission.unparsed == 1)
             gc.collect()
             held = tracemalloc.get_traced_memory()[0]
         finally:
@@ -188,7 +188,7 @@ def test_who_sends_much_keeps_nobody_of_another_name_from_being_read(model, toke
         until(lambda: begun)
         for waiting, (talk, name) in enumerate([(ada, "ada")] * 3 + [(bob, "bob")], 1):
             asked.append(threads.submit(talk.completions.create, prompt=name, **SHORT))
-            until(lambda waiting=waiting: engine.reading.waiting == waiting)
+            until(lambda waiting=waiting: engine.admission.unparsed == waiting + 1)
         go_on()
         for one in asked:
             one.result()

@@ -83,7 +83,7 @@ def load(tokenizer, clients, limits, *, seconds=math.inf, requests=sys.maxsize):
         with ThreadPoolExecutor(clients) as threads:
             for one in [threads.submit(go_on, number) for number in range(clients)]:
                 one.result()
-        until(lambda: not (engine._works or engine.batch.running or engine.batch.waiting))
+        until(lambda: not (engine._states or engine.batch.running or engine.batch.waiting))
         assert (engine.batch.live_bytes, engine.batch.promised_bytes) == (0, 0)
         assert "\nkvkeep_cache_bytes 0.0\n" in engine.metrics.text().decode()
         until(lambda: ended(engine) == len(PROMPTS) + sum(counted.values()))

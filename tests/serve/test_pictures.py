@@ -14,7 +14,7 @@ from support.live_server import asking, client, refusal, serving
 from kvkeep.host import host_of
 from kvkeep.serve import engine as engines
 from kvkeep.serve import pictures
-from kvkeep.serve.engine import Engine, Work
+from kvkeep.serve.engine import Engine, RequestState
 from kvkeep.serve.keys import Keys
 
 WATCHED = {
@@ -189,7 +189,7 @@ def test_one_streamed_answer_is_shown(ask, options):
     error = refusal(lambda: ask("Hello.", **options))
     assert error["param"] == "stream_options.include_cache"
     assert "give stream true and n 1" in error["message"]
-    with pytest.raises(openai.BadRequestError, match="give true or false"):
+    with pytest.raises(openai.BadRequestError, match="valid boolean"):
         ask("Hello.", **options | {"n": 1, "stream_options": {"include_cache": 1}})
 
 
@@ -246,11 +246,11 @@ def test_an_answer_is_looked_at_when_its_client_can_use_it(model, maker, clock):
     first = pictures_of_one.look(answer).result()
     clock[0] += 9
     assert pictures_of_one.look(answer) is None  # the client has not got the first
-    assert '"tokens": 9' in first.made
-    first.got()
+    assert '"tokens": 9' in first.json
+    first.received()
     assert pictures_of_one.look(answer).result()
     assert pictures_of_one.look(answer, last=True).result()
-    pictures_of_one._got()
+    pictures_of_one._received()
     clock[0] += 0.2
     assert pictures_of_one.look(answer) is None  # less than a quarter of a second
     clock[0] += 0.1
@@ -286,13 +286,12 @@ def test_who_was_shown_least_recently_is_next():
     shown = []
 
     def watched_by(name, looked):
-        work = Work(SimpleNamespace(n=1), None, None, "", None)
-        work.answers, work.begun = [name], True
         look = lambda answer, last: shown.append(answer)  # noqa: E731
-        work.pictures = SimpleNamespace(looked=looked, look=look)
-        return work
+        state = RequestState(None, None, None, SimpleNamespace(looked=looked, look=look))
+        state.answers, state.started = [name], True
+        return state
 
-    works = [watched_by("a", 3.0), watched_by("b", 1.0), watched_by("c", 2.0)]
+    states = [watched_by("a", 3.0), watched_by("b", 1.0), watched_by("c", 2.0)]
     maker = SimpleNamespace(free=lambda last: True)
-    Engine._show(SimpleNamespace(_maker=maker, _works=dict.fromkeys(works)))
+    Engine._show(SimpleNamespace(_maker=maker, _states=dict.fromkeys(states)))
     assert shown == ["b", "c", "a"]

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import torch
 from support.held_backend import Held
 from support.live_server import asking, client, pieces, refusal, said, serving, small, until
 from support.tiny_models import tiny
@@ -16,7 +15,7 @@ from kvkeep.serve import listen
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import RequestError, read
+from kvkeep.serve.requests import CompletionRequest, RequestError, read
 from kvkeep.store import PrefixStore
 
 LONG = {"model": "tiny", "max_tokens": 4000, "temperature": 0, "stream": True}
@@ -215,11 +214,12 @@ def test_a_server_that_stops_under_load_finishes_or_tells(endless, tokenizer, mo
 
 def test_a_request_after_the_end_is_told_so(model, tokenizer):
     engine = Engine(model, tokenizer, name="tiny")
-    asked = read(b'{"model": "tiny", "prompt": [5]}', chat=False)
+    request = read(b'{"model": "tiny", "prompt": [5]}', CompletionRequest)
+    encoded = engine.prompts.encode(request)
     engine.close()
     engine.close()
     with pytest.raises(RequestError, match="shutting down"):
-        engine.submit(asked, torch.tensor([5]), print)
+        engine.submit(*encoded, print)
 
 
 def test_names_take_turns_though_one_asks_for_many_answers(endless, tokenizer):

@@ -60,7 +60,7 @@ def serving(
     url = listen(bound)
     options = {"share": "keys" not in options} | options
     app = application(engine, **options)
-    engine.reading = app.state.reading
+    engine.admission = app.state.admission
     engine.server = server = Server(configured(app, limits), engine.close)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

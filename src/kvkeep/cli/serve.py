@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +68,7 @@ def serve(
     key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with a line name:key for each client. Prefixes are shared within a name.",
+            help="File with a line name:key for each client. Prefixes are shared within a name."
         ),
     ] = None,
     share: Annotated[
@@ -79,9 +80,7 @@ def serve(
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Host name that clients use for this server; may be repeated.",
-        ),
+        typer.Option(help="Host name that clients use for this server; may be repeated."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
@@ -91,19 +90,14 @@ def serve(
         ),
     ] = None,
     queue: Annotated[
-        int,
-        typer.Option(min=0, help="Most waiting requests; further ones get 429."),
+        int, typer.Option(min=0, help="Most waiting requests; further ones get 429.")
     ] = 64,
     wait: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds a request may wait; then it gets 503."),
+        float, typer.Option(min=1, help="Seconds a request may wait; then it gets 503.")
     ] = 300,
     answer_tokens: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Most tokens of all answers to a request, n x max_tokens.",
-        ),
+        typer.Option(min=1, help="Most tokens of all answers to a request, n x max_tokens."),
     ] = 8192,
     prompt_bytes: Annotated[
         str | None,
@@ -114,30 +108,24 @@ def serve(
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(
-            min=1,
-            help="Seconds for a client to send a request, and to read its answer.",
-        ),
+        typer.Option(min=1, help="Seconds for a client to send a request, and to read its answer."),
     ] = 30,
     connections: Annotated[
-        int,
-        typer.Option(min=1, help="Most open connections; further ones get 503."),
+        int, typer.Option(min=1, help="Most open connections; further ones get 503.")
     ] = 512,
     sequences: Annotated[int, typer.Option(min=1, help="Most answers at once.")] = 16,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Most memory for the caches of all answers at once, e.g. 8GB; default: no limit.",
+            help="Most memory for the caches of all answers at once, e.g. 8GB; default: no limit."
         ),
     ] = None,
 ) -> None:
     """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
     name = model or str(adapter)
-    nbytes = size_in_bytes(budget, "--budget")
     if store_budget is not None and store is None:
         raise typer.BadParameter("--store-budget needs --store; give both, or leave it out")
-    most_stored = None if store_budget is None else size_in_bytes(store_budget, "--store-budget")
     if api_key is not None and not api_key.strip():
         raise typer.BadParameter("--api-key is empty; leave it out, or give one")
     if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
@@ -147,8 +135,8 @@ def serve(
         )
     if api_key is not None and key_file is not None:
         raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
-    most_bytes = None if prompt_bytes is None else size_in_bytes(prompt_bytes, "--prompt-bytes")
-    most_held = None if memory is None else size_in_bytes(memory, "--memory")
+    nbytes, most_stored = size_in_bytes(budget, "--budget"), _bytes(store_budget, "--store-budget")
+    most_prompt, most_held = _bytes(prompt_bytes, "--prompt-bytes"), _bytes(memory, "--memory")
     from kvkeep.serve.gate import host_names, origin_names
     from kvkeep.serve.keys import Keys
     from kvkeep.serve.limits import Limits
@@ -156,7 +144,7 @@ def serve(
 
     # What is wrong with these shows before the model is loaded.
     limits = Limits(
-        queue, wait, answer_tokens, most_bytes, timeout, connections, sequences, most_held
+        queue, wait, answer_tokens, most_prompt, timeout, connections, sequences, most_held
     )
     hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
     keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
@@ -204,20 +192,15 @@ def serve(
         working.stop()
         if engine.why_no_reuse:
             say(f"prompt prefixes are not reused: {engine.why_no_reuse}", err=True)
-        run(
-            application(
-                engine,
-                keys=keys,
-                share=is_loopback(host) if share is None else share,
-                hosts=hosts,
-                origins=origins,
-            ),
-            bound,
-            limits=limits,
-            announce=lambda url: _announce(f"{name} ({spec})", url),
-            stop=engine.close,
-        )
+        shares = is_loopback(host) if share is None else share
+        app = application(engine, keys=keys, share=shares, hosts=hosts, origins=origins)
+        announce = partial(_announce, f"{name} ({spec})")
+        run(app, bound, limits=limits, announce=announce, stop=engine.close)
         note_tokens(loaded, engine.metrics.generated)
+
+
+def _bytes(given: str | None, option: str) -> int | None:
+    return None if given is None else size_in_bytes(given, option)
 
 
 def _announce(served: str, url: str) -> None:

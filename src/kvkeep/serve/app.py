@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
+from kvkeep.batch import Settings
 from kvkeep.serve import replies
-from kvkeep.serve.engine import Engine
-from kvkeep.serve.events import Begun, Event, Pictured, Used
+from kvkeep.serve.admission import Admission
+from kvkeep.serve.engine import Engine, RequestState, failed
 from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
-from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import CONTENT_TYPE
 from kvkeep.serve.page import page_routes
-from kvkeep.serve.places import Places, waited_too_long
 from kvkeep.serve.replies import Reply, as_json, refusal
-from kvkeep.serve.requests import Asked, RequestError, read
-from kvkeep.serve.turns import Turns
+from kvkeep.serve.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Request,
+    RequestError,
+    read,
+)
 
 _JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
 _JSON_BESIDE = 2**16  # bytes of a request besides the prompt
 _OPERATOR = "metrics"  # the name of keys that may read the figures of all tenants
 _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 
-_Endpoint = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
 
 
@@ -66,261 +70,166 @@ def application(
     """
     hosts, origins = host_names(hosts), origin_names(origins)
     started = int(time.time())
-    reading, places = Turns(), Places(engine.limits)
-    reader = ThreadPoolExecutor(1, thread_name_prefix="kvkeep-read")
+    admission = Admission(engine.limits)
 
-    async def health(request: Request) -> Response:
-        return as_json({"status": "ok"})
-
-    async def models(request: Request) -> Response:
-        return as_json({"object": "list", "data": [replies.model(engine.name, started)]})
-
-    async def model(request: Request) -> Response:
-        _require_model(engine, request.path_params["name"])
-        return as_json(replies.model(engine.name, started))
-
-    def client_of(request: Request) -> _Client:
+    def client_of(request: HTTPRequest) -> _Client:
         if keys is None:
             return _Client("", "" if share else None)
         name = _require_key(request, keys)
         return _Client(name, name)
 
-    def keyed(endpoint: _Endpoint) -> _Endpoint:
-        async def checked(request: Request) -> Response:
-            client_of(request)
-            return await endpoint(request)
+    async def health(request: HTTPRequest) -> Response:
+        return as_json({"status": "ok"})
 
-        return checked
+    async def models(request: HTTPRequest) -> Response:
+        client_of(request)
+        return as_json({"object": "list", "data": [replies.model(engine.name, started)]})
 
-    async def metrics(request: Request) -> Response:
+    async def model(request: HTTPRequest) -> Response:
+        client_of(request)
+        _require_model(engine, request.path_params["name"])
+        return as_json(replies.model(engine.name, started))
+
+    async def metrics(request: HTTPRequest) -> Response:
         _require_operator(client_of(request), keys, share)
         return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
-
-    def completions(chat: bool) -> _Completions:
-        return _Completions(engine, reading, reader, places, client_of, chat)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(engine.close)
-        reader.shutdown(cancel_futures=True)
 
-    middleware = [Middleware(Gate, hosts=hosts, origins=origins)]
-    if origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
-            )
-        )
+    chats = _Completions(engine, admission, client_of, ChatCompletionRequest)
+    completions = _Completions(engine, admission, client_of, CompletionRequest)
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type"],
+    )
     app = Starlette(
         routes=[
             *page_routes(),
             Route("/health", health),
             Route("/metrics", metrics),
-            Route("/v1/models", keyed(models)),
-            Route("/v1/models/{name:path}", keyed(model)),
-            Route("/v1/chat/completions", completions(True), methods=["POST"]),
-            Route("/v1/completions", completions(False), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
         ],
-        middleware=middleware,
-        exception_handlers={
-            RequestError: _refuse,
-            HTTPException: _no_endpoint,
-            ClientDisconnect: _leave,
-            Exception: _fail,
-        },
+        middleware=[Middleware(Gate, hosts=hosts, origins=origins), cors],
+        exception_handlers=dict.fromkeys(
+            (RequestError, HTTPException, ClientDisconnect, Exception), _on_error
+        ),
         lifespan=lifespan,
     )
-    app.state.reading = reading
+    app.state.admission = admission
     return app
 
 
 class _Client(NamedTuple):
-    """A client: the name of its queue, and the namespace whose prompt prefixes it shares (None:
-    none)."""
+    """A client: the name of its key, by which requests take turns, and the namespace of the prompt
+    prefixes that it shares (None: none)."""
 
-    queue: str
-    shares: str | None
+    name: str
+    namespace: str | None
 
 
+@final
+@dataclass(frozen=True)
 class _Completions:
-    """An endpoint, as an ASGI application. A request keeps its place until its answer is sent.
+    """An endpoint for one kind of requests, as an ASGI application. A request keeps its place until
+    its answer is sent."""
 
-    Args:
-        reading, reader: the queue for parsing and tokenising prompts, and the thread that does it.
-            The thread gets one prompt at a time, so that a waiting prompt is freed with its
-            request.
-        places: bounds the requests.
-        chat: chat completions (True) or plain completions.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        reading: Turns,
-        reader: ThreadPoolExecutor,
-        places: Places,
-        client_of: Callable[[Request], _Client],
-        chat: bool,
-    ) -> None:
-        self._engine, self._reading, self._reader, self._places = engine, reading, reader, places
-        self._client_of, self._chat = client_of, chat
+    engine: Engine
+    admission: Admission
+    client_of: Callable[[HTTPRequest], _Client]
+    kind: type[ChatCompletionRequest] | type[CompletionRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "failed"
         try:
-            outcome = await self._answered(Request(scope, receive), send)
+            outcome = await self._answer(HTTPRequest(scope, receive), send)
         except RequestError as error:
-            outcome = _outcome_of(error)
+            outcome = error.outcome
             raise
         except (ClientDisconnect, asyncio.CancelledError):
             outcome = "left"
             raise
         finally:
-            self._engine.metrics.ended(outcome)
+            self.engine.metrics.ended(outcome)
 
-    async def _answered(self, request: Request, send: Send) -> str:
+    async def _answer(self, http: HTTPRequest, send: Send) -> str:
         """Answer a request; returns its outcome."""
-        client = self._client_of(request)
-        _require_json(request)
-        limits = self._engine.limits
-        with self._places.place(client.queue):
-            limit = _JSON_PER_BYTE * self._engine.prompts.most_bytes + _JSON_BESIDE
-            body = await _body(request, limit, limits.timeout_s)
-            with _in_time(limits):
-                asked, ids, deadline = await self._parsed(request, body, client.queue)
-            del body
-            answer = _Answer(asked)
-            work = self._engine.submit(
-                asked, ids, answer.emit, name=client.shares, queue=client.queue
-            )
-            del ids
+        client = self.client_of(http)
+        _require_json(http)
+        with self.admission.place(client.name):
+            limit = _JSON_PER_BYTE * self.engine.prompts.most_bytes + _JSON_BESIDE
+            body = await _body(http, limit, self.engine.limits.timeout_s)
+            reply, state = await _until_disconnect(http, self._started(body, client))
             try:
-                with _in_time(limits):
-                    async with asyncio.timeout_at(deadline):
-                        await _until_disconnect(request, answer.begun())
-                return await answer.send(request, send)
+                response = await _response(http, reply)
+                await response(http.scope, http.receive, send)
+                return reply.outcome
             finally:
-                self._engine.cancel(work)
+                self.engine.cancel(state)
 
-    async def _parsed(
-        self, request: Request, body: bytearray, queue: str
-    ) -> tuple[Asked, Tensor, float]:
-        """The request, the token ids of its prompt, and until when it may wait to begin, in the
-        event loop's time. It may wait for others only so long in all; its own time to be read does
-        not count."""
+    async def _started(self, body: bytearray, client: _Client) -> tuple[Reply, RequestState]:
+        """Parse a request, and wait until its first answer starts. It may wait for others only so
+        long in all; the time to parse it does not count."""
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(self.engine.limits.wait_s) as waiting:
+                async with self.admission.parsing(client.name):
+                    left = (waiting.when() or 0) - clock()
+                    waiting.reschedule(None)
+                    request, ids, settings = await _in_thread(lambda: self._parsed(body))
+                    waiting.reschedule(clock() + left)
+                reply = Reply(request)
+                state = self.engine.submit(
+                    ids,
+                    settings,
+                    reply.emit,
+                    n=request.n,
+                    show_cache=request.stream_options.include_cache,
+                    namespace=client.namespace,
+                    queue=client.name,
+                )
+                try:
+                    await reply.started()
+                except BaseException:
+                    self.engine.cancel(state)
+                    raise
+                return reply, state
+        except TimeoutError:
+            raise self.admission.waited_too_long() from None
 
-        def parsed() -> tuple[Asked, Tensor]:
-            asked = read(body, chat=self._chat)
-            _require_model(self._engine, asked.model)
-            return asked.without_prompt(), self._engine.prompts.encode(asked)
-
-        loop = asyncio.get_running_loop()
-        with self._reading.place(queue) as place:
-            deadline = loop.time() + self._engine.limits.wait_s
-            await _until_disconnect(request, self._reading.wait(place, deadline))
-            left = deadline - loop.time()
-            running = self._reader.submit(parsed)
-            # The turn ends when the thread is done, even if the client disconnects before.
-            place.hand_over()
-            running.add_done_callback(lambda _: _in_loop(loop, self._reading.done))
-            asked, ids = await _until_disconnect(request, asyncio.wrap_future(running))
-            return asked, ids, loop.time() + left
-
-
-class _Answer:
-    """A request that the engine is answering, with the events of its answer so far."""
-
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._last: Event | None = None
-
-    def emit(self, event: Event) -> None:
-        """Add an event; may be called from any thread."""
-        _in_loop(self._loop, lambda: self._events.put_nowait(event))
-
-    async def begun(self) -> None:
-        """Wait until the answer begins.
-
-        Raises:
-            RequestError: it never does.
-        """
-        event = await self._events.get()
-        if isinstance(event, RequestError):
-            raise event
-        assert isinstance(event, Begun)
-
-    async def send(self, request: Request, send: Send) -> str:
-        """Send it to the client, whole or streamed; returns the request's outcome.
-
-        Raises:
-            ClientDisconnect: the client disconnected.
-            RequestError: it failed before anything was sent.
-        """
-        if self._asked.stream:
-            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            response = StreamingResponse(
-                self._chunks(), headers=headers, media_type="text/event-stream"
-            )
-            await response(request.scope, request.receive, send)
-            if isinstance(self._last, RequestError):
-                return _outcome_of(self._last)
-            return "left" if self._last is None else "answered"
-        whole = await _until_disconnect(request, self._whole())
-        await whole(request.scope, request.receive, send)
-        return "answered"
-
-    async def _events_to_last(self) -> AsyncIterator[Event]:
-        while self._last is None:
-            event = await self._events.get()
-            if isinstance(event, Used | RequestError):
-                self._last = event
-            yield event
-
-    async def _chunks(self) -> AsyncIterator[str]:
-        reply = Reply(self._asked)
-        for chunk in reply.begun():
-            yield chunk
-        async for event in self._events_to_last():
-            for chunk in reply.chunks(event):
-                yield chunk
-            if isinstance(event, Pictured):
-                event.got()
-
-    async def _whole(self) -> Response:
-        events = [event async for event in self._events_to_last()]
-        if isinstance(events[-1], RequestError):
-            raise events[-1]
-        return as_json(Reply(self._asked).whole(events))
+    def _parsed(self, body: bytearray) -> tuple[Request, Tensor, Settings]:
+        """A request without its prompt, the prompt's token ids, and how to generate its answers."""
+        request = read(body, self.kind)
+        body.clear()
+        _require_model(self.engine, request.model)
+        return request.without_prompt(), *self.engine.prompts.encode(request)
 
 
-def _in_loop(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(do)
+async def _response(http: HTTPRequest, reply: Reply) -> Response:
+    if not reply.request.stream:
+        return as_json(await _until_disconnect(http, reply.whole()))
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(reply.chunks(), headers=headers, media_type="text/event-stream")
 
 
-@contextmanager
-def _in_time(limits: Limits) -> Iterator[None]:
-    """Refuse the request if this takes longer than it may wait."""
+async def _in_thread(do: Callable[[], _Result]) -> _Result:
+    """The result of a call in a thread. A cancelled caller goes on only when the call is done: the
+    next request's must not wait in a thread, where it could not be cancelled."""
+    calling = asyncio.ensure_future(asyncio.to_thread(do))
     try:
-        yield
-    except TimeoutError:
-        raise waited_too_long(limits) from None
+        return await asyncio.shield(calling)
+    finally:
+        await asyncio.gather(calling, return_exceptions=True)
 
 
-def _outcome_of(error: RequestError) -> str:
-    """How a request that ended with an error is counted."""
-    if error.status in (429, 503):
-        return "unavailable"
-    return "refused" if error.status < 500 else "failed"
-
-
-async def _until_disconnect(request: Request, doing: Awaitable[_Result]) -> _Result:
+async def _until_disconnect(http: HTTPRequest, doing: Awaitable[_Result]) -> _Result:
     """The result of `doing`, which is cancelled if the client disconnects.
 
     Raises:
@@ -328,7 +237,7 @@ async def _until_disconnect(request: Request, doing: Awaitable[_Result]) -> _Res
     """
 
     async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await http.receive())["type"] != "http.disconnect":
             pass
 
     working, leaving = asyncio.ensure_future(doing), asyncio.ensure_future(left())
@@ -343,31 +252,30 @@ async def _until_disconnect(request: Request, doing: Awaitable[_Result]) -> _Res
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _body(request: Request, limit: int, timeout_s: float) -> bytearray:
+async def _body(http: HTTPRequest, limit: int, timeout_s: float) -> bytearray:
     """Read a request's body, at most `limit` bytes.
 
     Raises:
         RequestError: the body is larger than the limit, or does not arrive in time.
     """
-    body = bytearray()
-    length = request.headers.get("content-length", "")
-    too_large = length.isdecimal() and int(length) > limit
+    too_large = RequestError(
+        f"the request is larger than {limit} bytes; send less", status=413, code="request_too_large"
+    )
+    body, length = bytearray(), http.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large
     try:
-        async with asyncio.timeout(timeout_s), aclosing(request.stream()) as parts:
-            while not too_large:
-                part = await anext(parts, None)
-                if part is None:
-                    return body
+        async with asyncio.timeout(timeout_s):
+            async for part in http.stream():
                 body += part
-                too_large = len(body) > limit
+                if len(body) > limit:
+                    raise too_large
     except TimeoutError:
         raise RequestError(
             f"the request did not arrive within {timeout_s:g} s; send it faster, or send less",
             status=408,
         ) from None
-    raise RequestError(
-        f"the request is larger than {limit} bytes; send less", status=413, code="request_too_large"
-    )
+    return body
 
 
 def _require_model(engine: Engine, name: str) -> None:
@@ -380,7 +288,7 @@ def _require_model(engine: Engine, name: str) -> None:
         )
 
 
-def _require_json(request: Request) -> None:
+def _require_json(request: HTTPRequest) -> None:
     """Refuse other content types: any web page can send those without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
@@ -391,7 +299,7 @@ def _require_json(request: Request) -> None:
         )
 
 
-def _require_key(request: Request, keys: Keys) -> str:
+def _require_key(request: HTTPRequest, keys: Keys) -> str:
     """The name of the API key that was sent.
 
     Raises:
@@ -417,7 +325,7 @@ def _require_operator(client: _Client, keys: Keys | None, share: bool) -> None:
         RequestError: this client may not read them.
     """
     alone = share if keys is None else keys.tenants == 1
-    if not alone and client.queue != _OPERATOR:
+    if not alone and client.name != _OPERATOR:
         raise RequestError(
             "these figures are of all clients together, who share nothing here; use a key of the "
             f"name {_OPERATOR}",
@@ -426,21 +334,11 @@ def _require_operator(client: _Client, keys: Keys | None, share: bool) -> None:
         )
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return refusal(error)
-
-
-async def _no_endpoint(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase.lower()
-    message = f"{request.method} {request.scope['path'][:200]}: {phrase}"
-    return refusal(RequestError(message, status=error.status_code))
-
-
-async def _leave(request: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED)
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    return refusal(RequestError("the server failed; its log says why", status=500))
+async def _on_error(request: HTTPRequest, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_CLOSED)
+    if isinstance(error, HTTPException):
+        phrase = HTTPStatus(error.status_code).phrase.lower()
+        path = f"{request.method} {request.scope['path'][:200]}"
+        error = RequestError(f"{path}: {phrase}", status=error.status_code)
+    return refusal(error if isinstance(error, RequestError) else failed())

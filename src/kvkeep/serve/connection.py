@@ -20,14 +20,15 @@ class Connection(H11Protocol):
 
     A client has `limits.timeout_s` seconds to send a request's headers, to finish sending a request
     that was answered already, and to read what was written to it; then the connection is closed.
-    The application limits the time to receive a request's body.
+    The application limits the time to receive a request's body. uvicorn's `limit_concurrency`
+    counts requests only, so connections are counted here.
     """
 
     limits = Limits()
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._timeouts: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -35,34 +36,28 @@ class Connection(H11Protocol):
         if len(self.connections) > self.limits.connections:
             transport.write(_FULL)
             transport.close()
-        self._start_timeout("request")
+        self._expect("request")
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._start_timeout("request")
-        else:
-            self._cancel_timeout("request")
+        self._expect("request", self.cycle is None or self.cycle.response_complete)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timeout("reading")
+        self._expect("reading")
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cancel_timeout("reading")
+        self._expect("reading", False)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for waited in list(self._deadlines):
-            self._cancel_timeout(waited)
+        for what in list(self._timeouts):
+            self._expect(what, False)
         super().connection_lost(exc)
 
-    def _start_timeout(self, waited: str) -> None:
-        if waited not in self._deadlines:
-            self._deadlines[waited] = self.loop.call_later(
-                self.limits.timeout_s, self.transport.abort
-            )
-
-    def _cancel_timeout(self, waited: str) -> None:
-        if deadline := self._deadlines.pop(waited, None):
-            deadline.cancel()
+    def _expect(self, what: str, expected: bool = True) -> None:
+        """Close the connection unless the client does this in time; or expect it no longer."""
+        if not expected and what in self._timeouts:
+            self._timeouts.pop(what).cancel()
+        elif expected and what not in self._timeouts:
+            self._timeouts[what] = self.loop.call_later(self.limits.timeout_s, self.transport.abort)

@@ -5,33 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, final
 
 from torch import Tensor
 
-from kvkeep.batch import Answer, Batch, NewToken, Sampling, Settings
+from kvkeep.batch import Answer, Batch, NewToken, Settings
 from kvkeep.batch.answer import Prompt
 from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
-from kvkeep.host.sampling import bias, penalty
-from kvkeep.serve.events import (
-    Begun,
-    Event,
-    Finished,
-    Named,
-    Pictured,
-    Piece,
-    TokenLogprobs,
-    Used,
-)
+from kvkeep.serve.events import Event, Picture, Started, TextDelta, TokenLogprob, Usage
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.pictures import Maker, Outline, Pictures
 from kvkeep.serve.prompts import Prompts
-from kvkeep.serve.requests import Asked, RequestError
+from kvkeep.serve.requests import RequestError
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.identity import identity_of, keys_of, require_steady
 from kvkeep.store.layer_slices import require_keepable
@@ -43,97 +34,94 @@ _SAMPLED_S = 0.25  # how old the figure of the bytes in caches may be
 
 
 @final
-class Work:
-    """A request that an engine answers, or that waits for it."""
+class RequestState:
+    """A request that an engine answers, or that waits for it.
+
+    Args:
+        add: adds its prompt to a batch.
+        emit: called with each event.
+        pictures: of the cache of its only answer; None: the client wants none.
+    """
 
     def __init__(
         self,
-        asked: Asked,
-        ids: Tensor,
+        add: Callable[[Batch], list[Answer]],
         emit: Callable[[Event], None],
-        queue: str,
-        namespace: str | None,
+        metrics: Metrics,
+        pictures: Pictures | None = None,
     ) -> None:
-        self.asked, self.ids, self.emit = asked, ids, emit
-        self.queue, self.namespace = queue, namespace
+        self.add, self.emit, self.pictures = add, emit, pictures
         self.answers: list[Answer] = []
-        self.begun = False
-        self.pictures: Pictures | None = None
-        self._picture: Future[Pictured | None] | None = None  # the newest
-        self._gone = threading.Event()
-        self._since = time.monotonic()
+        self.started = self.gone = False  # gone: its client waits for it no more
+        self._metrics = metrics
+        self._picture: Future[Picture | None] | None = None  # the newest
+        self._arrived = time.monotonic()
         self._last: dict[int, float] = {}  # when each answer had its last token
-        self._given = [0] * asked.n  # characters of each answer that were passed on
+        self._offsets = defaultdict[int, int](int)  # characters of each answer that were passed on
         self._finished: set[int] = set()
 
     def cancel(self) -> None:
         """End it: what it holds is freed before the next step. May be called from any thread, and
         again."""
-        self._gone.set()
+        self.gone = True
         for answer in self.answers:
             answer.cancel()
 
-    def start(self, answers: list[Answer]) -> None:
-        """Take the answers of a batch to it."""
-        self.answers = answers
-        if self._gone.is_set():
+    def enter(self, batch: Batch) -> None:
+        """Add its prompt to a batch."""
+        self.answers = self.add(batch)
+        if self.gone:
             self.cancel()
 
-    @property
-    def gone(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self._gone.is_set()
+    def advance(self, tokens: Iterable[NewToken], text_of: Callable[[int], str]) -> bool:
+        """Pass on what a step has found; returns whether all answers ended, or one failed."""
+        self.start()
+        for new in tokens:
+            self._pass_on(new, text_of)
+        return self.started and self._finish()
 
-    def begin(self, metrics: Metrics) -> None:
+    def start(self) -> None:
         """Say that it waits no longer, once one of its answers is at work."""
-        if not self.begun and any(_at_work(a) for a in self.answers):
-            self.begun = True
-            metrics.prompt_tokens.inc(len(self.ids))
-            self.emit(Begun())
-
-    def add(self, new: NewToken, metrics: Metrics, text_of: Callable[[int], str]) -> None:
-        """Pass on a token of one of its answers."""
-        now, index = time.monotonic(), new.answer.index
-        if not self._last:
-            metrics.first_token.observe(now - self._since)
-        if index in self._last:
-            metrics.between_tokens.observe(now - self._last[index])
-        self._last[index] = now
-        metrics.generated_tokens.inc()
-        logprobs = self._logprobs(new, text_of)
-        if new.text or logprobs is not None:
-            self.emit(Piece(index, new.text, logprobs))
-        self._given[index] += len(new.text)
+        if not self.started and any(map(_at_work, self.answers)):
+            self.started = True
+            self._metrics.prompt_tokens.inc(len(self.answers[0].prompt))
+            self.emit(Started())
 
     def show(self, *, last: bool = False) -> None:
         """Pass on a picture of its answer's cache when it is made, if the client wants them and one
         is due. `last`: the answer has ended."""
-        if self.pictures is not None and self.begun and not self.gone:
+        if self.pictures is not None and self.started and not self.gone:
             picture = self.pictures.look(self.answers[0], last=last)
             if picture is not None:
                 self._picture = picture
                 picture.add_done_callback(self._shown)
 
-    def _shown(self, picture: Future[Pictured | None]) -> None:
+    def _shown(self, picture: Future[Picture | None]) -> None:
         made = None if picture.cancelled() else picture.result()
         if made is not None:
             self.emit(made)
 
-    def _logprobs(self, new: NewToken, text_of: Callable[[int], str]) -> TokenLogprobs | None:
-        answer = new.answer
-        if not answer.logprobs:
-            return None
-        top = answer.top_logprobs[-1] if answer.top_logprobs else ()
-        chosen, *likeliest = (
-            Named(text_of(token), max(logprob, _LEAST_LOGPROB))
-            for token, logprob in ((new.token, answer.logprobs[-1]), *top)
-        )
-        return TokenLogprobs(chosen, tuple(likeliest), self._given[answer.index])
+    def _pass_on(self, new: NewToken, text_of: Callable[[int], str]) -> None:
+        now, answer, index = time.monotonic(), new.answer, new.answer.index
+        if not self._last:
+            self._metrics.first_token.observe(now - self._arrived)
+        if index in self._last:
+            self._metrics.between_tokens.observe(now - self._last[index])
+        self._last[index] = now
+        self._metrics.generated_tokens.inc()
+        logprobs: list[TokenLogprob] = []
+        if answer.logprobs:
+            top = answer.top_logprobs[-1] if answer.top_logprobs else ()
+            logprobs = [
+                TokenLogprob(text_of(token), max(logprob, _LEAST_LOGPROB))
+                for token, logprob in ((new.token, answer.logprobs[-1]), *top)
+            ]
+        if new.text or logprobs:
+            self.emit(TextDelta(index, new.text, self._offsets[index], tuple(logprobs)))
+        self._offsets[index] += len(new.text)
 
-    def finish(self, metrics: Metrics) -> bool:
+    def _finish(self) -> bool:
         """Pass on which answers ended; returns whether all have, or one failed."""
-        if not self.begun:
-            return False
         for answer in self.answers:
             if not answer.ended or answer.index in self._finished:
                 continue
@@ -141,19 +129,18 @@ class Work:
             if answer.error is not None:
                 _LOG.error("a request failed", exc_info=answer.error)
                 self.emit(failed())
-                self.cancel()
                 return True
-            self.emit(Finished(answer.index, answer.reason))
-        if len(self._finished) < self.asked.n:
+            self.emit(TextDelta(answer.index, "", self._offsets[answer.index], (), answer.reason))
+        if len(self._finished) < len(self.answers):
             return False
         cached = max(answer.cached for answer in self.answers)
-        metrics.found_tokens.inc(cached)
-        used = Used(len(self.ids), sum(len(a.tokens) for a in self.answers), cached)
-        picture, self._picture = self._picture, None
-        if picture is None:
-            self.emit(used)
+        self._metrics.found_tokens.inc(cached)
+        completion = sum(len(answer.tokens) for answer in self.answers)
+        usage = Usage(len(self.answers[0].prompt), completion, cached)
+        if self._picture is None:
+            self.emit(usage)
         else:
-            picture.add_done_callback(lambda _: self.emit(used))
+            self._picture.add_done_callback(lambda _: self.emit(usage))
         return True
 
 
@@ -215,14 +202,13 @@ class Engine:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
         self._maker = Maker()
-        self._works: dict[Work, None] = {}  # in the batch, in the order of arrival
-        self._by_prompt: dict[Prompt, Work] = {}  # the same, while the batch steps
+        self._states: dict[RequestState, None] = {}  # in the order of arrival; threads add to it
+        self._by_prompt: dict[Prompt, RequestState] = {}  # in the batch, while it steps
         self.batch = self._new_batch()
         self.metrics = self._watched()
-        self._new: list[Work] = []  # not in the batch yet
         self._sampled = 0.0
-        self._wake = threading.Condition()
-        self._closing = False
+        self._wake, self._closing = threading.Event(), False
+        self._adding = threading.Lock()  # held to add a request, or to close
         self._thread = threading.Thread(target=self._run, name="kvkeep-serve", daemon=True)
         self._thread.start()
 
@@ -238,10 +224,10 @@ class Engine:
         )
 
     def _look(self, answer: Answer) -> None:
-        work = self._by_prompt.get(answer.origin)
-        if work is not None and not work.gone:
-            work.begin(self.metrics)
-            work.show(last=True)
+        state = self._by_prompt.get(answer.origin)
+        if state is not None and not state.gone:
+            state.start()
+            state.show(last=True)
 
     def _pictures(self, namespace: str | None) -> Pictures:
         store, outline = self.store, None
@@ -266,53 +252,58 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests none of whose answers is at work yet."""
-        return sum(not (work.begun or work.gone) for work in [*self._new, *self._works])
+        return sum(not (state.started or state.gone) for state in list(self._states))
 
     def submit(
         self,
-        asked: Asked,
         ids: Tensor,
+        settings: Settings,
         emit: Callable[[Event], None],
         *,
-        name: str | None = "",
+        n: int = 1,
+        show_cache: bool = False,
+        namespace: str | None = "",
         queue: str = "",
-    ) -> Work:
+    ) -> RequestState:
         """Answer a request as soon as there is room for it.
 
         Args:
-            ids: from `prompts.encode`.
-            emit: called with each event from another thread; the last is `Used` or an error. It is
+            ids, settings: from `prompts.encode`.
+            emit: called with each event from another thread; the last is `Usage` or an error. It is
                 not called for a request that was cancelled.
-            name: the namespace whose stored prompts it may reuse; None: it reuses and stores none.
+            n: how many answers.
+            show_cache: emit pictures of the cache of its only answer.
+            namespace: whose stored prompts it may reuse; None: it reuses and stores none.
             queue: answers to requests of each queue begin in turn.
 
         Raises:
             RequestError: the engine is closed.
         """
-        namespace = None if name is None else "/".join(filter(None, (self.namespace, name)))
-        work = Work(asked, ids, emit, queue, namespace)
-        if asked.include_cache:
-            work.pictures = self._pictures(namespace)
-        with self._wake:
+        if namespace is not None:
+            namespace = "/".join(filter(None, (self.namespace, namespace)))
+
+        def add(batch: Batch) -> list[Answer]:
+            return batch.add(ids, settings, n=n, queue=queue, namespace=namespace)
+
+        pictures = self._pictures(namespace) if show_cache else None
+        state = RequestState(add, emit, self.metrics, pictures)
+        with self._adding:
             if self._closing:
                 raise stopped()
-            self._new.append(work)
-            self._wake.notify()
-        return work
+            self._states[state] = None
+        self._wake.set()
+        return state
 
-    def cancel(self, work: Work) -> None:
+    def cancel(self, state: RequestState) -> None:
         """End a request whose client is gone; what it holds is freed before the next step."""
-        work.cancel()
-        with self._wake:
-            if work in self._new:
-                self._new.remove(work)
+        state.cancel()
 
     def close(self) -> None:
         """End all answers after the current step, detach the model, and wait until the store's
         backend has what was stored."""
-        with self._wake:
+        with self._adding:
             first, self._closing = not self._closing, True
-            self._wake.notify()
+        self._wake.set()
         self._thread.join()
         self._maker.close()
         if first:
@@ -323,111 +314,73 @@ class Engine:
     # -- in the engine's thread -------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._new or self._busy or self._closing):
-                    self._wake.wait()
-                if self._closing:
-                    break
-                self._works |= dict.fromkeys(new := self._new)
-                self._new = []
+        while not self._closing:
             try:
-                self._start(new)
                 self._step()
             except BaseException:  # of kvkeep's own: those of one answer end that answer
                 _LOG.exception("all requests failed")
-                self._drop(self._works, failed)
+                self._drop([state for state in list(self._states) if state.answers], failed)
                 self.batch = self._new_batch()
-        self._drop([*self._works, *self._new], stopped)
+            if not (self._states or self.batch.running or self.batch.waiting):
+                self._wake.wait()
+            self._wake.clear()
+        self._drop(list(self._states), stopped)
 
-    @property
-    def _busy(self) -> bool:
-        """Whether a step has something to do or to free."""
-        return bool(self._works or self.batch.running or self.batch.waiting)
+    def _enter(self, state: RequestState) -> None:
+        try:
+            state.enter(self.batch)
+        except CapacityError:
+            self._end(state, too_large())
+        except Exception:
+            _LOG.exception("a request failed")
+            self._end(state, failed())
 
-    def _start(self, works: Iterable[Work]) -> None:
-        for work in works:
-            try:
-                work.start(self._added(work))
-            except CapacityError:
-                self._refuse(work, too_large())
-            except Exception:
-                _LOG.exception("a request failed")
-                self._refuse(work, failed())
-
-    def _refuse(self, work: Work, error: RequestError) -> None:
-        del self._works[work]
-        work.emit(error)
-
-    def _added(self, work: Work) -> list[Answer]:
-        asked, ids = work.asked, work.ids
-        processors = []
-        if asked.presence_penalty or asked.frequency_penalty:
-            processors.append(
-                penalty(
-                    len(ids), presence=asked.presence_penalty, frequency=asked.frequency_penalty
-                )
-            )
-        if asked.logit_bias:
-            processors.append(bias(asked.logit_bias))
-        sampling = Sampling(
-            asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seed, processors
-        )
-        settings = Settings(
-            self.prompts.most_of(asked, len(ids)),
-            sampling,
-            asked.stop,
-            logprobs=asked.logprobs,
-            top_logprobs=asked.top_logprobs,
-        )
-        return self.batch.add(ids, settings, n=asked.n, queue=work.queue, namespace=work.namespace)
+    def _end(self, state: RequestState, error: RequestError | None = None) -> None:
+        if error is not None:
+            state.emit(error)
+        state.cancel()  # it may have been cancelled while it got its answers
+        self._states.pop(state, None)
 
     def _step(self) -> None:
-        self._by_prompt = {work.answers[0].origin: work for work in self._works}
-        found: dict[Work, list[NewToken]] = {work: [] for work in self._works}
+        states = list(self._states)
+        for state in states:
+            if not (state.answers or state.gone):
+                self._enter(state)
+        self._by_prompt = {state.answers[0].origin: state for state in states if state.answers}
+        found = defaultdict[RequestState, list[NewToken]](list)
         for new in self.batch.step():
             found[self._by_prompt[new.answer.origin]].append(new)
         self._by_prompt.clear()
-        for work, tokens in found.items():
+        for state in states:
             try:
-                ended = work.gone or self._told(work, tokens)
+                if state.gone or state.advance(found[state], self._text_of):
+                    self._end(state)
             except Exception:  # such as of the tokenizer
                 _LOG.exception("a request failed")
-                work.emit(failed())
-                ended = True
-            if ended:
-                work.cancel()  # once more: it may have been cancelled while it got its answers
-                del self._works[work]
+                self._end(state, failed())
         self._show()
         now = time.monotonic()
         if now - self._sampled > _SAMPLED_S or not self.batch.running:
             self._sampled = now
             self.metrics.cache_bytes.set(self.batch.live_bytes)
 
-    def _told(self, work: Work, tokens: Iterable[NewToken]) -> bool:
-        """Tell a request's client what a step has found; returns whether that is all."""
-        work.begin(self.metrics)
-        for new in tokens:
-            work.add(new, self.metrics, self._text_of)
-        return work.finish(self.metrics)
-
     def _show(self) -> None:
-        """Take a picture for those who want one, the least recently shown first."""
+        """Take a picture for clients who want one, the least recently shown first."""
         if self._maker.free(last=False):
-            looked = {work: work.pictures.looked for work in self._works if work.pictures}
-            for work in sorted(looked, key=looked.__getitem__):
-                work.show()
+            looked = {
+                state: state.pictures.looked for state in list(self._states) if state.pictures
+            }
+            for state in sorted(looked, key=looked.__getitem__):
+                state.show()
 
     def _text_of(self, token: int) -> str:
         text: str = self.tokenizer.decode([token])
         return text
 
-    def _drop(self, works: Iterable[Work], why: Callable[[], RequestError]) -> None:
-        for work in list(works):
-            if not work.gone:
-                work.emit(why())
-            work.cancel()
-        self._works.clear()
+    def _drop(self, states: Iterable[RequestState], why: Callable[[], RequestError]) -> None:
+        """End requests, and tell their clients why."""
+        for state in states:
+            self._end(state, None if state.gone else why())
         self._by_prompt.clear()
 
 

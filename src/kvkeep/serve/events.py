@@ -9,61 +9,55 @@ from typing import NamedTuple
 from kvkeep.serve.requests import RequestError
 
 
-class Named(NamedTuple):
+class TokenLogprob(NamedTuple):
     """A token as text, and the logarithm of its probability."""
 
     token: str
     logprob: float
 
 
-class TokenLogprobs(NamedTuple):
-    """A generated token, the likeliest ones in its place, and how many characters of the answer's
-    text were passed on before it."""
-
-    chosen: Named
-    likeliest: tuple[Named, ...]
-    offset: int
-
-
 @dataclass(frozen=True)
-class Begun:
+class Started:
     """The request waits no longer. The first event, unless that is an error."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The next piece of a choice's text, which may be empty if logprobs were asked for."""
+class TextDelta:
+    """The next piece of an answer's text, which may be empty.
+
+    Attributes:
+        index: which of the request's answers it continues.
+        offset: characters of the answer before it.
+        logprobs: of its token, and of the likeliest tokens in its place; empty if they were not
+            asked for.
+        finish_reason: "stop" or "length" in the last piece of an answer, empty before.
+    """
 
     index: int
     text: str
-    logprobs: TokenLogprobs | None = None
+    offset: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
-class Pictured:
-    """What the answer's cache held a moment ago, as JSON. Call `got` when the client has it."""
+class Picture:
+    """What the answer's cache held a moment ago, as JSON. Call `received` when the client has
+    it."""
 
-    made: str
-    got: Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A choice is complete; `reason` is "stop" or "length"."""
-
-    index: int
-    reason: str
+    json: str
+    received: Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Used:
-    """All choices are complete. Counts of tokens: of the prompt, of all answers, and of the prompt
-    those that were found in the store instead of computed."""
+class Usage:
+    """All answers are complete. Counts of tokens: of the prompt, of all answers, and of the
+    prompt's tokens that were found in the store instead of computed."""
 
     prompt: int
     completion: int
     cached: int
 
 
-Event = Begun | Piece | Pictured | Finished | Used | RequestError
-"""The events of a request; the last is `Used` or an error."""
+Event = Started | TextDelta | Picture | Usage | RequestError
+"""The events of a request; the last is `Usage` or an error."""

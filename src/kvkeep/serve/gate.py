@@ -21,9 +21,23 @@ from kvkeep.errors import SpecError
 from kvkeep.serve.replies import refusal
 from kvkeep.serve.requests import RequestError
 
-_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::\d{1,5})?")
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::\d{1,5})?")
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?")
 _USUAL_PORTS = {"http": "80", "https": "443"}
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name_of(host: str) -> str:
+    """The name in a host with or without a port, in lower case; empty: it is not valid."""
+    found = _HOST.fullmatch(host.lower())
+    return "" if found is None else (found[1] or found[2]).rstrip(".")
 
 
 def host_names(given: Iterable[str]) -> list[str]:
@@ -32,18 +46,13 @@ def host_names(given: Iterable[str]) -> list[str]:
     Raises:
         SpecError: a name is not valid.
     """
-    return [host if host == "*" else _host_name(host) for host in given]
-
-
-def _host_name(given: str) -> str:
-    try:
-        return str(ipaddress.ip_address(given))
-    except ValueError:
-        found = _HOST.fullmatch(given)
-    name = "" if found is None else (found[1] or found[2]).lower().rstrip(".")
-    if not name:
-        raise SpecError(f"host {given[:80]!a}; give a name such as gpu.example, or *")
-    return name
+    names = []
+    for host in given:
+        name = host if host == "*" or _is_address(host) else _name_of(host)
+        if not name:
+            raise SpecError(f"host {host[:80]!a}; give a name such as gpu.example, or *")
+        names.append(name)
+    return names
 
 
 def origin_names(given: Iterable[str]) -> list[str]:
@@ -68,7 +77,8 @@ def _origin_name(given: str) -> str:
 
 @final
 class Gate:
-    """ASGI middleware that refuses requests for an unknown host name or from an unknown origin.
+    """ASGI middleware that refuses requests for an unknown host name or from an unknown origin, and
+    removes query strings: clients may put keys there, and servers log them.
 
     Args:
         hosts: from `host_names`: accepted names, in addition to `localhost` and every numeric
@@ -82,18 +92,22 @@ class Gate:
         self._hosts, self._origins = {*hosts, "localhost"}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
+        try:
+            if scope["type"] == "http":
+                scope["query_string"] = b""
+                self._check(scope)
+        except RequestError as error:
             await refusal(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> RequestError | None:
+    def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        known = self._knows(host)
+        name = _name_of(host)
+        known = name in self._hosts or _is_address(name)  # names that only "*" lets in are not
         if not known and "*" not in self._hosts:
-            return RequestError(
+            raise RequestError(
                 f"this server does not accept the host name {host[:80]!a}; use its address, or "
                 "start it with --allow-host",
                 code="unknown_host",
@@ -102,22 +116,9 @@ class Gate:
         own = {f"{scope['scheme']}://{host}".lower()} if known else set()
         for origin in headers.getlist("origin"):
             if not {"*", origin.lower()} & (self._origins | own):
-                return RequestError(
+                raise RequestError(
                     f"pages of {origin[:80]!a} may not use this server; start it with "
                     "--allow-origin to allow them",
                     code="unknown_origin",
                     status=403,
                 )
-        return None
-
-    def _knows(self, host: str) -> bool:
-        """Whether this is a name of the server, or an address; names that "*" lets in are not."""
-        found = _HOST.fullmatch(host)
-        if found is None:
-            return False
-        name = (found[1] or found[2]).lower()
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return found[2] is not None and name.rstrip(".") in self._hosts
-        return True

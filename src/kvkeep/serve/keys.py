@@ -81,11 +81,9 @@ class Keys:
 
     def name(self, given: bytes) -> str | None:
         """The name of a key; None: unknown. The comparison takes the same time for any key."""
-        digest, found = _digest(given), None
-        for known, name in self._names:
-            if hmac.compare_digest(known, digest):
-                found = name
-        return found
+        digest = _digest(given)
+        found = [name for known, name in self._names if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
 
 
 def _digest(key: bytes) -> bytes:

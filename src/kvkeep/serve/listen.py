@@ -6,13 +6,11 @@ import asyncio
 import copy
 import errno
 import ipaddress
-import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from typing import cast
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import uvicorn
 from starlette.applications import Starlette
@@ -47,15 +45,13 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind)
     except OSError as error:
         raise StateError(f"no host {host!r}: {error}; give --host 127.0.0.1") from error
-    try:
+    with ExitStack() as on_error, _refusal_of(host, port):
+        bound = on_error.enter_context(socket.socket(family, kind))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise _refused(host, port, error) from error
+        on_error.pop_all()
     return bound
 
 
@@ -66,19 +62,16 @@ def listen(bound: socket.socket) -> str:
         StateError: another process has started to listen on the port meanwhile.
     """
     host, port = bound.getsockname()[:2]
-    try:
+    with _refusal_of(host, port):
         bound.listen(_BACKLOG)
-    except OSError as error:
-        raise _refused(host, port, error) from error
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
     """uvicorn's settings for an application: connections with timeouts, no websockets, and a log on
-    stderr without query strings."""
+    stderr."""
     log = copy.deepcopy(LOGGING_CONFIG)
-    log["filters"] = {"path": {"()": _PathOnly}}
-    log["handlers"]["access"] |= {"stream": "ext://sys.stderr", "filters": ["path"]}
+    log["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
         app,
         http=type("Connection", (Connection,), {"limits": limits}),
@@ -121,15 +114,6 @@ def run(
         server.run(sockets=[bound])
 
 
-class _PathOnly(logging.Filter):
-    """Removes query strings, which may contain API keys, from the access log."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        client, method, path, *rest = cast(tuple[str, ...], record.args)
-        record.args = (client, method, path.partition("?")[0], *rest)
-        return True
-
-
 class Server(uvicorn.Server):
     """A uvicorn server that ends long answers at shutdown, so that clients get the reason.
 
@@ -152,9 +136,14 @@ class Server(uvicorn.Server):
         ending.cancel()
 
 
-def _refused(host: str, port: int, error: OSError) -> StateError:
-    if error.errno == errno.EADDRINUSE:
-        return StateError(
+@contextmanager
+def _refusal_of(host: str, port: int) -> Iterator[None]:
+    """Say why a port cannot be listened on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise StateError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+        raise StateError(
             f"port {port} of {host} is in use; stop what listens there, or give another --port"
-        )
-    return StateError(f"cannot listen on {host}, port {port}: {error.strerror}")
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from prometheus_client import (
@@ -31,41 +32,32 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
+        self._requests = counter(
             "kvkeep_requests",
             "Requests that ended: answered; refused for what they ask; unavailable, because of "
             "others or because the server stops; left by the client; failed.",
             ["outcome"],
-            registry=registry,
         )
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
-        self.prompt_tokens = Counter(
-            "kvkeep_prompt_tokens", "Tokens of prompts that began.", registry=registry
-        )
-        self.found_tokens = Counter(
+        self.prompt_tokens = counter("kvkeep_prompt_tokens", "Tokens of prompts that began.")
+        self.found_tokens = counter(
             "kvkeep_prompt_tokens_found",
-            "Those that were found in the store instead of computed.",
-            registry=registry,
+            "Tokens of prompts that were found in the store instead of computed.",
         )
-        self.generated_tokens = Counter(
-            "kvkeep_generated_tokens", "Tokens of answers.", registry=registry
-        )
-        self.first_token = Histogram(
+        self.generated_tokens = counter("kvkeep_generated_tokens", "Tokens of answers.")
+        self.first_token = seconds(
             "kvkeep_time_to_first_token_seconds",
             "From a request's tokenising to the first token of its answers.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.between_tokens = Histogram(
-            "kvkeep_time_between_tokens_seconds",
-            "Between two tokens of an answer.",
-            buckets=_SECONDS,
-            registry=registry,
+        self.between_tokens = seconds(
+            "kvkeep_time_between_tokens_seconds", "Between two tokens of an answer."
         )
         self.cache_bytes = Gauge(
-            "kvkeep_cache_bytes", "Bytes of the slots that answers use.", registry=registry
+            "kvkeep_cache_bytes", "Bytes of the slots that answers use.", registry=self._registry
         )
 
     @property

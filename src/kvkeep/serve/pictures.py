@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.batch import Answer
 from kvkeep.host import ModelCache
 from kvkeep.page.picture import Taken, cut, picture, taken
-from kvkeep.serve.events import Pictured
+from kvkeep.serve.events import Picture
 from kvkeep.store.stats import StoredNode
 
 _LOG = logging.getLogger("kvkeep.serve")
@@ -44,11 +44,11 @@ class Pace:
 
     @property
     def free(self) -> bool:
-        """Whether some may begin now."""
+        """Whether work may begin now."""
         return self._clock() >= self._next
 
     def took(self, seconds: float) -> None:
-        """Note that some took so long."""
+        """Count the time that a picture took."""
         with self._lock:
             saved = self._clock() - _SAVED_S / _SHARE
             self._next = max(self._next, saved) + seconds / _SHARE
@@ -57,8 +57,8 @@ class Pace:
 @final
 class Maker:
     """Makes the pictures of an engine's answers, one at a time in a thread of its own. What they
-    cost is paced: at most half of it is for the last pictures of answers, so that these do not wait
-    for others, nor others for these."""
+    cost is paced: at most half of it is for the last pictures of answers, so that last pictures and
+    earlier ones do not wait for each other."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
@@ -71,10 +71,10 @@ class Maker:
         return (last or self._begun == self._done) and self.pace[last].free
 
     def make(self, make: Callable[[], _Made], *, last: bool) -> Future[_Made]:
-        """Make a picture after those that were begun before."""
+        """Make a picture after all that were begun before."""
 
         def made() -> _Made:
-            began = time.thread_time()  # what waits for others takes nothing from them
+            began = time.thread_time()  # of the processor: waiting takes nothing from answers
             try:
                 return make()
             finally:
@@ -96,11 +96,10 @@ class Pictures:
     answer.
 
     Args:
-        texts: returns those of the next token ids of the answer's text; called in the maker's
-            thread.
-        outline: returns that of the store's prefixes for the tokens of a cache; None: the answer
-            shares none.
-        maker: that of the engine.
+        texts: returns the texts of the next token ids of the answer; called in the maker's thread.
+        outline: returns the outline of the store's prefixes for a cache; None: the answer shares no
+            prefixes.
+        maker: of the engine.
 
     Attributes:
         looked: when the cache was looked at, by the maker's clock.
@@ -120,7 +119,7 @@ class Pictures:
 
     # -- in the engine's thread -------------------------------------------------------------
 
-    def look(self, answer: Answer, *, last: bool = False) -> Future[Pictured | None] | None:
+    def look(self, answer: Answer, *, last: bool = False) -> Future[Picture | None] | None:
         """A picture of the answer's cache, if one is due; it becomes None if making it fails.
         `last`: the answer has ended."""
         cache, now = answer.cache, self._maker.clock()
@@ -152,12 +151,12 @@ class Pictures:
 
     # -- in the maker's thread --------------------------------------------------------------
 
-    def _made(self, held: Taken, ids: Tensor, prompt: int, found: int) -> Pictured | None:
+    def _made(self, held: Taken, ids: Tensor, prompt: int, found: int) -> Picture | None:
         try:
             self._texts += self._texts_of(ids[len(self._texts) :].tolist())
             made = picture(held, self._texts[: len(ids)], prompt=prompt, found=found)
             made["prefixes"] = self._prefixes(ids)
-            return Pictured(json.dumps(made), self._got)
+            return Picture(json.dumps(made), self._received)
         except Exception:
             self._fail()
             return None
@@ -174,7 +173,7 @@ class Pictures:
 
     # -- in any thread ----------------------------------------------------------------------
 
-    def _got(self) -> None:
+    def _received(self) -> None:
         self._awaited = False
 
     def _fail(self) -> None:
@@ -191,16 +190,8 @@ def _as_json(nodes: Sequence[StoredNode], texts: Sequence[str]) -> list[dict[str
     for node in nodes:
         start = ends[node.parent] if node.parent >= 0 else 0
         ends.append(start + node.tokens)
-        found.append(
-            {
-                "parent": node.parent,
-                "start": start,
-                "tokens": node.tokens,
-                "bytes": node.nbytes,
-                "locked": node.locked,
-                "shared": node.shared,
-                "text": cut("".join(texts[start : start + node.shared]), _LONGEST_TEXT),
-                "left_out": node.left_out,
-            }
-        )
+        text = cut("".join(texts[start : start + node.shared]), _LONGEST_TEXT)
+        fields = node._asdict() | {"start": start, "text": text}
+        fields["bytes"] = fields.pop("nbytes")
+        found.append(fields)
     return found

@@ -11,9 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from kvkeep.batch import Settings
 from kvkeep.host import Host, TokenTexts
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import Asked, RequestError
+from kvkeep.serve.requests import ChatCompletionRequest, Request, RequestError
 
 _AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
 
@@ -38,37 +39,37 @@ class Prompts:
         self.most_bytes = limits.prompt_of(context)
         self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
 
-    def encode(self, asked: Asked) -> Tensor:
-        """The token ids of a request's prompt, int64 (n,).
+    def encode(self, request: Request) -> tuple[Tensor, Settings]:
+        """The token ids of a request's prompt, int64 (n,), and how its answers are generated.
 
         Raises:
-            RequestError: the chat template or the tokenizer refuses it, it is longer than the
-                model's context, its answers could be longer than the limit, or it names tokens that
-                do not exist.
+            RequestError: the chat template or the tokenizer refuses the prompt, it is longer than
+                the model's context, the answers could be longer than the limit, an option of
+                sampling is out of its range, or the request names tokens that do not exist.
         """
-        if isinstance(asked.prompt, list):
-            ids = asked.prompt
-            self._require_context(asked, len(ids))
-            known = self._host.embeddings
-            if known is not None and not all(0 <= token < known for token in ids):
-                raise RequestError(
-                    f"prompt has token ids outside of 0 to {known - 1}", param=asked.param
-                )
-        else:
-            with self._encoding:
-                ids = self._chat_ids(asked) if asked.chat else self._text_ids(asked.prompt, asked)
-            self._require_context(asked, len(ids))
+        param = request.prompt_field
+        with self._encoding:
+            ids = self._ids(request)
+        if self.context is not None and len(ids) >= self.context:
+            raise RequestError(
+                f"this model's context is {self.context} tokens, but {param} takes {len(ids)}, and "
+                "an answer at least 1; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
         if not ids:
-            raise RequestError(f"{asked.param}: no tokens; give some text", param=asked.param)
-        self.most_of(asked, len(ids))
-        largest = max(asked.logit_bias, default=0)
+            raise RequestError(f"{param}: no tokens; give some text", param=param)
+        known = self._host.embeddings
+        if known is not None and not all(0 <= token < known for token in ids):
+            raise RequestError(f"{param} has token ids outside of 0 to {known - 1}", param=param)
+        largest = max(map(int, request.logit_bias), default=0)
         if largest >= self._host.vocabulary:
             raise RequestError(
                 f"logit_bias has token {largest}; this model's are 0 to "
                 f"{self._host.vocabulary - 1}",
                 param="logit_bias",
             )
-        return torch.tensor(ids)
+        return torch.tensor(ids), request.settings(len(ids), self._most_tokens(request, len(ids)))
 
     def texts(self) -> Callable[[Sequence[int]], list[str]]:
         """Returns a function that takes the next token ids of one text and returns the text of
@@ -84,74 +85,71 @@ class Prompts:
 
         return following
 
-    def most_of(self, asked: Asked, length: int) -> int:
-        """The most tokens that each answer to a prompt of `length` tokens may have.
-
-        Raises:
-            RequestError: all answers together could exceed the limit.
-        """
-        limit = self._limits.answer_tokens
-        most = max(1, limit // asked.n) if asked.max_tokens is None else asked.max_tokens
+    def _most_tokens(self, request: Request, length: int) -> int:
+        """The most tokens that each answer to a prompt of `length` tokens may have."""
+        limit, most = self._limits.answer_tokens, request.max_tokens
+        most = max(1, limit // request.n) if most is None else most
         if self.context is not None:
             most = min(most, self.context - length)
-        if asked.n * most > limit:
+        if request.n * most > limit:
             raise RequestError(
-                f"{asked.n} answers of up to {most} tokens are {asked.n * most} tokens, but this "
-                f"server gives {limit} to a request; ask for fewer (max_tokens, n)",
-                param="n" if asked.n > 1 else "max_tokens",
+                f"{request.n} answers of up to {most} tokens are {request.n * most} tokens, but "
+                f"this server gives {limit} to a request; ask for fewer (max_tokens, n)",
+                param="n" if request.n > 1 else "max_tokens",
             )
         return most
 
-    def _require_context(self, asked: Asked, length: int) -> None:
-        if self.context is not None and length >= self.context:
-            raise RequestError(
-                f"this model's context is {self.context} tokens, but {asked.param} takes "
-                f"{length}, and an answer at least 1; shorten it",
-                param=asked.param,
-                code="context_length_exceeded",
-            )
-
-    def _text_ids(self, text: str, asked: Asked, **options: Any) -> list[int]:
+    def _ids(self, request: Request) -> list[int]:
+        if isinstance(request, ChatCompletionRequest):
+            text, chat = self._rendered(request), True
+        elif isinstance(request.prompt, list):
+            return request.prompt
+        else:
+            text, chat = request.prompt, False
         if len(text) > self.most_bytes or len(text.encode()) > self.most_bytes:
-            raise self._too_large(asked)
-        ids: list[int] = self._tokenizer(text, **options)["input_ids"]
+            raise self._too_large(request)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return ids
 
-    def _chat_ids(self, asked: Asked) -> list[int]:
+    def _rendered(self, request: ChatCompletionRequest) -> str:
+        """The text that the chat template makes of messages and tools."""
         if self._tokenizer.chat_template is None:
             raise RequestError(
                 f"{self._name} has no chat template; use /v1/completions",
-                param=asked.param,
+                param=request.prompt_field,
                 code="no_chat_template",
             )
-        template = self._tokenizer.get_chat_template(tools=asked.tools)
-        calls = any("tool_calls" in message for message in asked.messages)
-        for used, field in ((asked.tools, "tools"), (calls, "tool_calls")):
+        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        messages = [message.for_template() for message in request.messages]
+        template = self._tokenizer.get_chat_template(tools=tools)
+        calls = any("tool_calls" in message for message in messages)
+        for used, field in ((tools, "tools"), (calls, "tool_calls")):
             if used and field not in template:  # it would silently leave them out
                 raise RequestError(
                     f"the chat template of {self._name} does not render {field}", param=field
                 )
         try:
-            if _is_larger([asked.messages, asked.tools], self.most_bytes):
-                raise self._too_large(asked)
+            if _is_larger([messages, tools], self.most_bytes):
+                raise self._too_large(request)
             text: str = self._tokenizer.apply_chat_template(
-                asked.messages, tools=asked.tools, add_generation_prompt=True, tokenize=False
+                messages, tools=tools, add_generation_prompt=True, tokenize=False
             )
-            return self._text_ids(text, asked, add_special_tokens=False)
+            text.encode()
+            return text
         except RequestError:
             raise
         except Exception as error:  # templates are programs, and raise errors of any class
             reason = " ".join(str(error).split())[:300]
             raise RequestError(
                 f"the chat template of {self._name} cannot render these messages: {reason}",
-                param=asked.param,
+                param=request.prompt_field,
             ) from error
 
-    def _too_large(self, asked: Asked) -> RequestError:
+    def _too_large(self, request: Request) -> RequestError:
         return RequestError(
-            f"{asked.param} takes more than the {self.most_bytes} bytes that this server reads "
-            "of a prompt; shorten it",
-            param=asked.param,
+            f"{request.prompt_field} takes more than the {self.most_bytes} bytes that this server "
+            "reads of a prompt; shorten it",
+            param=request.prompt_field,
             code="context_length_exceeded",
         )
 

@@ -2,98 +2,145 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, final
 
 from starlette.responses import Response
 
-from kvkeep.serve.events import Event, Finished, Named, Pictured, Piece, TokenLogprobs, Used
-from kvkeep.serve.requests import Asked, RequestError
-
-DONE = "data: [DONE]\n\n"
+from kvkeep.serve.events import Event, Picture, Started, TextDelta, TokenLogprob, Usage
+from kvkeep.serve.requests import Request, RequestError
 
 
 @final
-@dataclass
 class Reply:
-    """The answer to one request, as one object or as chunks of a stream."""
+    """The answers to one request, as one object or as chunks of a stream. It must be made in an
+    event loop.
 
-    asked: Asked
-    created: int = field(default_factory=lambda: int(time.time()))
-    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    Attributes:
+        outcome: how the request is counted; until its last event, its client is taken to have
+            left.
+    """
 
-    def whole(self, events: list[Event]) -> dict[str, Any]:
-        """The complete answer as one object; `events` must end with `Used`."""
-        reasons = {event.index: event.reason for event in events if isinstance(event, Finished)}
-        choices = []
-        for index in range(self.asked.n):
-            pieces = [e for e in events if isinstance(e, Piece) and e.index == index]
-            text = "".join(piece.text for piece in pieces)
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choice = self._choice(index, said if self.asked.chat else {"text": text})
-            choices.append(
-                choice | {"finish_reason": reasons[index], "logprobs": self._logprobs(pieces)}
-            )
-        used = next(event for event in events if isinstance(event, Used))
-        return self._object("chat.completion", choices) | {"usage": _usage(used)}
+    def __init__(self, request: Request) -> None:
+        self.request, self.outcome = request, "left"
+        self._id, self._created = uuid.uuid4().hex, int(time.time())
+        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
-    def begun(self) -> Iterator[str]:
-        """The first chunks of a stream."""
-        if self.asked.chat:
-            for index in range(self.asked.n):
-                delta = {"delta": {"role": "assistant", "content": ""}}
-                yield self._chunk([self._choice(index, delta)])
+    def emit(self, event: Event) -> None:
+        """Add an event; may be called from any thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
-    def chunks(self, event: Event) -> Iterator[str]:
-        """The chunks of a stream for one event."""
-        if isinstance(event, Piece):
-            delta = {"delta": {"content": event.text}} if self.asked.chat else {"text": event.text}
-            choice = self._choice(event.index, delta)
-            yield self._chunk([choice | {"logprobs": self._logprobs([event])}])
-        elif isinstance(event, Pictured):
-            yield self._chunk([], cache=event.made)
-        elif isinstance(event, Finished):
-            choice = self._choice(event.index, {"delta": {}} if self.asked.chat else {"text": ""})
-            yield self._chunk([choice | {"finish_reason": event.reason}])
-        elif isinstance(event, RequestError):
-            yield _data(event.body())
-        elif isinstance(event, Used):
-            if self.asked.include_usage:
-                yield self._chunk([], _usage(event))
-            yield DONE
+    async def started(self) -> None:
+        """Wait until the first answer starts.
+
+        Raises:
+            RequestError: it never does.
+        """
+        event = await self._queue.get()
+        if isinstance(event, RequestError):
+            raise event
+        assert isinstance(event, Started)
+
+    async def whole(self) -> dict[str, Any]:
+        """All answers, when they are complete, as one object.
+
+        Raises:
+            RequestError: one failed.
+        """
+        pieces: list[list[TextDelta]] = [[] for _ in range(self.request.n)]
+        async for event in self._events():
+            if isinstance(event, TextDelta):
+                pieces[event.index].append(event)
+            elif isinstance(event, RequestError):
+                raise event
+            elif isinstance(event, Usage):
+                usage = _usage(event)
+        return self._object("chat.completion", map(self._choice, pieces)) | {"usage": usage}
+
+    async def chunks(self) -> AsyncIterator[str]:
+        """The answers as server-sent events."""
+        if self.request.chat:
+            for index in range(self.request.n):
+                role = {"delta": {"role": "assistant", "content": ""}}
+                yield self._chunk([{"index": index, **role, **_NOTHING}])
+        async for event in self._events():
+            if isinstance(event, TextDelta):
+                yield self._chunk([self._choice([event], delta=True)])
+            elif isinstance(event, Picture):
+                yield self._chunk([], cache=event.json)
+                event.received()
+            elif isinstance(event, RequestError):
+                yield _sent(json.dumps(event.body()))
+            elif isinstance(event, Usage):
+                if self.request.stream_options.include_usage:
+                    yield self._chunk([], usage=_usage(event))
+                yield _sent("[DONE]")
+
+    async def _events(self) -> AsyncIterator[Event]:
+        """The events after the first."""
+        while True:
+            event = await self._queue.get()
+            if isinstance(event, Usage | RequestError):
+                self.outcome = event.outcome if isinstance(event, RequestError) else "answered"
+                yield event
+                return
+            yield event
 
     def _chunk(
         self,
         choices: list[dict[str, Any]],
+        *,
         usage: dict[str, Any] | None = None,
         cache: str | None = None,
     ) -> str:
         """A chunk of a stream; `cache` is JSON."""
         chunk = self._object("chat.completion.chunk", choices)
-        return _data(chunk | ({"usage": usage} if self.asked.include_usage else {}), cache)
+        if self.request.stream_options.include_usage:
+            chunk["usage"] = usage
+        # Escaped to ASCII because some clients treat U+2028 as a line break.
+        text = json.dumps(chunk)
+        return _sent(text if cache is None else f'{text[:-1]}, "cache": {cache}}}')
 
-    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chat = self.asked.chat
+    def _object(self, name: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        chat = self.request.chat
         return {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.identity}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._id}",
             "object": name if chat else "text_completion",
-            "created": self.created,
-            "model": self.asked.model,
-            "choices": choices,
+            "created": self._created,
+            "model": self.request.model,
+            "choices": list(choices),
         }
 
-    def _choice(self, index: int, said: dict[str, Any]) -> dict[str, Any]:
-        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+    def _choice(self, pieces: list[TextDelta], *, delta: bool = False) -> dict[str, Any]:
+        """An answer, or pieces of one that follow each other."""
+        text, chat = "".join(piece.text for piece in pieces), self.request.chat
+        said: dict[str, Any] = {"text": text}
+        if chat and delta:
+            said = {"delta": {"content": text} if text else {}}
+        elif chat:
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choice = {"index": pieces[0].index, **said, **_NOTHING}
+        if self.request.top_logprobs is not None:
+            tokens = [piece for piece in pieces if piece.logprobs]
+            choice["logprobs"] = _chat_logprobs(tokens) if chat else _completion_logprobs(tokens)
+        choice["finish_reason"] = pieces[-1].finish_reason or None
+        return choice
 
-    def _logprobs(self, pieces: Iterable[Piece]) -> dict[str, Any] | None:
-        if not self.asked.logprobs:
-            return None
-        of_tokens = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-        return _in_chat(of_tokens) if self.asked.chat else _in_completions(of_tokens)
+
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    429: {"retry-after": "5"},
+    503: {"retry-after": "5"},
+}
+"""Of refusals, by their status."""
+
+_NOTHING = {"logprobs": None, "finish_reason": None}
 
 
 def model(name: str, created: int) -> dict[str, Any]:
@@ -108,57 +155,45 @@ def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None =
 
 def refusal(error: RequestError) -> Response:
     """The response to a refused request."""
-    headers = {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if error.retry_s is not None:
-        headers["retry-after"] = str(error.retry_s)
-    return as_json(error.body(), error.status, headers)
+    return as_json(error.body(), error.status, _HEADERS.get(error.status))
 
 
-def _in_chat(of_tokens: list[TokenLogprobs]) -> dict[str, Any]:
+def _chat_logprobs(tokens: list[TextDelta]) -> dict[str, Any]:
     content = [
-        _named(one.chosen) | {"top_logprobs": [_named(other) for other in one.likeliest]}
-        for one in of_tokens
+        _with_bytes(piece.logprobs[0]) | {"top_logprobs": [*map(_with_bytes, piece.logprobs[1:])]}
+        for piece in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _in_completions(of_tokens: list[TokenLogprobs]) -> dict[str, Any]:
+def _completion_logprobs(tokens: list[TextDelta]) -> dict[str, Any]:
     return {
-        "tokens": [one.chosen.token for one in of_tokens],
-        "token_logprobs": [one.chosen.logprob for one in of_tokens],
-        # The chosen token too, though it may not be among the likeliest.
+        "tokens": [piece.logprobs[0].token for piece in tokens],
+        "token_logprobs": [piece.logprobs[0].logprob for piece in tokens],
+        # The chosen token too, which is the first, though it may not be among the likeliest.
         "top_logprobs": [
-            dict(reversed((*one.likeliest, one.chosen))) if one.likeliest else {}
-            for one in of_tokens
+            dict(reversed((*piece.logprobs[1:], piece.logprobs[0]))) if piece.logprobs[1:] else {}
+            for piece in tokens
         ],
-        "text_offset": [one.offset for one in of_tokens],
+        "text_offset": [piece.offset for piece in tokens],
     }
 
 
-def _named(one: Named) -> dict[str, Any]:
-    """A token with its bytes, which are not known of one that is a part of a character."""
-    whole = "\ufffd" not in one.token
+def _with_bytes(one: TokenLogprob) -> dict[str, Any]:
+    """A token with its bytes, which are not known of a token that is a part of a character."""
+    known = "\ufffd" not in one.token
+    return one._asdict() | {"bytes": list(one.token.encode()) if known else None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
-        "token": one.token,
-        "logprob": one.logprob,
-        "bytes": list(one.token.encode()) if whole else None,
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
 
 
-def _usage(used: Used) -> dict[str, Any]:
-    return {
-        "prompt_tokens": used.prompt,
-        "completion_tokens": used.completion,
-        "total_tokens": used.prompt + used.completion,
-        "prompt_tokens_details": {"cached_tokens": used.cached},
-    }
-
-
-def _data(chunk: dict[str, Any], cache: str | None = None) -> str:
-    """A server-sent event, escaped to ASCII because some clients treat U+2028 as a line break."""
-    text = json.dumps(chunk)
-    if cache is not None:  # large, and JSON already
-        text = f'{text[:-1]}, "cache": {cache}}}'
-    return f"data: {text}\n\n"
+def _sent(data: str) -> str:
+    """A server-sent event."""
+    return f"data: {data}\n\n"

@@ -1,0 +1,117 @@
+"""Bodies of requests: their types, defaults and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from kvkeep.serve.requests import ChatCompletionRequest, CompletionRequest, RequestError, read
+
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello."}]}
+TEXT = {"model": "tiny", "prompt": "Hello."}
+
+
+def chat(**options):
+    return read(json.dumps(HELLO | options).encode(), ChatCompletionRequest)
+
+
+def completion(**options):
+    return read(json.dumps(TEXT | options).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize("parse", [chat, completion])
+def test_null_is_the_default(parse):
+    kind, required = type(parse()), {"model", "messages", "prompt"}
+    names = {field.alias or name for name, field in kind.model_fields.items()} - required
+    assert parse(**dict.fromkeys(names)) == parse()
+
+
+def test_unknown_fields_are_ignored():
+    assert chat(user="ada", metadata={"a": 1}, parallel_tool_calls=False) == chat()
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"n": True}, "n"),
+        ({"n": "1"}, "n"),
+        ({"n": 1.0}, "n"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": False}, "temperature"),
+        ({"stream": 1}, "stream"),
+        ({"model": 1}, "model"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {}}, "stop"),
+        ({"seed": 10**400}, "seed"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"é": 1}}, "logit_bias"),
+    ],
+)
+@pytest.mark.parametrize("parse", [chat, completion])
+def test_a_value_of_another_type_is_refused(parse, options, param):
+    with pytest.raises(RequestError, match=rf"^{param}\b.* is .*: ") as caught:
+        parse(**options)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_what_sampling_refuses_names_its_option(name):
+    with pytest.raises(RequestError, match=f"{name} is -1.* give a number from 0") as caught:
+        chat(**{name: -1}).settings(10, 20)
+    assert caught.value.param == name
+
+
+def test_logprobs_of_both_kinds():
+    assert chat(top_logprobs=0).top_logprobs is None
+    assert chat(logprobs=True).top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).top_logprobs == 3
+    assert completion().top_logprobs is None
+    assert completion(logprobs=0).top_logprobs == 0
+    settings = completion(logprobs=2).settings(10, 20)
+    assert (settings.logprobs, settings.top_logprobs) == (True, 2)
+
+
+def test_settings():
+    given = {"temperature": 1e-9, "top_k": 3, "seed": 7, "stop": "a"}
+    settings = completion(max_tokens=5, **given).settings(10, 4)
+    assert (settings.max_new_tokens, settings.stop) == (4, ["a"])
+    sampling = settings.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 7)
+    assert not sampling.processors
+    processors = completion(presence_penalty=1, logit_bias={"5": 1}).settings(10, 4)
+    assert len(processors.sampling.processors) == 2
+
+
+def test_the_newer_name_of_a_limit_is_preferred():
+    assert chat().max_tokens is None
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=9).max_tokens == 9
+    assert completion().max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatCompletionRequest, HELLO | {"messages": [1] * 1000}),
+        (ChatCompletionRequest, HELLO | {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (ChatCompletionRequest, HELLO | {"tools": [1] * 1000}),
+        (ChatCompletionRequest, HELLO | {"stop": [1] * 1000}),
+        (ChatCompletionRequest, HELLO | {"logit_bias": {str(i): "" for i in range(2000)}}),
+        (CompletionRequest, TEXT | {"prompt": [1, *([""] * 1000)]}),
+    ],
+)
+def test_a_list_of_errors_is_not_collected(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 6
+
+
+def test_a_request_without_its_prompt():
+    for request in (chat(tools=[{"function": {"name": "f"}}]), completion()):
+        left = request.without_prompt()
+        assert not getattr(left, request.prompt_field)
+        assert not getattr(left, "tools", None)
+        assert left.model == "tiny"
+        assert getattr(request, request.prompt_field)
