@@ -33,8 +33,8 @@ from kvkeep.cli.output import (
 from kvkeep.cli.progress import Working
 
 if TYPE_CHECKING:
+    from kvkeep.generate import Answer
     from kvkeep.hf.session import Session
-    from kvkeep.host import Generation
 
 HELP = """\
 /undo        remove the last turn
@@ -138,7 +138,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
                 typer.echo("\n")
                 if talk.name is not None:
                     talk.save()
-                note_tokens(talk.model, result.tokens)
+                note_tokens(talk.model, len(result.tokens))
                 say(
                     f"{_status(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
                     f"{result.ttft_s:.2f} s",
@@ -152,7 +152,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
 
 def _answered(
     talk: Session, text: str, max_new_tokens: int, temperature: float, top_p: float
-) -> Generation:
+) -> Answer:
     """Ask, and show the answer as it comes."""
     with Working("reading") as working:
 
