@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,9 @@ def sampling_params(
 
 def config_of(model: PreTrainedModel, **options: Any) -> tuple[GenerationConfig, dict[str, Any]]:
     """The generation config of `generate(**options)`, and the options that are not in it."""
+    library: Any = unwrapped(model)
     found: tuple[GenerationConfig, dict[str, Any]]
-    found = unwrapped(model)._prepare_generation_config(None, **options)
+    found = library._prepare_generation_config(None, **options)
     return found
 
 
@@ -91,7 +93,7 @@ def config_of(model: PreTrainedModel, **options: Any) -> tuple[GenerationConfig,
 class _AsInGenerate:
     """Logits processors, which get a float32 copy of the logits."""
 
-    processors: LogitsProcessorList
+    processors: Callable[..., Any]
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         changed: Tensor = self.processors(ids, logits.to(torch.float32, copy=True))
