@@ -48,8 +48,8 @@ class Intake:
         ids = torch.as_tensor(prompt).cpu()
         if not ids.numel() or ids.is_floating_point() or ids.numel() != ids.shape[-1]:
             raise ShapeError(
-                f"a prompt of {ids.numel()} tokens, {tuple(ids.shape)} of {ids.dtype}; give one row "
-                "of at least one id"
+                f"a prompt of {ids.numel()} tokens, {tuple(ids.shape)} of {ids.dtype}; give one "
+                "row of at least one id"
             )
         ids = ids.flatten()
         known = self._host.embeddings

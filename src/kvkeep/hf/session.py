@@ -317,14 +317,8 @@ class Session:
                 self.model, len(ids), max_new_tokens=room, temperature=temperature, top_p=top_p
             )
             on_start(self.cache, len(ids))
-            result = follow(
-                self.model,
-                self.tokenizer,
-                torch.tensor([ids]),
-                self.cache,
-                params,
-                on_text=on_text,
-            )
+            prompt = torch.tensor([ids])
+            result = follow(self.model, self.tokenizer, prompt, self.cache, params, on_text=on_text)
         except BaseException:  # an interrupt may come at any time, even during a forward
             self._return_to(self._marks.pop())
             raise

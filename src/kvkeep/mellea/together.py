@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from threading import Condition, Lock, get_ident
+from threading import Condition, get_ident
 from typing import Any, cast, final
 
 import torch
@@ -42,42 +42,31 @@ class FairLock:
     takes it again and again leaves others their turn."""
 
     def __init__(self) -> None:
-        self._guard = Lock()
+        self._changed = Condition()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[tuple[int, Lock]] = deque()
+        self._waiting: deque[int] = deque()
 
     def __enter__(self) -> bool:
-        me, turn = get_ident(), Lock()
-        with self._guard:
-            if self._owner in (None, me):
-                self._owner = me
-                self._depth += 1
-                return True
-            turn.acquire()
-            self._waiting.append((me, turn))
-        try:
-            turn.acquire()  # until `__exit__` has made this thread the owner
-        except BaseException:
-            with self._guard:
-                waits = (me, turn) in self._waiting
-                if waits:
-                    self._waiting.remove((me, turn))
-            if not waits:
-                self.__exit__()
-            raise
+        me = get_ident()
+        with self._changed:
+            if self._owner != me:
+                self._waiting.append(me)
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and self._waiting[0] == me)
+                    self._owner = me
+                finally:
+                    self._waiting.remove(me)
+                    self._changed.notify_all()
+            self._depth += 1
         return True
 
     def __exit__(self, *raised: object) -> None:
-        with self._guard:
+        with self._changed:
             self._depth -= 1
-            if self._depth:
-                return
-            self._owner = None
-            if self._waiting:
-                self._owner, turn = self._waiting.popleft()
-                self._depth = 1
-                turn.release()
+            if not self._depth:
+                self._owner = None
+                self._changed.notify_all()
 
 
 @final
