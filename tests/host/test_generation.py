@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_host import TinyHost, TinyModel, tiny_model
 
-from kvkeep import PrefixStore
+from kvkeep import PrefixStore, host
 from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.generate import SamplingParams, sample, stream
 from kvkeep.host import host_of, register
@@ -68,19 +68,19 @@ def test_greedy_tokens_are_those_of_whole_forwards(model, greedy, chunk):
 
 
 def test_a_cache_that_holds_a_part_of_the_prompt(model, greedy):
-    host = host_of(model)
-    cache = host.new_cache()
+    own = host_of(model)
+    cache = own.new_cache()
     with torch.inference_mode():
-        host.feed(PROMPT[:, :13], cache)
+        own.feed(PROMPT[:, :13], cache)
     assert generated(model, cache).ids.equal(greedy[0])
     assert cache.fed == 31
-    for refused in (cache, host.new_cache("keep_all@fixed:30")):
+    for refused in (cache, own.new_cache("keep_all@fixed:30")):
         held = refused.fed
         with pytest.raises((ShapeError, CapacityError), match=r"holds 3[01]; "):
             generated(model, refused)
         assert refused.fed == held
     with pytest.raises(ShapeError, match="one row"):
-        next(stream(model, PROMPT.expand(2, -1), cache=host.new_cache()))
+        next(stream(model, PROMPT.expand(2, -1), cache=own.new_cache()))
 
 
 def test_a_prompt_beyond_the_context_is_the_callers_choice(model):
@@ -92,10 +92,10 @@ def test_a_prompt_beyond_the_context_is_the_callers_choice(model):
 
 
 def test_an_interrupted_stream_leaves_the_cache_as_it_was(model, greedy):
-    host = host_of(model)
-    cache = host.new_cache()
+    own = host_of(model)
+    cache = own.new_cache()
     with torch.inference_mode():
-        host.feed(PROMPT[:, :13], cache)
+        own.feed(PROMPT[:, :13], cache)
 
     def interrupt(ids, logits):
         raise KeyboardInterrupt
@@ -163,3 +163,11 @@ def test_the_engine_answers_with_another_library(model, greedy):
             assert events[-1] == Used(20, 12, cached)
     finally:
         engine.close()
+
+
+def test_names_that_moved_say_where(model):
+    for name, new in (("GenerationOptions", "SamplingParams"), ("Generation", "Answer")):
+        with pytest.raises(AttributeError, match=rf"host.{name} is kvkeep\.generate\.{new}"):
+            getattr(host, name)
+    with pytest.raises(AttributeError, match=r"kvkeep\.generate\.stream"):
+        host_of(model).generate(Letters(), PROMPT)

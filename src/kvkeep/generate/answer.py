@@ -147,9 +147,10 @@ class Answer:
         self._told = 0  # tokens that were told
         self._added = self._first = self._last = perf_counter()
         self._choice = _Choice(-1, None)
+        self._device = host.device
         self._random: torch.Generator | None = None
         if self.params.temperature > 0:
-            self._random = torch.Generator(host.device)
+            self._random = torch.Generator(self._device)
             seed = self.params.seed
             self._random.seed() if seed is None else self._random.manual_seed(seed + index)
 
@@ -274,7 +275,7 @@ class Answer:
     def advance(self, logits: Tensor) -> None:
         """Note that a forward has fed its cache; logits (V,) of the last token fed."""
         assert self.cache is not None
-        self.fed, self.logits = self.cache.fed, logits
+        self.fed, self.logits = self.cache.fed, logits.to(self._device)
 
     def choose(self) -> None:
         """Choose the next token, if that is due. It may be called again after it was interrupted.
@@ -308,7 +309,7 @@ class Answer:
                 "were given; add its prompt again"
             )
         choice.begun = True
-        ids = self.ids[None].to(logits.device)
+        ids = self.ids[None].to(self._device)
         for process in processors:
             row = process(ids, row)
         choice.logits = row

@@ -57,7 +57,8 @@ class Batch:
         spec: what caches keep, unless `add` says otherwise.
         store: prefixes of prompts are looked up here, and prompts and answers are stored; None: no
             store.
-        sequences: most answers at work; None: no limit. Others wait.
+        sequences: most answers at work; None: no limit. Others wait. If it is 1, steps are the
+            model's own forwards.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
             specs promise, and of recurrent states with their copies for the store; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a

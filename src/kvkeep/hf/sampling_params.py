@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.errors import UnsupportedError
@@ -46,7 +46,8 @@ def sampling_params(
         if not options["do_sample"]:
             del options["temperature"]
     given = options.pop("logits_processor", None)
-    config, own = config_of(model, **options)
+    library: Any = unwrapped(model)
+    config, own = library._prepare_generation_config(None, **options)
     unserved = [
         *own,
         *(name for name in _UNSERVED if getattr(config, name, None) not in (None, False, 1)),
@@ -62,7 +63,6 @@ def sampling_params(
     if config.max_new_tokens is None:
         raise UnsupportedError("max_new_tokens is not set; give a number")
     config.max_length = tokens + config.max_new_tokens
-    library: Any = unwrapped(model)
     library._prepare_special_tokens(config, device=library.device)
     processors = library._get_logits_processor(
         generation_config=config,
@@ -79,14 +79,6 @@ def sampling_params(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         end_tokens=frozenset() if ends is None else frozenset(ends.tolist()),
     )
-
-
-def config_of(model: PreTrainedModel, **options: Any) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The generation config of `generate(**options)`, and the options that are not in it."""
-    library: Any = unwrapped(model)
-    found: tuple[GenerationConfig, dict[str, Any]]
-    found = library._prepare_generation_config(None, **options)
-    return found
 
 
 @dataclass

@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from kvkeep.errors import UnsupportedError
 from kvkeep.extras import needed_by
 from kvkeep.generate import Answer, Batch, Reuse, SamplingParams
-from kvkeep.hf.sampling_params import config_of, sampling_params
+from kvkeep.hf.sampling_params import sampling_params
 from kvkeep.host import ModelCache, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.mellea.call import Call
@@ -114,6 +114,8 @@ class Together:
             return None
         prompts = _prompts(options)
         chosen = {name: x for name, x in options.items() if name not in _SERVED}
+        # Unlike on the command line, a temperature alone does not mean to sample.
+        chosen.setdefault("do_sample", bool(self._model.generation_config.do_sample))
         processors = chosen.pop("logits_processor", None) or []
         try:
             each = [
@@ -151,7 +153,10 @@ class Together:
                 raise answer.error
         if options.get("streamer") is not None:
             options["streamer"].end()
-        return _as_generated(ids, answers, _padding(self._model, chosen))
+        padding = options.get("pad_token_id", self._model.generation_config.pad_token_id)
+        if padding is None:
+            padding = min(each[0].end_tokens or (), default=0)
+        return _as_generated(ids, answers, padding)
 
     def close(self) -> None:
         """Wait until all calls are answered, and take no more."""
@@ -230,14 +235,6 @@ def _as_generated(
         row[: len(answer.tokens)] = torch.tensor(answer.tokens)
     sequences = cast(torch.LongTensor, torch.cat([ids, said], dim=1))
     return GenerateDecoderOnlyOutput(sequences=sequences)
-
-
-def _padding(model: PreTrainedModel, options: Mapping[str, Any]) -> int:
-    """The id of padding tokens: the model's, or the least one that ends an answer, or 0."""
-    config = config_of(model, **options)[0]
-    ends = config.eos_token_id
-    ends = ends if isinstance(ends, list) else [0 if ends is None else ends]
-    return min(ends, default=0) if config.pad_token_id is None else config.pad_token_id
 
 
 def _ended(answers: Sequence[Answer]) -> bool:
