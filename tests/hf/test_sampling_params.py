@@ -46,7 +46,7 @@ def test_tokens_are_those_of_generate(model, name, in_config):
     params = sampling_params(model, IDS.shape[1], seed=4, **given)
     *_, last = stream(model, IDS, params, cache=kvkeep.Cache(model))
     assert last.answer.ids.equal(expected)
-    (((answer,)),) = generate_many(model, [IDS], params, progress=False)
+    ((answer,),) = generate_many(model, [IDS], params, progress=False)
     assert answer.ids.equal(expected)
 
 
