@@ -25,8 +25,14 @@ def model():
         (lambda m: kvkeep.Cache(m, capacty=9), r"Cache\(\) .*; did you mean 'capacity'"),
         (lambda m: kvkeep.Cache(m, zz=9), "there is model, spec, capacity$"),
         (lambda m: kvkeep.PrefixStore(bugdet=9), "did you mean 'budget'"),
-        (lambda m: kvkeep.generate_many(m, [[5]], max_token=9), r"'max_new_tokens' of Settings"),
-        (lambda m: kvkeep.Batch(m).add([5], temperature=1.0), r"'temperature' of Sampling\(\)"),
+        (
+            lambda m: kvkeep.generate_many(m, [[5]], max_token=9),
+            r"'max_new_tokens' of SamplingParams",
+        ),
+        (
+            lambda m: kvkeep.Batch(m).add([5], temperature=1.0),
+            r"'temperature' of SamplingParams\(\)",
+        ),
     ],
 )
 def test_the_nearest_argument(model, call, message):

@@ -14,8 +14,6 @@ from kvkeep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvkeep.attention import attend as attend
-    from kvkeep.batch.batch import Batch as Batch
-    from kvkeep.batch.many import generate_many as generate_many
     from kvkeep.cache import CacheStats as CacheStats
     from kvkeep.errors import CapacityError as CapacityError
     from kvkeep.errors import KVKeepError as KVKeepError
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from kvkeep.errors import SpecError as SpecError
     from kvkeep.errors import StateError as StateError
     from kvkeep.errors import UnsupportedError as UnsupportedError
+    from kvkeep.generate.batch import Batch as Batch
+    from kvkeep.generate.many import generate_many as generate_many
     from kvkeep.graph.program import Program as Program
     from kvkeep.hf.attach import attach as attach
     from kvkeep.hf.attach import detach as detach
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvkeep.store.prefix import PrefixStore as PrefixStore
 
 _HOME = {
-    "Batch": "kvkeep.batch.batch",
+    "Batch": "kvkeep.generate.batch",
     "Cache": "kvkeep.hf.cache",
     "CacheSpec": "kvkeep.spec",
     "CacheStats": "kvkeep.cache",
@@ -64,7 +64,7 @@ _HOME = {
     "detach": "kvkeep.hf.attach",
     "export": "kvkeep.hf.export",
     "fingerprint": "kvkeep.hf.fingerprint",
-    "generate_many": "kvkeep.batch.many",
+    "generate_many": "kvkeep.generate.many",
     "keep_until": "kvkeep.host.keep_until",
     "load": "kvkeep.hf.load",
 }

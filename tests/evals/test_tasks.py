@@ -11,29 +11,45 @@ from kvkeep_lab.evals.answers import answered, scored
 from kvkeep_lab.evals.run import evaluate
 from kvkeep_lab.evals.tasks import GROUPS, TASKS, chosen
 from support.task_prompts import Characters, Chatting, made, words_of
+from support.tiny_host import TinyHost, TinyModel
 
 from kvkeep.errors import ShapeError, SpecError
+from kvkeep.host import host_of, register
 
 
-class Scripted:
-    """A host whose model gives this answer after a prompt of so many chunks."""
-
-    device = torch.device("cpu")
+class Scripted(TinyModel):
+    """A model that gives this answer after a prompt of so many chunks. `fed` has the tokens of
+    each forward."""
 
     def __init__(self, answer, chunks=6):
-        self.answer, self.chunks = answer, chunks
+        super().__init__(1, vocabulary=128, context=10_000)
+        self.answer, self.chunks, self.fed = answer, chunks, []
+
+
+class ScriptedHost(TinyHost):
+    """What kvkeep asks of a `Scripted`."""
 
     def end_tokens(self):
         return {4}
 
     def feed(self, ids, cache):
-        cache.append(ids.shape[1])
+        self.forward(ids, cache)
 
-    def forward(self, ids, cache):
-        self.feed(ids, cache)
-        logits = torch.zeros(1, 1, 128)
-        logits[0, 0, ord(self.answer[max(0, len(cache) - self.chunks)])] = 1
+    def forward(self, ids, cache, **options):
+        model, logits = self.model, torch.zeros(1, 1, 128)
+        super().forward(ids, cache, **options)
+        model.fed.append(ids.shape[1])
+        logits[0, 0, ord(model.answer[max(0, len(model.fed) - model.chunks)])] = 1
         return logits
+
+
+register(Scripted, ScriptedHost)
+
+
+def answer_of(model, prompt, chunk, **options):
+    """The model's answer to a prompt through a new cache."""
+    cache, tokenizer = host_of(model).new_cache(), Characters()
+    return answered(model, tokenizer, cache, prompt, chunk, lambda cost: None, **options)
 
 
 @pytest.mark.parametrize("tokenizer", [Characters(), Chatting()])
@@ -155,12 +171,6 @@ def test_equal_seeds_make_equal_prompts_that_fit(task):
         assert 1000 < one.ids.shape[1] <= 2000
 
 
-class Fed(list):
-    """How many tokens each forward was given; a cache without layers."""
-
-    layers = ()
-
-
 @pytest.mark.parametrize(
     ("answer", "found", "steps"),
     [
@@ -173,13 +183,11 @@ class Fed(list):
     ],
 )
 def test_an_answer_counts_when_it_has_the_number(answer, found, steps):
-    tokenizer = Characters()
     prompt = made("needle")[0]
-    model, cache = Scripted(answer.format(int(*prompt.answers)) + " " * 9), Fed()
-    answer = answered(model, tokenizer, cache, prompt, 100, lambda cost: None)
-    assert answer.score == found
+    model = Scripted(answer.format(int(*prompt.answers)) + " " * 9)
+    assert answer_of(model, prompt, 100).score == found
     # The prompt in chunks of 100; the answer's last token need not be fed.
-    assert cache == [100] * 6 + [1] * (steps - 1)
+    assert model.fed == [100] * 6 + [1] * (steps - 1)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,7 @@ def test_an_answer_of_a_line_is_scored_whole(answer, text, score):
     (prompt,) = made("passage-count", length=2000, samples=1)
     answer, text = (one.format(*prompt.answers) for one in (answer, text))
     model = Scripted(answer + " " * 9, 1)
-    found = answered(model, Characters(), Fed(), prompt, None, lambda cost: None)
+    found = answer_of(model, prompt, None)
     assert (found.text, found.score) == (text, score)
 
 
@@ -233,13 +241,11 @@ def test_a_real_model_finds_them_with_all_tokens_and_not_with_few(smollm2):
 
 
 def test_a_late_question_comes_after_the_text():
-    tokenizer, cache = Characters(), Fed()
     prompt = made("needle")[0]
-    model = Scripted(f" {prompt.answers[0]}." + " " * 9)
-    answer = answered(model, tokenizer, cache, prompt, None, lambda cost: None, late=True)
-    assert answer.score == 1
-    assert cache[0] == prompt.text
-    assert sum(cache[:2]) == 600
+    model = Scripted(f" {prompt.answers[0]}." + " " * 9, 2)
+    assert answer_of(model, prompt, None, late=True).score == 1
+    assert model.fed[0] == prompt.text
+    assert sum(model.fed[:2]) == 600
     text, asked = words_of(prompt)
     assert "What is" not in text
     assert asked.strip().startswith("What is the secret number")

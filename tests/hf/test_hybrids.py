@@ -21,7 +21,6 @@ from transformers import DynamicCache
 
 import kvkeep
 from kvkeep import Cache, attach, detach
-from kvkeep.batch import Batch, Settings
 from kvkeep.errors import (
     KVKeepError,
     RollbackError,
@@ -29,6 +28,7 @@ from kvkeep.errors import (
     StateError,
     UnsupportedError,
 )
+from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.replay import Forwards
 from tests.support.sweep_models import model_of
@@ -428,10 +428,10 @@ def test_what_cannot_work_is_refused(hybrid: Any) -> None:
 def test_a_batch_of_answers(hybrid: Any, max_bytes: int | None) -> None:
     prompts = [_ids(tokens=n)[0] for n in (5, 9, 7)]
     batch = Batch(hybrid, chunk=4, max_bytes=max_bytes)
-    answers = [batch.add(prompt, Settings(6))[0] for prompt in prompts]
+    answers = [batch.add(prompt, SamplingParams(6))[0] for prompt in prompts]
     for _ in range(3):
         batch.step()
-    (urgent,) = batch.add(prompts[0], Settings(6, priority=1))  # may put others aside
+    (urgent,) = batch.add(prompts[0], SamplingParams(6, priority=1))  # may put others aside
     while batch.running or batch.waiting:
         batch.step()
     for prompt, answer in zip([*prompts, prompts[0]], [*answers, urgent], strict=True):

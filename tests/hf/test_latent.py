@@ -12,8 +12,8 @@ from support.tiny_models import tiny
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.batch import Settings, generate_many
 from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.generate import SamplingParams, generate_many
 from kvkeep.hf.cuda_graph import Graphed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -210,7 +210,7 @@ def test_weights_beams_and_batches(model):
         assert len(cache.layers[0].slots.segments()) == 1
         prompts = [ids(1, n, seed=n)[0] for n in (5, 20)]
         for spec in ("keep_all", "h2o:10"):
-            several = generate_many(model, prompts, Settings(5), spec=spec, progress=False)
+            several = generate_many(model, prompts, SamplingParams(5), spec=spec, progress=False)
             for prompt, (answer,) in zip(prompts, several, strict=True):
                 alone = kvkeep.Cache(model, spec)
                 text = model.generate(prompt[None], past_key_values=alone, **options)

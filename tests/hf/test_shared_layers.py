@@ -11,8 +11,8 @@ from support.tiny_models import WINDOW, tiny
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.batch import Settings, generate_many
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.generate import SamplingParams, generate_many
 from kvkeep.hf.cuda_graph import Graphed
 from kvkeep.hf.export import export
 from kvkeep.host import host_of
@@ -213,9 +213,9 @@ def test_detached_it_is_as_before(model):
 
 def test_a_batch_feeds_its_sequences_one_by_one(model):
     prompts = [ids(1, n, seed=n)[0] for n in (5, 12, 9)]
-    settings = Settings(max_new_tokens=6)
+    params = SamplingParams(max_new_tokens=6)
     with kvkeep.attach(model):
-        together = generate_many(model, prompts, settings, progress=False)
+        together = generate_many(model, prompts, params, progress=False)
         for prompt, (answer,) in zip(prompts, together, strict=True):
             text = model.generate(prompt[None], max_new_tokens=6, do_sample=False)
             assert answer.tokens == text[0, len(prompt) :].tolist()

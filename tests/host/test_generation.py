@@ -1,4 +1,4 @@
-"""Generation and the server's engine on a host that has no generation of its own."""
+"""One answer as a stream, and the server's engine, on a host of another library."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.tiny_host import TinyHost, TinyModel, tiny_model
 
-from kvkeep import PrefixStore
-from kvkeep.errors import ShapeError
-from kvkeep.host import Sampling, drawn, host_of, register
-from kvkeep.host.generation import GenerationOptions
+from kvkeep import PrefixStore, host
+from kvkeep.errors import CapacityError, ShapeError
+from kvkeep.generate import SamplingParams, sample, stream
+from kvkeep.host import host_of, register
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.events import TextDelta, Usage
 from kvkeep.serve.requests import CompletionRequest, read
@@ -46,31 +46,64 @@ def greedy(model):
     return ids
 
 
-def generated(model, cache=None, **options):
-    host = host_of(model)
-    cache = host.new_cache() if cache is None else cache
-    options = {"max_new_tokens": 12} | options
-    return host.generate(Letters(), PROMPT, cache, GenerationOptions(**options))
+def generated(model, cache=None, chunk=None, each=lambda new: None, **params):
+    """The answer, after `each` has got every token of it."""
+    cache = host_of(model).new_cache() if cache is None else cache
+    params = SamplingParams(**{"max_new_tokens": 12} | params)
+    for new in stream(model, PROMPT, params, cache=cache, tokenizer=Letters(), chunk=chunk):
+        each(new)
+    return new.answer
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_greedy_tokens_are_those_of_whole_forwards(model, greedy, chunk):
     pieces = []
-    found = generated(model, prefill_chunk=chunk, on_text=pieces.append)
-    assert found.ids.equal(greedy)
-    assert (found.tokens, found.prompt_tokens) == (12, 20)
+    found = generated(model, chunk=chunk, each=lambda new: pieces.append(new.text))
+    assert found.ids.equal(greedy[0])
+    assert (len(found.tokens), len(found.prompt), found.reason) == (12, 20, "length")
     assert found.text == "".join(pieces) == Letters().decode(greedy[0, 20:].tolist())
-    assert found.cache.seen == (31,)  # the last token is not fed
+    assert found.stats.seen == (31,)  # the last token is not fed
+    assert found.ttft_s > 0
+    assert found.tokens_per_s > 0
 
 
 def test_a_cache_that_holds_a_part_of_the_prompt(model, greedy):
-    host = host_of(model)
-    cache = host.new_cache()
+    own = host_of(model)
+    cache = own.new_cache()
     with torch.inference_mode():
-        host.feed(PROMPT[:, :13], cache)
-    assert generated(model, cache).ids.equal(greedy)
-    with pytest.raises(ShapeError, match="holds 31 tokens; give one row"):
-        generated(model, cache)
+        own.feed(PROMPT[:, :13], cache)
+    assert generated(model, cache).ids.equal(greedy[0])
+    assert cache.fed == 31
+    for refused in (cache, own.new_cache("keep_all@fixed:30")):
+        held = refused.fed
+        with pytest.raises((ShapeError, CapacityError), match=r"holds 3[01]; "):
+            generated(model, refused)
+        assert refused.fed == held
+    with pytest.raises(ShapeError, match="one row"):
+        next(stream(model, PROMPT.expand(2, -1), cache=own.new_cache()))
+
+
+def test_a_prompt_beyond_the_context_is_the_callers_choice(model):
+    cache = host_of(model).new_cache("window:16,sinks=2")
+    prompt = PROMPT.repeat(1, 7)
+    assert prompt.shape[1] > model.context
+    *_, last = stream(model, prompt, SamplingParams(3), cache=cache, chunk=16)
+    assert last.answer.stats.seen == (142,)
+
+
+def test_an_interrupted_stream_leaves_the_cache_as_it_was(model, greedy):
+    own = host_of(model)
+    cache = own.new_cache()
+    with torch.inference_mode():
+        own.feed(PROMPT[:, :13], cache)
+
+    def interrupt(ids, logits):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generated(model, cache, processors=[interrupt])
+    cache.rewind(13)
+    assert generated(model, cache).ids.equal(greedy[0])
 
 
 def test_what_ends_a_generation(model, greedy):
@@ -85,24 +118,29 @@ def test_what_ends_a_generation(model, greedy):
     register(Ending, EndingHost)
     ending = Ending()
     ending.load_state_dict(model.state_dict())
-    assert generated(ending).tokens == first
-    asked = []
-    assert generated(model, stopped=lambda: len(asked) == 4 or asked.append(0)).tokens == 5
+    assert len(generated(ending).tokens) == first
+
+    def fifth(new):
+        if len(new.answer.tokens) == 5:
+            new.answer.cancel()
+
+    found = generated(model, each=fifth)
+    assert (len(found.tokens), found.reason) == (5, "cancelled")
 
 
 def test_sampling(model, greedy):
     def answer(**options):
-        return generated(model, max_new_tokens=12, **options).ids
+        return generated(model, **options).ids
 
     assert answer(temperature=2.0, seed=3).equal(answer(temperature=2.0, seed=3))
     assert not answer(temperature=2.0, seed=3).equal(answer(temperature=2.0, seed=4))
-    assert answer(temperature=2.0, top_p=1e-6, seed=3).equal(greedy)
+    assert answer(temperature=2.0, top_p=1e-6, seed=3).equal(greedy[0])
 
 
 def test_top_p_draws_from_the_fewest_tokens_that_reach_it():
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().expand(400, 4)
-    assert drawn(logits, Sampling(1.0, top_p=0.7)).unique().tolist() == [1, 3]
-    assert drawn(logits, Sampling(1.0)).unique().tolist() == [0, 1, 2, 3]
+    assert sample(logits, SamplingParams(temperature=1.0, top_p=0.7)).unique().tolist() == [1, 3]
+    assert sample(logits, SamplingParams(temperature=1.0)).unique().tolist() == [0, 1, 2, 3]
 
 
 def test_the_engine_answers_with_another_library(model, greedy):
@@ -125,3 +163,11 @@ def test_the_engine_answers_with_another_library(model, greedy):
             assert events[-1] == Usage(20, 12, cached)
     finally:
         engine.close()
+
+
+def test_names_that_moved_say_where(model):
+    for name, new in (("GenerationOptions", "SamplingParams"), ("Generation", "Answer")):
+        with pytest.raises(AttributeError, match=rf"host.{name} is kvkeep\.generate\.{new}"):
+            getattr(host, name)
+    with pytest.raises(AttributeError, match=r"kvkeep\.generate\.stream"):
+        host_of(model).generate(Letters(), PROMPT)

@@ -8,8 +8,8 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep import CacheSpec, keep_until
-from kvkeep.batch import Settings
 from kvkeep.errors import ShapeError, SpecError
+from kvkeep.generate import SamplingParams
 from kvkeep.testing import live_tokens
 
 PIECES = ["<s>", "Be b", "rief.#", "##\n\nWhy", " ###", "?", "#"]
@@ -148,13 +148,13 @@ def test_what_is_no_prompt():
 
 def test_each_prompt_of_a_batch_has_its_own():
     torch.manual_seed(0)
-    model, settings = tiny("llama", vocab_size=256), Settings(max_new_tokens=6)
+    model, params = tiny("llama", vocab_size=256), SamplingParams(max_new_tokens=6)
     kvkeep.attach(model)
     prompts = ["Be brief. " + "What is a lighthouse? " * 3, "Sing. " + "Who rang the bell? " * 4]
     options = {"tokenizer": Bytes(), "progress": False}
 
     def answered(prompts, spec, **more):
-        many = kvkeep.generate_many(model, prompts, settings, spec=spec, **options, **more)
+        many = kvkeep.generate_many(model, prompts, params, spec=spec, **options, **more)
         return [answer.tokens for (answer,) in many]
 
     found = answered(prompts, "window:24", keep_until=".")

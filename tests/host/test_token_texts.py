@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvkeep.host import TokenTexts
+from kvkeep.generate import TokenTexts
 
 SENTENCE = "the old man's 日 😀"
 

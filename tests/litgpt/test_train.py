@@ -8,13 +8,13 @@ from kvkeep_lab.evals.forward import fill
 from litgpt import lora
 from support.held_bytes import HeldBytes
 from support.tiny_litgpt import tiny_gpt
-from support.token_letters import Letters
 from torch.nn.functional import cross_entropy
 
 import kvkeep
 from kvkeep.blocks.prefill import prefill
 from kvkeep.files.offload import Offload
-from kvkeep.host import GenerationOptions, host_of
+from kvkeep.generate import SamplingParams, stream
+from kvkeep.host import host_of
 from kvkeep.host.compress import compress
 from kvkeep.train import backward, hidden_states, loss, replaying
 
@@ -291,8 +291,7 @@ def test_a_prompt_in_chunks_needs_the_logits_of_its_last():
     host, rows = host_of(gpt), []
     gpt.lm_head.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[1]))
     with kvkeep.attach(gpt):
-        options = GenerationOptions(max_new_tokens=3, prefill_chunk=8)
-        host.generate(Letters(), text, host.new_cache(), options)
-        assert rows == [1, 1, 1]
         fill(host, host.new_cache(), text, 8, lambda cost: None)
-        assert rows == [1, 1, 1, 1]
+        assert rows == [1]
+        list(stream(gpt, text, SamplingParams(3), cache=host.new_cache(), chunk=8))
+        assert set(rows) == {1}

@@ -7,8 +7,8 @@ import torch
 from support.tiny_models import tiny
 
 import kvkeep
-from kvkeep.batch.answer import Settings
 from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
+from kvkeep.generate import SamplingParams
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION
 from kvkeep.policy import ReplayPolicy
@@ -284,8 +284,8 @@ def test_prompts_that_are_packed():
     model = tiny("llama")
     kvkeep.attach(model)
     prompts = [ids(1, n, seed=n)[0].tolist() for n in (20, 13, 9)]
-    settings = Settings(max_new_tokens=6)
-    found = kvkeep.generate_many(model, prompts, settings, spec="tova:8,step=1")
+    params = SamplingParams(max_new_tokens=6)
+    found = kvkeep.generate_many(model, prompts, params, spec="tova:8,step=1")
     for prompt, (answer,) in zip(prompts, found, strict=True):
         cache, given = kvkeep.Cache(model, "tova:8"), torch.tensor([prompt])
         with torch.inference_mode():

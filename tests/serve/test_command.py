@@ -59,10 +59,8 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
         max_new_tokens=8,
     )
     kvkeep.detach(model)
-    plain = model.generate(
-        expected.ids[:, : expected.prompt_tokens], max_new_tokens=8, do_sample=False
-    )
-    assert plain.equal(expected.ids)
+    plain = model.generate(expected.prompt[None], max_new_tokens=8, do_sample=False)
+    assert plain[0].equal(expected.ids)
     with started("--store", str(tmp_path), KVKEEP_API_KEY="secret") as (url, process):
         page = process.stdout.readline().split()[-1]
         assert page == url.removesuffix("v1")
@@ -72,7 +70,7 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
         first = talk.create(messages=france, **options)
         assert said(first) == expected.text
         assert first.usage.prompt_tokens_details.cached_tokens == 0
-        assert first.usage.prompt_tokens == expected.prompt_tokens
+        assert first.usage.prompt_tokens == len(expected.prompt)
         assert "".join(pieces(talk.create(messages=france, stream=True, **options))[0]) == (
             expected.text
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.batch.stops import Stops
-from kvkeep.host.generation import TextStream
+from kvkeep.generate import TextStream
+from kvkeep.generate.stops import Stops
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,9 @@ def test_stop_strings_do_not_depend_on_the_pieces(stops, text, expected):
 @pytest.mark.parametrize("text", ["I say 👩‍👩‍👧 naïve 日本語!\n  x = 1", "😀🎉", " a"])
 def test_streamed_characters_are_whole(tokenizer, text):
     ids = tokenizer(text, return_tensors="pt").input_ids
-    for cut in range(ids.shape[1] + 1):
-        given: list[str] = []
-        stream = TextStream(tokenizer, given.append)
-        for token in ids[0, :cut].tolist():
-            stream.push([token])
-        stream.close()
+    for cut in range(1, ids.shape[1] + 1):
+        stream, tokens = TextStream(tokenizer), ids[0, :cut].tolist()
+        given = [stream.take(tokens[:n], last=n == cut) for n in range(1, cut + 1)]
         whole = tokenizer.decode(ids[0, :cut])
         assert "".join(given) == whole.rstrip("\ufffd")
         assert not any("\ufffd" in piece for piece in given)

@@ -127,7 +127,7 @@ def test_a_failed_admission_ends_that_request_only(endless, tokenizer, monkeypat
         begin = engine.batch._begin
 
         def fails(answer):
-            if answer.settings.max_new_tokens == 7:
+            if answer.params.max_new_tokens == 7:
                 raise ValueError("no")
             begin(answer)
 

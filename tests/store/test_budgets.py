@@ -9,7 +9,7 @@ from support.policies import unnamed
 from support.tiny_models import tiny
 
 import kvkeep
-from kvkeep.batch import Batch, Settings
+from kvkeep.generate import Batch, SamplingParams
 from kvkeep.store import Disk, PrefixStore
 
 LENGTH = 100
@@ -263,7 +263,7 @@ def test_a_batch_finds_what_others_stored(model):
     text, store = ids(), PrefixStore()
     store.read(model, text)
     batch = Batch(model, spec="h2o:24", store=store, chunk=16)
-    answers = [batch.add(torch.cat([text, ids(n, n)]), Settings(4))[0] for n in (5, 80)]
+    answers = [batch.add(torch.cat([text, ids(n, n)]), SamplingParams(4))[0] for n in (5, 80)]
     list(batch)
     assert [answer.cached for answer in answers] == [LENGTH + 5 - 1 - 64, LENGTH]
     assert [(len(x.tokens), x.reason, x.error) for x in answers] == [(4, "length", None)] * 2

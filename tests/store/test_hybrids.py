@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvkeep import Cache, PrefixStore, attach, detach
-from kvkeep.batch import Batch, Reuse, Settings
 from kvkeep.errors import CapacityError
+from kvkeep.generate import Batch, Reuse, SamplingParams
 from kvkeep.store.disk import Disk
 from kvkeep.store.layer_slices import Stretch
 from tests.support.sweep_models import model_of
@@ -121,7 +121,7 @@ def test_prompts_of_a_batch_begin_with_what_others_read(model: Any) -> None:
     batch = Batch(model, store=store, chunk=8)
     answers = []
     for prompt in prompts:
-        answers += batch.add(prompt, Settings(4))
+        answers += batch.add(prompt, SamplingParams(4))
         while batch.running or batch.waiting:
             batch.step()
     assert [answer.cached for answer in answers] == [0, 16, 16]
@@ -220,12 +220,12 @@ def test_a_block_without_a_state_is_replaced(model: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_batch_promises_the_states_that_it_copies(model: Any, n: int) -> None:
-    reuse, prompt, settings = Reuse(model, PrefixStore()), _ids(40), Settings(20)
+    reuse, prompt, params = Reuse(model, PrefixStore()), _ids(40), SamplingParams(20)
     free = Batch(model, chunk=8)
-    free.add(prompt, settings, n=n, reuse=reuse)
+    free.add(prompt, params, n=n, reuse=reuse)
     free.step()
     batch = Batch(model, chunk=8, max_bytes=free.promised_bytes)
-    answers = batch.add(prompt, settings, n=n, reuse=reuse)
+    answers = batch.add(prompt, params, n=n, reuse=reuse)
     copied = 0
     while batch.running or batch.waiting:
         batch.step()
@@ -237,12 +237,12 @@ def test_a_batch_promises_the_states_that_it_copies(model: Any, n: int) -> None:
         assert not (sum(marked) and answers[0].tokens)
     assert copied > 0
     assert {answer.reason for answer in answers} == {"length"}
-    (again,) = batch.add(torch.cat([prompt[:36], _ids(4, 1)]), settings, reuse=reuse)
+    (again,) = batch.add(torch.cat([prompt[:36], _ids(4, 1)]), params, reuse=reuse)
     list(batch)
     assert again.cached == 32
     alone = Batch(model, chunk=8)
-    alone.add(prompt, settings, reuse=reuse)
+    alone.add(prompt, params, reuse=reuse)
     alone.step()
     less = Batch(model, chunk=8, max_bytes=alone.promised_bytes - 1)
     with pytest.raises(CapacityError, match="raise max_bytes"):
-        less.add(prompt, settings, reuse=reuse)
+        less.add(prompt, params, reuse=reuse)

@@ -18,9 +18,9 @@ from transformers import DynamicCache
 
 import kvkeep
 from kvkeep import Cache, attach, detach, load
-from kvkeep.batch import Batch, Settings
 from kvkeep.blocks import join
 from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.config import layer_kinds, recurrent_numbers
 from kvkeep.host import Piece, host_of
 from kvkeep.train import backward
@@ -198,7 +198,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
     def pack() -> str:
         host, rows = host_of(model), expected.packed
         answers = Batch(model)
-        given = [answers.add(x[0], Settings(max_new_tokens=NEW))[0] for x in rows]
+        given = [answers.add(x[0], SamplingParams(max_new_tokens=NEW))[0] for x in rows]
         list(answers)
         for answer, greedy in zip(given, expected.packed_texts, strict=True):
             if answer.error is not None:

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import kvkeep
-from kvkeep.batch import Batch, Settings
 from kvkeep.blocks import prefill
 from kvkeep.errors import KVKeepError
+from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.config import is_latent
 from kvkeep.host import host_of
 from kvkeep.host.fingerprint import sampled
@@ -123,8 +123,8 @@ def batched(model: PreTrainedModel) -> list[list[int]]:
     """Three answers in packed forwards."""
     with kvkeep.attach(model):
         batch = Batch(model, spec="keep_all", max_bytes=1 << 20, chunk=16)
-        settings = Settings(max_new_tokens=NEW)
-        answers = [batch.add(prompt()[0, :n], settings)[0] for n in (20, 31, TOKENS)]
+        params = SamplingParams(max_new_tokens=NEW)
+        answers = [batch.add(prompt()[0, :n], params)[0] for n in (20, 31, TOKENS)]
         assert not host_of(model).unpackable
         while batch.step():
             pass

@@ -6,7 +6,7 @@ import difflib
 import json as json_module
 import sys
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,8 +33,8 @@ from kvkeep.cli.output import (
 from kvkeep.cli.progress import Working
 
 if TYPE_CHECKING:
+    from kvkeep.generate import Answer
     from kvkeep.hf.session import Session
-    from kvkeep.host import Generation
 
 HELP = """\
 /undo        remove the last turn
@@ -105,12 +105,12 @@ def chat(
             compile=compile,
         )
     try:
-        _converse(talk, max_new_tokens, temperature, top_p)
+        _converse(talk, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
     finally:
         talk.close()
 
 
-def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: float) -> None:
+def _converse(talk: Session, **options: Any) -> None:
     from kvkeep.errors import KVKeepError
     from kvkeep.hf.compile_ahead import note_tokens
 
@@ -134,11 +134,11 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
             if text.startswith("/"):
                 _command(talk, text)
             elif text:
-                result = _answered(talk, text, max_new_tokens, temperature, top_p)
+                result = _answered(talk, text, **options)
                 typer.echo("\n")
                 if talk.name is not None:
                     talk.save()
-                note_tokens(talk.model, result.tokens)
+                note_tokens(talk.model, len(result.tokens))
                 say(
                     f"{_status(talk)}, {result.tokens_per_s:.1f} tokens/s, first token after "
                     f"{result.ttft_s:.2f} s",
@@ -150,9 +150,7 @@ def _converse(talk: Session, max_new_tokens: int, temperature: float, top_p: flo
             print_error(str(error))
 
 
-def _answered(
-    talk: Session, text: str, max_new_tokens: int, temperature: float, top_p: float
-) -> Generation:
+def _answered(talk: Session, text: str, **options: Any) -> Answer:
     """Ask, and show the answer as it comes."""
     with Working("reading") as working:
 
@@ -160,14 +158,8 @@ def _answered(
             working.stop()
             typer.echo(piece, nl=False)
 
-        return talk.ask(
-            text,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            on_text=show,
-            on_start=working.reading if working.live else lambda cache, tokens: None,
-        )
+        reading = working.reading if working.live else lambda cache, tokens: None
+        return talk.ask(text, on_text=show, on_start=reading, **options)
 
 
 def _command(talk: Session, text: str) -> None:

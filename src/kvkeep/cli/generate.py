@@ -128,21 +128,21 @@ def generate(
             raise
         used = str(spec)
         if keep_until is not None:  # as `run` resolved it
-            fed = result.ids[:, : result.prompt_tokens]
-            used = str(spec_keeping(spec, fed, keep_until, tokenizer))
-    held = result.cache
+            used = str(spec_keeping(spec, result.prompt, keep_until, tokenizer))
+    held, tokens = result.stats, len(result.tokens)
+    assert held is not None  # it is complete
     if json:
         print_json(
             {
                 "text": result.text,
-                "tokens": result.tokens,
+                "tokens": tokens,
                 "tokens_per_s": result.tokens_per_s,
                 "ttft_s": result.ttft_s,
                 "cache_bytes": held.live_bytes,
                 "allocated_bytes": held.nbytes,
                 "length": held.length,
                 "capacity": held.capacity,
-                "prompt_tokens": result.prompt_tokens,
+                "prompt_tokens": len(result.prompt),
                 "model": model,
                 "adapter": adapter,
                 "cache": used,
@@ -151,12 +151,12 @@ def generate(
     else:
         typer.echo()
         say(
-            f"\n{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
+            f"\n{tokens} tokens, {result.tokens_per_s:.1f} tokens/s, first token after "
             f"{result.ttft_s:.2f} s; cache {held.live_bytes / 2**20:.1f} MiB, "
             f"{held.length}/{held.capacity} slots ({used})",
             err=True,
         )
-    note_tokens(loaded, result.tokens)
+    note_tokens(loaded, tokens)
 
 
 def given_prompt(prompt: str, prompt_file: Path | None) -> str:

@@ -75,9 +75,7 @@ def compile_steps(model: Any, sequences: int = 1, progress: Progress = silent) -
     progress("compiling steps", 0.0)
     with attach(model, compile=True):
         host = TransformersHost(model)
-        cache = host.new_cache()
-        for count in (2, 1):
-            host.forward(torch.zeros(1, count, dtype=torch.int64), cache)
+        host.warm("keep_all", 1)
         if sequences > 1:
             host.warm("keep_all", sequences, progress)
         files = programs_of(model)

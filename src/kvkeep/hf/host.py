@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from threading import get_ident
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from kvkeep.hf.config import (
     recurrent_numbers,
 )
 from kvkeep.hf.fingerprint import activation_in, fingerprint
-from kvkeep.hf.generate import follow
 from kvkeep.hf.key_rotation import as_applied
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
@@ -42,8 +41,6 @@ from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host import (
     Activation,
-    Generation,
-    GenerationOptions,
     Host,
     LayerKind,
     Layerwise,
@@ -152,7 +149,13 @@ class TransformersHost(Host):
     @torch.inference_mode()
     def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
         steps = compiled_steps(unwrapped(self.model))
-        if steps is None or not steps.compile or self.unpackable:
+        if steps is None or not steps.compile:
+            return
+        if sequences == 1:
+            cache = self.new_cache(spec)
+            for count in (2, 1):
+                self.forward(torch.zeros(1, count, dtype=torch.int64), cache)
+        if sequences == 1 or self.unpackable:
             return
         numbers = numbers_up_to(sequences)
         caches = [self.new_cache(spec) for _ in range(numbers[-1])]
@@ -305,12 +308,7 @@ class TransformersHost(Host):
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 
-    # -- training and generation ------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------
 
     def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
         return Decoder(self.model, input_ids, attention_mask)
-
-    def generate(
-        self, tokenizer: Any, ids: Tensor, cache: ModelCache, options: GenerationOptions
-    ) -> Generation:
-        return follow(self.model, tokenizer, ids, cast(Cache, cache), options)

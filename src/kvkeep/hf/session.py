@@ -29,15 +29,17 @@ from kvkeep.extras import needed_by
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.files.cache_header import Header
 from kvkeep.files.snapshot import Saved
+from kvkeep.generate import Answer
 from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.generate import PromptError, follow
 from kvkeep.hf.load import load
 from kvkeep.hf.notes import Message, marks_in, messages_in
+from kvkeep.hf.sampling_params import sampling_params
 from kvkeep.home import home
-from kvkeep.host import Generation, GenerationOptions, Specs
-from kvkeep.host.generation import OnStart
+from kvkeep.host import Specs
+from kvkeep.host.progress import OnStart
 from kvkeep.host.specs import file_in, from_saved
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 
@@ -283,7 +285,7 @@ class Session:
         top_p: float = 1.0,
         on_text: Callable[[str], None] = lambda _: None,
         on_start: OnStart = lambda cache, tokens: None,
-    ) -> Generation:
+    ) -> Answer:
         """Add a user's message, and generate the model's answer.
 
         Raises:
@@ -311,17 +313,16 @@ class Session:
         ]
         room = max_new_tokens if most is None else min(max_new_tokens, most - len(ids))
         try:
-            result = follow(
-                self.model,
-                self.tokenizer,
-                torch.tensor([ids], device=self.model.device),
-                self.cache,
-                GenerationOptions(room, temperature, top_p, on_text=on_text, on_start=on_start),
+            params = sampling_params(
+                self.model, len(ids), max_new_tokens=room, temperature=temperature, top_p=top_p
             )
+            on_start(self.cache, len(ids))
+            prompt = torch.tensor([ids])
+            result = follow(self.model, self.tokenizer, prompt, self.cache, params, on_text=on_text)
         except BaseException:  # an interrupt may come at any time, even during a forward
             self._return_to(self._marks.pop())
             raise
-        self._ids = result.ids[0].tolist()
+        self._ids = result.ids.tolist()
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
         return result
 

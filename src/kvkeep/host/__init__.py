@@ -1,21 +1,20 @@
 """What kvkeep asks of a model library, and how the host of a model is found."""
 
+from importlib import import_module
+from typing import Any
+
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
-from kvkeep.host.generation import Generation, GenerationOptions, TextStream, TokenTexts
 from kvkeep.host.keep_until import Marker, keep_until
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.packed import Packed, Piece, packed
 from kvkeep.host.registry import host_of, load_model, register
-from kvkeep.host.sampling import Processor, Sampling, drawn
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 
 __all__ = [
     "DEFAULT_SPEC",
     "Activation",
     "Embedded",
-    "Generation",
-    "GenerationOptions",
     "Host",
     "LayerKind",
     "LayerStep",
@@ -25,12 +24,7 @@ __all__ = [
     "Narrowed",
     "Packed",
     "Piece",
-    "Processor",
-    "Sampling",
     "Specs",
-    "TextStream",
-    "TokenTexts",
-    "drawn",
     "fitting_some",
     "host_of",
     "keep_until",
@@ -39,3 +33,21 @@ __all__ = [
     "per_layer",
     "register",
 ]
+
+_MOVED = {
+    "Generation": "Answer",
+    "GenerationOptions": "SamplingParams",
+    "Processor": "Processor",
+    "Sampling": "SamplingParams",
+    "TextStream": "TextStream",
+    "TokenTexts": "TokenTexts",
+    "drawn": "sample",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TokenTexts":  # until kvkeep.serve imports it from there
+        return import_module("kvkeep.generate").TokenTexts
+    if name in _MOVED:
+        raise AttributeError(f"kvkeep.host.{name} is kvkeep.generate.{_MOVED[name]}")
+    raise AttributeError(f"module 'kvkeep.host' has no attribute {name!r}")

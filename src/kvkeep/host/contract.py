@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.fingerprint import sampled
-from kvkeep.host.generation import Generation, GenerationOptions, generate
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.host.packed import Piece
 from kvkeep.host.progress import Progress, silent
@@ -169,8 +168,8 @@ class Host(ABC):
         return nullcontext()
 
     def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
-        """Do now what packed steps of one token of up to so many sequences would do when they first
-        come, such as compiling them. The default does nothing.
+        """Do now what steps of one token of up to so many sequences, packed if there are several,
+        would do when they first come, such as compiling them. The default does nothing.
 
         Args:
             progress: told how much of that is done.
@@ -297,7 +296,7 @@ class Host(ABC):
             "use recompute='boundary:32' or 'all'"
         )
 
-    # -- training and generation ------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------
 
     def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
         """A context manager that runs the model layer by layer on these texts.
@@ -314,8 +313,6 @@ class Host(ABC):
             f"{type(self).__name__}.layerwise"
         )
 
-    def generate(
-        self, tokenizer: Any, ids: Tensor, cache: ModelCache, options: GenerationOptions
-    ) -> Generation:
-        """Continue ids (1, n), of which the cache may hold the first ones."""
-        return generate(self, tokenizer, ids, cache, options)
+    def generate(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Moved to `kvkeep.generate.stream`."""
+        raise AttributeError("Host.generate is kvkeep.generate.stream")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvkeep.host.cache import ModelCache
+
 Progress = Callable[[str, float | None], None]
 """Called with the current activity, and the share of the whole that is done, 0 to 1; None where it
 is not known."""
+
+OnStart = Callable[[ModelCache, int], None]
+"""Called before a prompt is read, with the cache that will hold it and the number of its tokens."""
 
 
 def silent(doing: str, share: float | None = None) -> None:

@@ -63,7 +63,7 @@ class KVKeepBackend(LocalHFBackend):
         recompute: which tokens of blocks are recomputed: see `kvkeep.blocks.prefill`.
         namespace: namespace of the store's entries.
         spec: spec of the caches.
-        sequences: most calls that are answered at once, by a `kvkeep.batch.Batch`; 1: one after the
+        sequences: most calls that are answered at once, by a `kvkeep.Batch`; 1: one after the
             other, by transformers' `generate`.
         model_id: the name by which Mellea chooses templates and adapters; None: the model's own.
         options: keyword arguments of `LocalHFBackend`, such as `model_options=`.

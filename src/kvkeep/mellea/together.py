@@ -5,45 +5,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from threading import Condition, Lock, get_ident
+from threading import Condition, get_ident
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from kvkeep.batch import Answer, Batch, Reuse, Sampling, Settings
+from kvkeep.errors import UnsupportedError
 from kvkeep.extras import needed_by
+from kvkeep.generate import Answer, Batch, Reuse, SamplingParams
+from kvkeep.hf.sampling_params import sampling_params
 from kvkeep.host import ModelCache, host_of
 from kvkeep.host.compress import compresses
-from kvkeep.host.sampling import Processor, repetition
 from kvkeep.mellea.call import Call
 
 with needed_by("kvkeep.mellea", "mellea"):
     from mellea.backends.huggingface import _EventStoppingCriteria
 
-_PROMPT = {"inputs", "input_ids", "attention_mask"}
-_SERVED = {"logits_processor", "stopping_criteria", "streamer", "tokenizer"}
-"""Arguments of `generate` beside a generation config that a batch serves."""
-_CONFIGURED = {
-    "bos_token_id",
-    "do_sample",
-    "eos_token_id",
-    "max_length",
-    "max_new_tokens",
-    "min_p",
-    "pad_token_id",
-    "repetition_penalty",
+_SERVED = {
+    "inputs",
+    "input_ids",
+    "attention_mask",
     "return_dict_in_generate",
-    "stop_strings",
-    "temperature",
-    "top_k",
-    "top_p",
-    "transformers_version",
+    "stopping_criteria",
+    "streamer",
+    "tokenizer",
 }
-"""Fields of a generation config that a batch serves."""
+"""Arguments of `generate` that say nothing of sampling, and are served here."""
 
 
 @final
@@ -52,42 +42,31 @@ class FairLock:
     takes it again and again leaves others their turn."""
 
     def __init__(self) -> None:
-        self._guard = Lock()
+        self._changed = Condition()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[tuple[int, Lock]] = deque()
+        self._waiting: deque[int] = deque()
 
     def __enter__(self) -> bool:
-        me, turn = get_ident(), Lock()
-        with self._guard:
-            if self._owner in (None, me):
-                self._owner = me
-                self._depth += 1
-                return True
-            turn.acquire()
-            self._waiting.append((me, turn))
-        try:
-            turn.acquire()  # until `__exit__` has made this thread the owner
-        except BaseException:
-            with self._guard:
-                waits = (me, turn) in self._waiting
-                if waits:
-                    self._waiting.remove((me, turn))
-            if not waits:
-                self.__exit__()
-            raise
+        me = get_ident()
+        with self._changed:
+            if self._owner != me:
+                self._waiting.append(me)
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and self._waiting[0] == me)
+                    self._owner = me
+                finally:
+                    self._waiting.remove(me)
+                    self._changed.notify_all()
+            self._depth += 1
         return True
 
     def __exit__(self, *raised: object) -> None:
-        with self._guard:
+        with self._changed:
             self._depth -= 1
-            if self._depth:
-                return
-            self._owner = None
-            if self._waiting:
-                self._owner, turn = self._waiting.popleft()
-                self._depth = 1
-                turn.release()
+            if not self._depth:
+                self._owner = None
+                self._changed.notify_all()
 
 
 @final
@@ -127,20 +106,40 @@ class Together:
             ShapeError, CapacityError: see `Batch.add`.
             Exception: whatever ended an answer, such as a logits processor's error.
         """
-        found = _settings(self._model, options)
         cache = host_of(self._model).new_cache(calls[0].caching.spec)
-        if found is None or compresses(cache):
+        criteria = options.get("stopping_criteria") or ()
+        if compresses(cache) or not all(isinstance(x, _EventStoppingCriteria) for x in criteria):
             return None
-        settings, padding = found
+        if "inputs" not in options and "input_ids" not in options:
+            return None
+        prompts = _prompts(options)
+        chosen = {name: x for name, x in options.items() if name not in _SERVED}
+        # Unlike on the command line, a temperature alone does not mean to sample.
+        chosen.setdefault("do_sample", bool(self._model.generation_config.do_sample))
+        processors = chosen.pop("logits_processor", None) or []
+        try:
+            each = [
+                sampling_params(
+                    self._model,
+                    len(prompt),
+                    seed=None if call.seed is None else call.seed + index,
+                    # They may remember what they were called with.
+                    logits_processor=[copy(one) for one in processors],
+                    **chosen,
+                )
+                for index, (prompt, call) in enumerate(zip(prompts, calls, strict=True))
+            ]
+        except UnsupportedError:
+            return None
         ids = _ids(options)
         answers: list[Answer] = []
         try:
             with self._lock, self._turn:  # no step is taken before all are heard
                 if self._closed:
                     return None
-                for index, (prompt, call) in enumerate(zip(_prompts(options), calls, strict=True)):
-                    answers += self._add(prompt, call, _of_row(settings, index, call.seed))
-                    self._listeners[answers[-1]] = _Listener(options, ids[index])
+                for row, prompt, call, params in zip(ids, prompts, calls, each, strict=True):
+                    answers += self._add(prompt, call, params)
+                    self._listeners[answers[-1]] = _Listener(options, row)
             self._wait(answers)
         finally:
             for answer in answers:
@@ -154,6 +153,9 @@ class Together:
                 raise answer.error
         if options.get("streamer") is not None:
             options["streamer"].end()
+        padding = options.get("pad_token_id", self._model.generation_config.pad_token_id)
+        if padding is None:
+            padding = min(each[0].end_tokens or (), default=0)
         return _as_generated(ids, answers, padding)
 
     def close(self) -> None:
@@ -163,11 +165,11 @@ class Together:
                 self._turn.wait()
             self._closed = True
 
-    def _add(self, prompt: Tensor, call: Call, settings: Settings) -> list[Answer]:
+    def _add(self, prompt: Tensor, call: Call, params: SamplingParams) -> list[Answer]:
         caching = call.caching
         return self._batch.add(
             prompt,
-            settings,
+            params,
             spec=caching.spec,
             namespace=caching.namespace if caching.reuse else None,
             reuse=_CallReuse(self._model, call),
@@ -281,76 +283,3 @@ class _CallReuse(Reuse):
         if answer.origin.namespace is not None:  # the store was asked
             call.read(cache, len(answer.prompt) - 1, answer.cached)
         return cache
-
-
-def _settings(model: PreTrainedModel, options: Mapping[str, Any]) -> tuple[Settings, int] | None:
-    """The settings of an answer and the id of padding tokens, as `generate` understands its
-    arguments; None if some cannot be served."""
-    chosen = {k: v for k, v in options.items() if k not in _PROMPT | _SERVED}
-    config, others = cast(Any, model)._prepare_generation_config(None, **chosen)
-    plain = GenerationConfig()
-    plain.update(**plain._get_default_generation_params(), defaults_only=True)
-    usual = plain.to_dict()
-    special = {
-        name
-        for name, value in config.to_dict().items()
-        if value != usual.get(name) and (value or usual.get(name)) and name[0] != "_"
-    }
-    processors, criteria = (
-        list(options.get(name) or []) for name in ("logits_processor", "stopping_criteria")
-    )
-    if (
-        others
-        or special - _CONFIGURED
-        or config.max_new_tokens is None
-        or not all(isinstance(one, _EventStoppingCriteria) for one in criteria)
-    ):
-        return None
-    penalised = config.repetition_penalty not in (None, 1.0)
-    sampling = Sampling(
-        config.temperature if config.do_sample else 0.0,
-        config.top_k or 0,
-        config.top_p,
-        config.min_p or 0.0,
-        processors=[
-            *([repetition(config.repetition_penalty)] if penalised else []),
-            *map(_Float32, processors),
-        ],
-    )
-    ends = config.eos_token_id
-    ends = {*ends} if isinstance(ends, list) else {ends} - {None}
-    stop = config.stop_strings or ()
-    settings = Settings(
-        config.max_new_tokens,
-        sampling,
-        (stop,) if isinstance(stop, str) else tuple(stop),
-        end_tokens=frozenset(ends),
-    )
-    return settings, config.pad_token_id if config.pad_token_id is not None else min(
-        ends, default=0
-    )
-
-
-def _of_row(settings: Settings, index: int, seed: int | None) -> Settings:
-    """The settings of one of several prompts: processors may remember what they were called with,
-    so each prompt has copies of its own."""
-    sampling = settings.sampling
-    own = replace(
-        sampling,
-        processors=[copy(one) for one in sampling.processors],
-        seed=None if seed is None else seed + index,
-    )
-    return replace(settings, sampling=own)
-
-
-@dataclass
-class _Float32:
-    """A logits processor that gets float32, as in `generate`."""
-
-    process: Processor
-
-    def __copy__(self) -> _Float32:
-        return _Float32(copy(self.process))
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        return self.process(ids, logits.float())

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.batch import Answer, Batch, Settings
+from kvkeep.generate import Answer, Batch, SamplingParams
 from kvkeep.host import ModelCache, host_of
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed
@@ -38,7 +38,7 @@ class BatchSession:
         self._index: dict[Answer, int] = {}
 
     def add(self, index: int, ids: Tensor, new: int) -> None:
-        (answer,) = self._batch.add(ids, Settings(new, end_tokens=frozenset()))
+        (answer,) = self._batch.add(ids, SamplingParams(new, end_tokens=frozenset()))
         self._index[answer] = index
 
     def step(self) -> Sequence[tuple[int, int]]:

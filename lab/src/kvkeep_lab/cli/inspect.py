@@ -67,8 +67,8 @@ def inspect(
         raise typer.BadParameter("give a prompt or --context, not both")
     text = "" if context is not None else given_prompt(prompt, prompt_file)
     with Working("starting") as working:
+        from kvkeep.generate import TokenTexts
         from kvkeep.hf.models import load
-        from kvkeep.host import TokenTexts
         from kvkeep_lab.evals.kept_positions import fed, kept, prompt_ids, shares
         from kvkeep_lab.page.inspection import Frames
 

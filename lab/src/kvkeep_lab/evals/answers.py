@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.host import Host, ModelCache
+import torch
+
+from kvkeep.generate import Batch, SamplingParams
+from kvkeep.generate.reuse import Given
+from kvkeep.host import ModelCache, host_of
 from kvkeep.host.compress import compress, compresses
-from kvkeep_lab.evals.forward import Tick, fill
+from kvkeep_lab.evals.forward import STEP_COST, Tick, fill
 from kvkeep_lab.evals.prompts import Prompt
 
 
@@ -20,8 +24,9 @@ class Answer:
     score: float
 
 
+@torch.inference_mode()
 def answered(
-    host: Host,
+    model: Any,
     tokenizer: Any,
     cache: ModelCache,
     prompt: Prompt,
@@ -32,23 +37,25 @@ def answered(
 ) -> Answer:
     """The greedy answer through an empty cache. It ends when no more text can change its score.
     `late`: the question is fed when the text has been read."""
-    ids = prompt.ids.to(host.device)
+    host = host_of(model)
     if late or compresses(cache):
-        text, ids = ids[:, : prompt.text], ids[:, prompt.text :]
+        text = prompt.ids[:, : prompt.text].to(host.device)
         fill(host, cache, text, chunk, tick)
         if compresses(cache):
             compress(host, cache, text, tick=tick)
-    ends = host.end_tokens() | {tokenizer.eos_token_id}
-    logits = fill(host, cache, ids, chunk, tick)
-    answer: list[int] = []
-    for left in reversed(range(prompt.steps)):
-        token = logits.argmax(dim=-1, keepdim=True)
-        answer.append(int(token))
-        if answer[-1] in ends or prompt.metric.settled(text_of(tokenizer, answer), prompt.answers):
-            break
-        if left:
-            logits = fill(host, cache, token, None, tick)
-    return scored(tokenizer, prompt, answer)
+    ends = frozenset(host.end_tokens() | {tokenizer.eos_token_id})
+    batch = Batch(model, sequences=1, chunk=chunk)
+    params = SamplingParams(prompt.steps, end_tokens=ends)
+    (answer,) = batch.add(prompt.ids, params, reuse=Given(model, cache))
+    while not answer.ended:
+        fed = cache.fed
+        found = batch.step()
+        tick(max(STEP_COST, cache.fed - fed))
+        if found and prompt.metric.settled(text_of(tokenizer, answer.tokens), prompt.answers):
+            answer.cancel()
+    if answer.error is not None:
+        raise answer.error
+    return scored(tokenizer, prompt, answer.tokens)
 
 
 def scored(tokenizer: Any, prompt: Prompt, answer: Sequence[int]) -> Answer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compress, compresses
-from kvkeep.host.generation import OnStart
+from kvkeep.host.progress import OnStart
 from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.evals.forward import fill, require_positions
 
@@ -48,7 +48,7 @@ def fed(
     Args:
         chunk: feed the tokens in chunks of that many; None: all at once.
         after: called with the cache after each chunk, and after `kvzip` has compressed it.
-        on_start: called before they are fed; see `kvkeep.host.GenerationOptions`.
+        on_start: called before they are fed, with the cache and the number of tokens.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.

@@ -283,7 +283,7 @@ class _Context:
     def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
         cache = _cache(self.host, spec, self.context, prompt.steps)
         tick, late = self.work.tick, self.late
-        return answered(self.host, self.tokenizer, cache, prompt, self.chunk, tick, late=late)
+        return answered(self.host.model, self.tokenizer, cache, prompt, self.chunk, tick, late=late)
 
     def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, with the specs interleaved."""

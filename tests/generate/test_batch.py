@@ -12,7 +12,6 @@ from support.tiny_host import tiny_model
 from support.tiny_models import tiny
 
 import kvkeep
-from kvkeep.batch import Batch, Reuse, Settings, generate_many
 from kvkeep.errors import (
     CapacityError,
     OutOfMemoryError,
@@ -21,13 +20,19 @@ from kvkeep.errors import (
     UnsupportedError,
 )
 from kvkeep.files.offload import Offload
-from kvkeep.host import Sampling, host_of
-from kvkeep.host.sampling import bias, penalty
+from kvkeep.generate import Batch, Reuse, SamplingParams, generate_many
+from kvkeep.generate.sampling import bias, penalty
+from kvkeep.host import host_of
 from kvkeep.layer.layer import LayerCache
 
 SPECS = ("keep_all", "window:9,sinks=1", "h2o:10", "keep_all+int8", "keep_all+kivi:4,together=4")
 VOCABULARY = 96  # of the model
-WARM = Sampling(temperature=1.0, top_k=30, top_p=0.95, min_p=0.01, seed=7)
+
+
+def warm(most, **more):
+    """Sampled, by every number."""
+    numbers = {"temperature": 1.0, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "seed": 7}
+    return SamplingParams(most, **numbers, **more)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +47,9 @@ def tokens(n, seed=0):
     return torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def alone(model, prompt, settings, **options):
+def alone(model, prompt, params, **options):
     """The tokens of each answer to one prompt, in a batch of its own."""
-    (answers,) = generate_many(model, [prompt], settings, progress=False, **options)
+    (answers,) = generate_many(model, [prompt], params, progress=False, **options)
     return [answer.tokens for answer in answers]
 
 
@@ -58,10 +63,10 @@ def test_an_answer_is_what_forwards_of_one_sequence_give(model):
             row = logits.argmax()[None, None]
             expected.append(int(row))
             logprobs.append(float(logits.log_softmax(0)[row]))
-    (answer,) = Batch(model).add(prompt, Settings(5))
+    (answer,) = Batch(model).add(prompt, SamplingParams(5))
     assert answer.tokens == []
     batch = Batch(model)
-    (answer,) = batch.add(prompt, Settings(5, logprobs=True))
+    (answer,) = batch.add(prompt, SamplingParams(5, logprobs=True))
     assert list(batch) == [answer]
     assert (answer.tokens, answer.reason, batch.running, batch.waiting) == (
         expected,
@@ -78,11 +83,11 @@ def test_answers_do_not_depend_on_company(model, seed):
     rng = random.Random(seed)
     cases = []
     for i in range(12):
-        sampling = WARM if rng.random() < 0.5 else Sampling()
+        sampled = warm if rng.random() < 0.5 else SamplingParams
         most, priority = rng.randint(1, 12), rng.choice((0, 0, 1, 2))
-        settings = Settings(most, sampling, top_logprobs=VOCABULARY, priority=priority)
+        params = sampled(most, top_logprobs=VOCABULARY, priority=priority)
         cases.append(
-            (tokens(rng.randint(1, 40), i), settings, rng.choice(SPECS), rng.choice((1, 1, 3)))
+            (tokens(rng.randint(1, 40), i), params, rng.choice(SPECS), rng.choice((1, 1, 3)))
         )
     host = host_of(model)
     most = host.new_cache().bytes_of(host.geometries(), 60)
@@ -91,16 +96,16 @@ def test_answers_do_not_depend_on_company(model, seed):
     cancelled = rng.sample(range(12), 2)
     while left or batch.running or batch.waiting:
         for _ in range(min(len(left), rng.randint(0, 2))):
-            prompt, settings, spec, n = left.pop(0)
-            found.append(batch.add(prompt, settings, n=n, spec=spec))
+            prompt, params, spec, n = left.pop(0)
+            found.append(batch.add(prompt, params, n=n, spec=spec))
             if len(found) - 1 in cancelled:
                 found[-1][0].cancel()
         batch.step()
         assert batch.promised_bytes <= most
         asides += sum(answer.aside is not None for answers in found for answer in answers)
-    for i, (answers, (prompt, settings, spec, n)) in enumerate(zip(found, cases, strict=True)):
+    for i, (answers, (prompt, params, spec, n)) in enumerate(zip(found, cases, strict=True)):
         options = {"n": n, "spec": spec, "chunk": 8, "progress": False}
-        (expected,) = generate_many(model, [prompt], settings, **options)
+        (expected,) = generate_many(model, [prompt], params, **options)
         for answer, own in zip(answers, expected, strict=True):
             if i in cancelled and answer.index == 0:
                 assert (answer.reason, answer.tokens) == ("cancelled", [])
@@ -117,22 +122,22 @@ def test_what_was_put_aside_goes_on_exactly(model, host_bytes, tmp_path):
     most = host.new_cache().bytes_of(host.geometries(), 30)
     offload = None if host_bytes is None else Offload(host_bytes, str(tmp_path))
     batch = Batch(model, max_bytes=most, offload=offload)
-    (first,) = batch.add(tokens(10), Settings(20, WARM))
+    (first,) = batch.add(tokens(10), warm(20))
     for _ in range(5):
         batch.step()
-    (urgent,) = batch.add(tokens(12, 1), Settings(8, priority=1))
-    (equal,) = batch.add(tokens(3, 2), Settings(4))
+    (urgent,) = batch.add(tokens(12, 1), SamplingParams(8, priority=1))
+    (equal,) = batch.add(tokens(3, 2), SamplingParams(4))
     batch.step()
     assert (first.cache, batch.running, batch.waiting) == (None, 1, 2)
     assert list(batch) == [urgent, first, equal]
-    assert [first.tokens] == alone(model, tokens(10), Settings(20, WARM))
+    assert [first.tokens] == alone(model, tokens(10), warm(20))
     if offload is not None:
         assert offload.file_bytes == offload.host_bytes == 0
 
 
 def test_without_memory_the_youngest_is_put_aside(model, monkeypatch):
     batch = Batch(model)
-    answers = [batch.add(tokens(6, i), Settings(4))[0] for i in range(3)]
+    answers = [batch.add(tokens(6, i), SamplingParams(4))[0] for i in range(3)]
     batch.step()
     forward, sizes = batch._host.forward_packed, []
 
@@ -148,14 +153,14 @@ def test_without_memory_the_youngest_is_put_aside(model, monkeypatch):
     assert [answer.cache is None for answer in answers] == [False, True, True]
     monkeypatch.undo()
     for answer in batch:
-        assert [answer.tokens] == alone(model, answer.prompt, Settings(4))
+        assert [answer.tokens] == alone(model, answer.prompt, SamplingParams(4))
 
 
 def test_answers_to_one_prompt_share_its_slots(model):
     host = host_of(model)
     batch = Batch(model, chunk=50)
-    answers = batch.add(tokens(90), Settings(6, WARM), n=4)
-    batch.add(tokens(5), Settings(20))
+    answers = batch.add(tokens(90), warm(6), n=4)
+    batch.add(tokens(5), SamplingParams(20))
     assert batch.promised_bytes == 0
     for _ in range(4):
         batch.step()
@@ -172,14 +177,14 @@ def test_answers_to_one_prompt_share_its_slots(model):
     for _ in batch:
         pass
     assert len({tuple(answer.tokens) for answer in answers}) > 1
-    assert [a.tokens for a in answers] == alone(model, tokens(90), Settings(6, WARM), n=4)
+    assert [a.tokens for a in answers] == alone(model, tokens(90), warm(6), n=4)
 
 
 def test_a_long_prompt_delays_others_by_a_chunk(model, monkeypatch):
     batch = Batch(model, chunk=16, step_tokens=16)
-    (short,) = batch.add(tokens(4), Settings(30))
+    (short,) = batch.add(tokens(4), SamplingParams(30))
     batch.step()
-    (long,) = batch.add(tokens(80, 1), Settings(2))
+    (long,) = batch.add(tokens(80, 1), SamplingParams(2))
     forward, sizes = batch._host.forward_packed, []
 
     def noted(pieces):
@@ -204,15 +209,15 @@ def test_text_streams_and_stops(model):
 
     letters = Letters()
     batch = Batch(model, letters)
-    (whole,) = batch.add("hello", Settings(12))
+    (whole,) = batch.add("hello", SamplingParams(12))
     streamed = ""
     while not whole.ended:
         streamed += "".join(new.text for new in batch.step())
     assert streamed == whole.text == letters.decode(whole.tokens, True)
     stop = whole.text[4:7]
     batch = Batch(model, letters)
-    (cut,) = batch.add("hello", Settings(12, stop=[stop]))
-    (ended,) = batch.add("hello", Settings(12, end_tokens=frozenset(whole.tokens[2:3])))
+    (cut,) = batch.add("hello", SamplingParams(12, stop=[stop]))
+    (ended,) = batch.add("hello", SamplingParams(12, end_tokens=frozenset(whole.tokens[2:3])))
     list(batch)
     assert (cut.text, cut.reason) == (whole.text[: whole.text.index(stop)], "stop")
     assert (ended.reason, ended.tokens[-1]) == ("stop", whole.tokens[2])
@@ -225,8 +230,8 @@ def test_logits_processors_see_the_whole_text(model):
         seen.append(ids.shape)
         return logits.masked_fill(torch.arange(logits.shape[-1]) % 2 == 1, float("-inf"))
 
-    settings = Settings(4, Sampling(processors=[only_even]))
-    assert all(token % 2 == 0 for token in alone(model, tokens(5), settings)[0])
+    params = SamplingParams(4, processors=[only_even])
+    assert all(token % 2 == 0 for token in alone(model, tokens(5), params)[0])
     assert seen == [(1, n) for n in (5, 6, 7, 8)]
 
 
@@ -244,21 +249,21 @@ def test_an_error_of_one_answer_ends_that_answer(model):
         raise ValueError("no")
 
     batch = Batch(model)
-    (bad,) = batch.add(tokens(5), Settings(4, Sampling(processors=[fails])))
-    (good,) = batch.add(tokens(6), Settings(4))
+    (bad,) = batch.add(tokens(5), SamplingParams(4, processors=[fails]))
+    (good,) = batch.add(tokens(6), SamplingParams(4))
     assert list(batch) == [bad, good]
     assert (bad.reason, str(bad.error), good.reason) == ("error", "no", "length")
-    assert [good.tokens] == alone(model, tokens(6), Settings(4))
+    assert [good.tokens] == alone(model, tokens(6), SamplingParams(4))
     with pytest.raises(ValueError, match="no"):
-        alone(model, tokens(5), bad.settings)
-    with pytest.raises(ShapeError, match="2 settings for 1"):
-        alone(model, tokens(5), [Settings(), Settings()])
+        alone(model, tokens(5), bad.params)
+    with pytest.raises(ShapeError, match="2 params for 1"):
+        alone(model, tokens(5), [SamplingParams(), SamplingParams()])
 
 
 def test_a_failed_step_ends_only_what_cannot_go_back(model, monkeypatch):
     batch = Batch(model)
-    (exact,) = batch.add(tokens(20), Settings(6))
-    (evicting,) = batch.add(tokens(20, 1), Settings(6), spec="h2o:8")
+    (exact,) = batch.add(tokens(20), SamplingParams(6))
+    (evicting,) = batch.add(tokens(20, 1), SamplingParams(6), spec="h2o:8")
     batch.step()
     run, last = LayerCache.run, evicting.cache.layers[1]
 
@@ -272,34 +277,34 @@ def test_a_failed_step_ends_only_what_cannot_go_back(model, monkeypatch):
         batch.step()
     list(batch)
     assert (evicting.reason, exact.reason) == ("error", "length")
-    assert [exact.tokens] == alone(model, tokens(20), Settings(6))
+    assert [exact.tokens] == alone(model, tokens(20), SamplingParams(6))
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), OutOfMemoryError("no memory")])
 def test_a_failed_admission_ends_that_answer_only(model, monkeypatch, error):
     batch = Batch(model)
-    (first,) = batch.add(tokens(6), Settings(8))
+    (first,) = batch.add(tokens(6), SamplingParams(8))
     batch.step()
-    bad, good = (batch.add(tokens(5, i), Settings(4))[0] for i in (1, 2))
-    new_cache, calls = batch._host.new_cache, itertools.count()
+    bad, good = (batch.add(tokens(5, i), SamplingParams(4))[0] for i in (1, 2))
+    new_cache, calls = batch._reuse.new_cache, itertools.count()
 
     def fails(spec):
         if next(calls) == 0:
             raise error
         return new_cache(spec)
 
-    monkeypatch.setattr(batch._host, "new_cache", fails)
+    monkeypatch.setattr(batch._reuse, "new_cache", fails)
     list(batch)
-    (late,) = batch.add(tokens(5, 3), Settings(4))
+    (late,) = batch.add(tokens(5, 3), SamplingParams(4))
     list(batch)
     if isinstance(error, OutOfMemoryError):  # it waits for the others
         assert not bad.error
-        assert [bad.tokens] == alone(model, tokens(5, 1), Settings(4))
+        assert [bad.tokens] == alone(model, tokens(5, 1), SamplingParams(4))
     else:
         assert (bad.reason, bad.error, bad.tokens) == ("error", error, [])
     for answer, prompt, most in ((first, tokens(6), 8), (good, tokens(5, 2), 4)):
-        assert [answer.tokens] == alone(model, prompt, Settings(most))
-    assert [late.tokens] == alone(model, tokens(5, 3), Settings(4))
+        assert [answer.tokens] == alone(model, prompt, SamplingParams(most))
+    assert [late.tokens] == alone(model, tokens(5, 3), SamplingParams(4))
 
 
 def test_an_error_of_who_is_told_of_an_end_is_raised_once(model):
@@ -307,7 +312,7 @@ def test_an_error_of_who_is_told_of_an_end_is_raised_once(model):
         raise ValueError("no")
 
     batch = Batch(model, on_end=fails)
-    (answer,) = batch.add(tokens(5), Settings(1))
+    (answer,) = batch.add(tokens(5), SamplingParams(1))
     with pytest.raises(ValueError, match="no"):
         batch.step()
     assert list(batch) == [answer]
@@ -329,10 +334,10 @@ def poisoned(model, token):
 
 def test_a_failed_forward_ends_only_the_answer_that_fails_alone(model):
     prompts = [tokens(5, i) for i in range(3)]
-    expected = [alone(model, prompt, Settings(4)) for prompt in prompts]
+    expected = [alone(model, prompt, SamplingParams(4)) for prompt in prompts]
     batch = Batch(model)
-    (bad,) = batch.add([5, 95, 7], Settings(4))
-    good = [batch.add(prompt, Settings(4))[0] for prompt in prompts]
+    (bad,) = batch.add([5, 95, 7], SamplingParams(4))
+    good = [batch.add(prompt, SamplingParams(4))[0] for prompt in prompts]
     hook = poisoned(model, 95)
     try:
         batch.step()
@@ -363,8 +368,8 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
                 own.append(int(row))
             expected.append(own)
     batch = Batch(other)
-    answers = [batch.add(prompt, Settings(5))[0] for prompt in prompts]
-    several = batch.add(prompts[1], Settings(5), n=2)
+    answers = [batch.add(prompt, SamplingParams(5))[0] for prompt in prompts]
+    several = batch.add(prompts[1], SamplingParams(5), n=2)
     batch.step()
     assert [len(answer.tokens) for answer in answers] == (
         [1, 0, 0] if kind == "dynamic" else [1, 1, 1]
@@ -385,7 +390,7 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
 
     batch = Batch(other)
     monkeypatch.setattr(batch._host, "forward", fails)
-    answers = [batch.add(prompt, Settings(5))[0] for prompt in (prompts[0], *prompts)]
+    answers = [batch.add(prompt, SamplingParams(5))[0] for prompt in (prompts[0], *prompts)]
     list(batch)
     reasons = [answer.reason for answer in answers]
 
@@ -397,7 +402,7 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
 
     batch = Batch(other)
     monkeypatch.setattr(batch._host, "forward", starves)
-    again = [batch.add(prompt, Settings(5))[0] for prompt in prompts]
+    again = [batch.add(prompt, SamplingParams(5))[0] for prompt in prompts]
     for _ in range(60):
         batch.step()
     assert [answer.tokens for answer in again] == expected
@@ -410,24 +415,24 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
 
 def test_queues_are_admitted_and_read_in_turn(model):
     batch = Batch(model, sequences=2, chunk=8, step_tokens=8)
-    first = [batch.add(tokens(24, i), Settings(2), queue="much")[0] for i in range(5)]
-    (other,) = batch.add(tokens(24, 9), Settings(2), queue="little")
+    first = [batch.add(tokens(24, i), SamplingParams(2), queue="much")[0] for i in range(5)]
+    (other,) = batch.add(tokens(24, 9), SamplingParams(2), queue="little")
     batch.step()
     assert (batch.running, batch.waiting) == (2, 4)
     assert other.cache is not None  # the second of two
     assert next(answer for answer in batch if answer is not first[0]) is other
     batch = Batch(model, sequences=4, chunk=8, step_tokens=8)
-    much = [batch.add(tokens(24, i), Settings(2), queue="much")[0] for i in range(3)]
-    (little,) = batch.add(tokens(24, 9), Settings(2), queue="little")
+    much = [batch.add(tokens(24, i), SamplingParams(2), queue="much")[0] for i in range(3)]
+    (little,) = batch.add(tokens(24, 9), SamplingParams(2), queue="little")
     while not little.tokens:
         batch.step()
     assert [bool(answer.tokens) for answer in much] == [True, False, False]
     # One who came when others had been admitted reads in turn with them all the same.
     batch = Batch(model, chunk=8, step_tokens=9)
-    (generating,) = batch.add(tokens(4), Settings(40), queue="much")
-    much = [batch.add(tokens(24, i), Settings(2), queue="much")[0] for i in range(3)]
+    (generating,) = batch.add(tokens(4), SamplingParams(40), queue="much")
+    much = [batch.add(tokens(24, i), SamplingParams(2), queue="much")[0] for i in range(3)]
     batch.step()
-    (little,) = batch.add(tokens(24, 9), Settings(2), queue="little")
+    (little,) = batch.add(tokens(24, 9), SamplingParams(2), queue="little")
     while not little.tokens:
         batch.step()
     assert not any(answer.tokens for answer in much)
@@ -435,10 +440,10 @@ def test_queues_are_admitted_and_read_in_turn(model):
 
 
 def test_what_is_likeliest_is_recorded(model):
-    warm = Sampling(temperature=1.0, seed=3)
+    sampled = {"temperature": 1.0, "seed": 3}
     batch = Batch(model)
-    (answer,) = batch.add(tokens(7), Settings(4, warm, logprobs=True, top_logprobs=3))
-    (plain,) = batch.add(tokens(7), Settings(4, warm))
+    (answer,) = batch.add(tokens(7), SamplingParams(4, **sampled, logprobs=True, top_logprobs=3))
+    (plain,) = batch.add(tokens(7), SamplingParams(4, **sampled))
     list(batch)
     host = host_of(model)
     with torch.inference_mode():
@@ -454,11 +459,11 @@ def test_what_is_likeliest_is_recorded(model):
 
 def test_a_prompt_is_found_while_the_answer_to_it_goes_on(model):
     batch = Batch(model, store=kvkeep.PrefixStore(), chunk=16, step_tokens=16)
-    (first,) = batch.add(tokens(30), Settings(20))
-    (same,) = batch.add(tokens(30), Settings(20))
-    (stranger,) = batch.add(tokens(30), Settings(20), namespace="other")
-    private = batch.add(tokens(30), Settings(20), namespace=None, n=2)
-    found = batch.add(tokens(30), Settings(20), n=2)
+    (first,) = batch.add(tokens(30), SamplingParams(20))
+    (same,) = batch.add(tokens(30), SamplingParams(20))
+    (stranger,) = batch.add(tokens(30), SamplingParams(20), namespace="other")
+    private = batch.add(tokens(30), SamplingParams(20), namespace=None, n=2)
+    found = batch.add(tokens(30), SamplingParams(20), n=2)
     list(batch)
     assert [answer.cached for answer in (first, same, stranger)] == [0, 29, 0]
     assert [answer.cached for answer in (*private, *found)] == [0, 0, 29, 0]
@@ -466,7 +471,7 @@ def test_a_prompt_is_found_while_the_answer_to_it_goes_on(model):
         tuple(first.tokens)
     }
     namespaced = Batch(model, store=batch._reuse._store)
-    (again,) = namespaced.add(tokens(30), Settings(1), namespace="other")
+    (again,) = namespaced.add(tokens(30), SamplingParams(1), namespace="other")
     list(namespaced)
     assert again.cached == 29
 
@@ -475,7 +480,7 @@ def test_a_prompt_with_a_store_of_its_own(model):
     batch = Batch(model, store=kvkeep.PrefixStore())
     reuse = Reuse(model, kvkeep.PrefixStore())
     for given, found in ((reuse, 0), (None, 0), (reuse, 29), (None, 29)):
-        (answer,) = batch.add(tokens(30), Settings(1), reuse=given)
+        (answer,) = batch.add(tokens(30), SamplingParams(1), reuse=given)
         list(batch)
         assert answer.cached == found
 
@@ -484,9 +489,9 @@ def test_a_prompt_with_a_store_of_its_own(model):
 @pytest.mark.parametrize("length", [1, 2])
 def test_the_shortest_prompts(model, length, n):
     store = kvkeep.PrefixStore()
-    expected = alone(model, tokens(length), Settings(4))
+    expected = alone(model, tokens(length), SamplingParams(4))
     for _ in range(2):
-        assert alone(model, tokens(length), Settings(4), n=n, store=store) == expected * n
+        assert alone(model, tokens(length), SamplingParams(4), n=n, store=store) == expected * n
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SpecError("odd")])
@@ -498,17 +503,17 @@ def test_a_store_that_fails_costs_nobody_an_answer(model, error, monkeypatch):
         store = kvkeep.PrefixStore()
         monkeypatch.setattr(store, method, fails)
         batch = Batch(model, store=store)
-        (answer,) = batch.add(tokens(30), Settings(6))
+        (answer,) = batch.add(tokens(30), SamplingParams(6))
         list(batch)
-        assert [answer.tokens] == alone(model, tokens(30), Settings(6))
+        assert [answer.tokens] == alone(model, tokens(30), SamplingParams(6))
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:6"])
 def test_siblings_that_are_cancelled_change_nothing(model, spec):
-    expected = alone(model, tokens(30), Settings(5, WARM), n=3, spec=spec, chunk=8)
+    expected = alone(model, tokens(30), warm(5), n=3, spec=spec, chunk=8)
     for moment in (0, 2, 5):
         batch = Batch(model, chunk=8, spec=spec)
-        answers = batch.add(tokens(30), Settings(5, WARM), n=3)
+        answers = batch.add(tokens(30), warm(5), n=3)
         for _ in range(moment):
             batch.step()
         answers[0].cancel()
@@ -520,26 +525,26 @@ def test_siblings_that_are_cancelled_change_nothing(model, spec):
 
 def test_a_store_is_asked_and_learns(model):
     store = kvkeep.PrefixStore()
-    expected = alone(model, tokens(30), Settings(6))
+    expected = alone(model, tokens(30), SamplingParams(6))
     for cached in (0, 29):
         batch = Batch(model, store=store)
-        (answer,) = batch.add(tokens(30), Settings(6))
+        (answer,) = batch.add(tokens(30), SamplingParams(6))
         list(batch)
         assert (answer.tokens, answer.cached) == (expected[0], cached)
     longer = torch.cat([tokens(30), torch.tensor(expected[0]), tokens(5, 3)])
     batch = Batch(model, store=store)
-    (answer,) = batch.add(longer, Settings(3))
-    (evicting,) = batch.add(longer, Settings(3), spec="h2o:8")
+    (answer,) = batch.add(longer, SamplingParams(3))
+    (evicting,) = batch.add(longer, SamplingParams(3), spec="h2o:8")
     list(batch)
     assert (answer.cached, evicting.cached) == (35, 0)
-    assert [answer.tokens] == alone(model, longer, Settings(3))
+    assert [answer.tokens] == alone(model, longer, SamplingParams(3))
 
 
 def test_threads_add_and_cancel_while_one_steps(model):
     batch, done = Batch(model), []
 
     def add(i):
-        (answer,) = batch.add(tokens(5 + i, i), Settings(10))
+        (answer,) = batch.add(tokens(5 + i, i), SamplingParams(10))
         if i % 3 == 0:
             answer.cancel()
         return answer
@@ -551,16 +556,16 @@ def test_threads_add_and_cancel_while_one_steps(model):
         done = [one.result() for one in added]
     for i, answer in enumerate(done):
         if answer.reason != "cancelled":
-            assert [answer.tokens] == alone(model, tokens(5 + i, i), Settings(10))
+            assert [answer.tokens] == alone(model, tokens(5 + i, i), SamplingParams(10))
 
 
 def test_any_host_that_packs():
     model = tiny_model()
     batch = Batch(model)
-    answers = [batch.add(tokens(n, n) % 61, Settings(5))[0] for n in (3, 9, 20)]
+    answers = [batch.add(tokens(n, n) % 61, SamplingParams(5))[0] for n in (3, 9, 20)]
     list(batch)
     for answer in answers:
-        assert [answer.tokens] == alone(model, answer.prompt, Settings(5))
+        assert [answer.tokens] == alone(model, answer.prompt, SamplingParams(5))
 
 
 def test_refused_before_anything_is_changed(model):
@@ -575,28 +580,28 @@ def test_refused_before_anything_is_changed(model):
         (([],), ShapeError, "0 tokens"),
         (("text",), ShapeError, "no tokenizer"),
         (([3, 500],), ShapeError, "vocabulary has 0 to 95"),
-        ((tokens(100), Settings(100)), ShapeError, "context of 128"),
-        ((tokens(100), Settings(20)), CapacityError, "may hold 5000"),
+        ((tokens(100), SamplingParams(100)), ShapeError, "context of 128"),
+        ((tokens(100), SamplingParams(20)), CapacityError, "may hold 5000"),
     ):
         with pytest.raises(error, match=message):
             batch.add(*given)
     with pytest.raises(ShapeError, match="n is 0"):
         batch.add(tokens(3), n=0)
     with pytest.raises(CapacityError, match="storage holds 8"):
-        batch.add(tokens(6), Settings(4), spec="keep_all@fixed:8")
+        batch.add(tokens(6), SamplingParams(4), spec="keep_all@fixed:8")
     for wrong in ({"top_p": 1.5}, {"temperature": -1}, {"min_p": 2}, {"top_k": -1}):
         with pytest.raises(SpecError, match=next(iter(wrong))):
-            Sampling(**wrong)
+            SamplingParams(**wrong)
     with pytest.raises(SpecError, match="top_logprobs is -1"):
-        Settings(top_logprobs=-1)
+        SamplingParams(top_logprobs=-1)
     with pytest.raises(SpecError, match="list of strings"):
-        Settings(stop="end")
+        SamplingParams(stop="end")
     assert batch.step() == []
 
 
 @pytest.mark.parametrize("name", ["put", "get"])
 def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, monkeypatch, name):
-    expected = [alone(model, tokens(9, i), Settings(30))[0] for i in range(3)]
+    expected = [alone(model, tokens(9, i), SamplingParams(30))[0] for i in range(3)]
     real, calls = getattr(Offload, name), itertools.count()
 
     def fails(offload, x):
@@ -606,10 +611,10 @@ def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, 
 
     monkeypatch.setattr(Offload, name, fails)
     batch = Batch(model, sequences=2)
-    first, low = (batch.add(tokens(9, i), Settings(30))[0] for i in range(2))
+    first, low = (batch.add(tokens(9, i), SamplingParams(30))[0] for i in range(2))
     for _ in range(4):
         batch.step()
-    (high,) = batch.add(tokens(9, 2), Settings(3, priority=1))
+    (high,) = batch.add(tokens(9, 2), SamplingParams(3, priority=1))
     list(batch)
     assert next(calls) > 3
     assert (first.tokens, high.tokens) == (expected[0], expected[2][:3])
@@ -627,8 +632,8 @@ def test_ended_answers_are_shown_with_what_they_hold(model):
         held.append((answer.order, answer.reason, answer.cache and answer.cache.fed))
 
     batch = Batch(model, on_end=ended, sequences=2)
-    settings = Settings(max_new_tokens=3, end_tokens=frozenset())
-    first, second, third = (batch.add(tokens(5, seed), settings)[0] for seed in range(3))
+    params = SamplingParams(max_new_tokens=3, end_tokens=frozenset())
+    first, second, third = (batch.add(tokens(5, seed), params)[0] for seed in range(3))
     batch.step()
     second.cancel()
     third.cancel()

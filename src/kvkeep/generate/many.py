@@ -8,16 +8,17 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from kvkeep.batch.answer import Answer, Settings
-from kvkeep.batch.batch import Batch
 from kvkeep.errors import ShapeError
+from kvkeep.generate.answer import Answer
+from kvkeep.generate.batch import Batch
+from kvkeep.generate.sampling import SamplingParams
 from kvkeep.host import Marker
 
 
 def generate_many(
     model: Any,
     prompts: Sequence[str | Tensor | Sequence[int]],
-    settings: Settings | Sequence[Settings] | None = None,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     tokenizer: Any = None,
     n: int = 1,
@@ -31,7 +32,7 @@ def generate_many(
     Args:
         model, tokenizer, options: see `Batch`.
         prompts: texts, or token ids.
-        settings: for all prompts, or one for each.
+        params: for all prompts, or one for each.
         n: answers to each prompt.
         keep_until, namespace: see `Batch.add`.
         progress: show a progress bar; None: on a terminal.
@@ -40,13 +41,13 @@ def generate_many(
         For each prompt, its n answers.
 
     Raises:
-        ShapeError: there are not as many settings as prompts; see also `Batch.add`.
+        ShapeError: there are not as many params as prompts; see also `Batch.add`.
         Exception: whatever ended an answer, such as a logits processor's error.
     """
     batch = Batch(model, tokenizer, **options)
-    if isinstance(settings, Sequence) and len(settings) != len(prompts):
-        raise ShapeError(f"{len(settings)} settings for {len(prompts)} prompts; give one for each")
-    each = list(settings) if isinstance(settings, Sequence) else [settings] * len(prompts)
+    if isinstance(params, Sequence) and len(params) != len(prompts):
+        raise ShapeError(f"{len(params)} params for {len(prompts)} prompts; give one for each")
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     answers = [
         batch.add(prompt, own, n=n, keep_until=keep_until, namespace=namespace)
         for prompt, own in zip(prompts, each, strict=True)

@@ -12,16 +12,19 @@ from support.interruption import Interruption, Lines
 from support.tiny_models import tiny
 
 import kvkeep
-from kvkeep.batch import Batch, Settings
 from kvkeep.errors import StateError
 from kvkeep.files.offload import Offload
-from kvkeep.host import Sampling, host_of
+from kvkeep.generate import Batch, SamplingParams
+from kvkeep.host import host_of
 from kvkeep.layer.layer import LayerCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WARM = Sampling(temperature=1.0, top_k=30, seed=7)
 EXACT, EVICTS = "keep_all", "h2o:10"
+
+
+def warm(most, **more):
+    return SamplingParams(most, temperature=1.0, top_k=30, seed=7, **more)
 
 
 class Letters:
@@ -76,18 +79,17 @@ class Scenario:
             **limits,
         )
         add = self.batch.add
-        even = Sampling(processors=[once])
         odd = EVICTS if host.attached else EXACT
         self.answers = [
-            *add(tokens(11, 0), Settings(9, WARM, logprobs=True, top_logprobs=2)),
-            *add(tokens(9, 1), Settings(7, stop=["zz"]), spec=odd),
-            *add(tokens(12, 2), Settings(4, WARM), n=2),
-            *add(tokens(11, 0)[:10], Settings(5, even), namespace=None),
-            *add(tokens(12, 2), Settings(3)),
+            *add(tokens(11, 0), warm(9, logprobs=True, top_logprobs=2)),
+            *add(tokens(9, 1), SamplingParams(7, stop=["zz"]), spec=odd),
+            *add(tokens(12, 2), warm(4), n=2),
+            *add(tokens(11, 0)[:10], SamplingParams(5, processors=[once]), namespace=None),
+            *add(tokens(12, 2), SamplingParams(3)),
         ]
 
     def later(self):
-        self.answers += self.batch.add(tokens(10, 5), Settings(4, priority=1))
+        self.answers += self.batch.add(tokens(10, 5), SamplingParams(4, priority=1))
         self.answers[4].cancel()
 
     def run(self, trace=None):
@@ -126,7 +128,7 @@ class Scenario:
         assert set(self.ended) == set(self.answers)
         offload = self.batch._asides.offload
         assert offload.host_bytes == offload.file_bytes == 0
-        (new,) = self.batch.add(tokens(11, 0), Settings(9, WARM, logprobs=True))
+        (new,) = self.batch.add(tokens(11, 0), warm(9, logprobs=True))
         list(self.batch)
         assert new.tokens == expected[0][0]
         return failed
@@ -152,7 +154,7 @@ def test_an_interrupt_at_every_line_of_a_step(models, expected, kind):
     lines = lines_of(models[kind])
     assert len(lines) > 400
     for line, count in lines.items():
-        own = "/kvkeep/batch/" in line[0]
+        own = "/kvkeep/generate/" in line[0]
         for at in {0, count - 1} if own else {count // 2}:
             interruption = Interruption(at, line=line)
             one = Scenario(models[kind]).run(interruption)
@@ -166,8 +168,8 @@ def test_an_interrupt_at_every_line_of_a_step(models, expected, kind):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("packed", "batch/batch.py"),
-        ("packed", "batch/answer.py"),
+        ("packed", "generate/batch.py"),
+        ("packed", "generate/answer.py"),
         ("packed", "layer/packed.py"),
         ("single", "layer/settling.py"),
     ],
@@ -185,8 +187,8 @@ def test_an_interrupt_at_some_lines_of_a_step(models, expected, kind, name):
 def test_an_answer_that_evicted_ends_alone(models, monkeypatch):
     """Interrupted between its layers' steps, it cannot go back, and says so."""
     batch = Batch(models["packed"])
-    (exact,) = batch.add(tokens(20, 0), Settings(6))
-    (evicting,) = batch.add(tokens(20, 1), Settings(6), spec=EVICTS)
+    (exact,) = batch.add(tokens(20, 0), SamplingParams(6))
+    (evicting,) = batch.add(tokens(20, 1), SamplingParams(6), spec=EVICTS)
     batch.step()
     run, last = LayerCache.run, evicting.cache.layers[1]
 
@@ -202,7 +204,7 @@ def test_an_answer_that_evicted_ends_alone(models, monkeypatch):
     list(batch)
     with pytest.raises(StateError, match="interrupted after it had changed this answer's cache"):
         raise evicting.error
-    (again,) = batch.add(tokens(20, 0), Settings(6))
+    (again,) = batch.add(tokens(20, 0), SamplingParams(6))
     assert list(batch) == [again]
     assert (exact.reason, exact.tokens) == ("length", again.tokens)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import suppress
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import suggests
-from kvkeep.batch.answer import LENGTH, STOP, Answer, Prompt, Settings
-from kvkeep.batch.aside import Asides
-from kvkeep.batch.intake import Intake
-from kvkeep.batch.reuse import Reuse
-from kvkeep.errors import OutOfMemoryError, RollbackError, SpecError, StateError
+from kvkeep.errors import OutOfMemoryError, SpecError, StateError
 from kvkeep.files.offload import Offload
-from kvkeep.host import DEFAULT_SPEC, Piece, Sampling, Specs, host_of
-from kvkeep.host.keep_until import Marker
+from kvkeep.generate.answer import LENGTH, STOP, Answer, Prompt, promised
+from kvkeep.generate.aside import Asides
+from kvkeep.generate.intake import Intake
+from kvkeep.generate.reuse import Reuse
+from kvkeep.generate.sampling import SamplingParams
+from kvkeep.generate.turns import Turns
+from kvkeep.host import DEFAULT_SPEC, Marker, Piece, Specs, host_of
 from kvkeep.host.keep_until import keep_until as spec_keeping
 from kvkeep.store.prefix import PrefixStore
 
@@ -57,11 +57,13 @@ class Batch:
         spec: what caches keep, unless `add` says otherwise.
         store: prefixes of prompts are looked up here, and prompts and answers are stored; None: no
             store.
-        sequences: most answers at work; None: no limit. Others wait.
+        sequences: most answers at work; None: no limit. Others wait. If it is 1, steps are the
+            model's own forwards.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
             specs promise, and of recurrent states with their copies for the store; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
-            policy evicts depends on them. So a long prompt delays others by one chunk.
+            policy evicts depends on them. So a long prompt delays others by one chunk. None: each
+            prompt is read at once.
         step_tokens: most tokens of a step, but at least one of each answer that is being generated
             and one chunk.
         offload: where answers are put aside for others of higher priority, and nothing else is
@@ -75,7 +77,7 @@ class Batch:
             the spec's policy is `kvzip`.
     """
 
-    @suggests(Settings, Sampling)
+    @suggests(SamplingParams)
     def __init__(
         self,
         model: Any,
@@ -85,7 +87,7 @@ class Batch:
         store: PrefixStore | None = None,
         sequences: int | None = None,
         max_bytes: int | None = None,
-        chunk: int = 256,
+        chunk: int | None = 256,
         step_tokens: int = 512,
         offload: Offload | None = None,
         on_end: Callable[[Answer], None] | None = None,
@@ -98,17 +100,16 @@ class Batch:
         self.spec = spec
         # Such a model's forwards may leave frequencies behind that the next text needs.
         self.sequences = 1 if self._host.changing_rotary else sequences
-        self.max_bytes, self.chunk, self.step_tokens = max_bytes, chunk, step_tokens
+        self.max_bytes, self.step_tokens = max_bytes, step_tokens
+        self.chunk = sys.maxsize if chunk is None else chunk
         self._asides, self._on_end = Asides(offload), on_end
         # Both are lowered when memory proves to be less.
         self._limit, self._most = max_bytes, self.sequences
-        self._intake = Intake(self._host, tokenizer, spec, max_bytes=max_bytes, chunk=chunk)
-        self._host_packs = not self._host.unpackable
+        self._intake = Intake(self._host, tokenizer, spec, max_bytes=max_bytes, chunk=self.chunk)
+        self._packs = self.sequences != 1 and not self._host.unpackable
         self._reuse = Reuse(model, store)
-        self._orders, self._turns = count(), count(1)
-        # The turns that each queue had last, of admission and of reading prompts.
-        self._served: dict[str, int] = {}
-        self._read: dict[str, int] = {}
+        self._orders = count()
+        self._admitted, self._read = Turns(), Turns()
         self._suspects: set[Answer] = set()  # their forward failed; each is taken alone
         self._answers: list[Answer] = []  # in the order of arrival; at work are those with a cache
         # Of the last step: the answers that ended, the new tokens, and whether it is not complete.
@@ -119,11 +120,11 @@ class Batch:
 
     # -- answers ----------------------------------------------------------------------------
 
-    @suggests(Settings, Sampling)
+    @suggests(SamplingParams)
     def add(
         self,
         prompt: str | Tensor | Sequence[int],
-        settings: Settings | None = None,
+        params: SamplingParams | None = None,
         *,
         n: int = 1,
         spec: Specs | None = None,
@@ -136,7 +137,7 @@ class Batch:
 
         Args:
             prompt: text, or token ids (n,).
-            settings: how to continue it; None: the defaults.
+            params: how to continue it; None: the defaults.
             n: how many answers; they share the prompt's slots.
             spec: what their caches keep; None: the batch's.
             keep_until: they also keep the prompt up to this marker: see `kvkeep.keep_until`.
@@ -154,27 +155,23 @@ class Batch:
             CapacityError: an answer alone could exceed `max_bytes`, or its storage.
             SpecError: the spec does not fit the model, or cannot keep the prompt up to the marker.
         """
-        settings, spec = settings or Settings(), self.spec if spec is None else spec
-        ids = self._intake.ids(prompt)
+        ids, spec = self._intake.ids(prompt), self.spec if spec is None else spec
         if keep_until is not None:
             spec = spec_keeping(spec, ids, keep_until, self._tokenizer)
-        self._intake.require_context(len(ids), settings, n)
-        origin = Prompt(ids, n, queue, namespace, reuse or self._reuse)
-        own = self._intake.promise(origin, settings, spec)
+        origin = Prompt(
+            ids,
+            params or SamplingParams(),
+            n,
+            spec=spec,
+            queue=queue,
+            namespace=namespace,
+            reuse=reuse or self._reuse,
+        )
+        self._intake.check(origin)
         with self._lock:
             answers = [
-                Answer(
-                    origin,
-                    index,
-                    settings,
-                    order=next(self._orders),
-                    ends=self._host.end_tokens(),
-                    tokenizer=self._tokenizer,
-                    spec=spec,
-                    own_bytes=own,
-                    device=self._host.device,
-                )
-                for index in range(n)
+                Answer(origin, index, order=order, host=self._host, tokenizer=self._tokenizer)
+                for index, order in zip(range(n), self._orders, strict=False)
             ]
             self._answers += answers
         return answers
@@ -193,7 +190,7 @@ class Batch:
     @property
     def promised_bytes(self) -> int:
         """Bytes of slots that the answers at work may come to hold."""
-        return self._promised(self._at_work())
+        return promised(self._at_work())
 
     @property
     def live_bytes(self) -> int:
@@ -276,26 +273,14 @@ class Batch:
         with self._lock:
             for answer in self._at_work():
                 if not answer.ended:
-                    self._undo(
-                        answer,
+                    answer.undo(
                         StateError(
                             "a step of the batch was interrupted after it had changed this "
                             "answer's cache in a way that cannot be undone, such as an eviction; "
                             "add its prompt again"
                         ),
                     )
-            self._asides.retain(answer.aside for answer in self._answers if answer.aside)
-
-    def _undo(self, answer: Answer, error: BaseException) -> bool:
-        """Return an answer's cache to what it held before the step; returns whether that was
-        possible. Otherwise the answer ends with the error."""
-        assert answer.cache is not None
-        try:
-            answer.cache.rewind(answer.fed)
-        except (RollbackError, StateError):
-            answer.fail(error)
-            return False
-        return True
+            self._asides.retain(self._answers)
 
     def _at_work(self) -> list[Answer]:
         with self._lock:
@@ -307,7 +292,7 @@ class Batch:
         for one in planned:
             cache = one.answer.cache
             assert cache is not None
-            if self._host_packs and cache.activation is None and one.answer not in self._suspects:
+            if self._packs and cache.activation is None and one.answer not in self._suspects:
                 together.append(one)
             else:
                 groups.append([one])
@@ -321,7 +306,7 @@ class Batch:
             if answer.cache is not None
         ]
         ids, cache = pieces[0]
-        if self._host_packs and cache.activation is None:
+        if self._packs and cache.activation is None:
             return self._host.forward_packed(pieces)
         logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
         answer = group[0].answer
@@ -332,14 +317,14 @@ class Batch:
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
         """After a forward failed: end what cannot go back or failed alone, put an answer aside for
         want of memory, or suspect each."""
-        undone = [self._undo(answer, error) for answer, _ in group if answer.cache is not None]
+        undone = [answer.undo(error) for answer, _ in group if answer.cache is not None]
         running = self._at_work()
         left = [answer for answer in running if not answer.ended]
         if isinstance(error, OutOfMemoryError) and len(running) > 1:
             if left and all(undone):
                 self._put_aside(max(left, key=lambda answer: answer.rank))
             going = [answer for answer in self._at_work() if not answer.ended]
-            self._limit, self._most = self._promised(going), max(1, len(going))
+            self._limit, self._most = promised(going), max(1, len(going))
         elif len(group) == 1:
             group[0].answer.fail(error)
         else:
@@ -366,10 +351,11 @@ class Batch:
         """Free what ended, or was cancelled."""
         for answer in [x for x in self._answers if x.ended]:
             self._suspects.discard(answer)
-            self._drop_aside(answer)
+            self._asides.drop(answer)
             answer.origin.filled(answer.index)
             if answer not in self._ended:
-                if answer.reason in (STOP, LENGTH):
+                if answer.reason in (STOP, LENGTH) and answer.cache is not None:
+                    answer.stats = answer.cache.stats()
                     answer.origin.reuse.keep(answer)
                 self._tell_end(answer)
                 self._ended.append(answer)
@@ -384,17 +370,12 @@ class Batch:
             self._ended.append(answer)  # once is enough
             raise
 
-    def _promised(self, answers: Sequence[Answer]) -> int:
-        prompts = {id(answer.origin): answer.origin for answer in answers}
-        own = sum(answer.own_bytes for answer in answers)
-        return own + sum(prompt.shared_bytes for prompt in prompts.values())
-
     def _fits(self, answers: Sequence[Answer]) -> bool:
         if len(answers) == 1:  # `add` has compared its bytes
             return True
         if self._most is not None and len(answers) > self._most:
             return False
-        return self._limit is None or self._promised(answers) <= self._limit
+        return self._limit is None or promised(answers) <= self._limit
 
     def _admit(self) -> None:
         """Admit answers as long as what all promise fits: those of the highest priority first, of
@@ -405,12 +386,12 @@ class Batch:
         if not self._at_work():
             self._limit, self._most = self.max_bytes, self.sequences
         while waiting:
-            first = min(waiting, key=self._turn_of)
+            first = self._admitted.next(waiting)
             running = self._at_work()
             stay = list(running)
             while not self._fits([*stay, first]):
                 youngest = max(stay, key=lambda answer: answer.rank, default=None)
-                if youngest is None or youngest.settings.priority >= first.settings.priority:
+                if youngest is None or youngest.params.priority >= first.params.priority:
                     return
                 stay.remove(youngest)
             waiting.remove(first)
@@ -423,7 +404,7 @@ class Batch:
                 self._put_aside(answer)
                 waiting += [] if answer.ended else [answer]
             try:
-                self._begin(first)
+                self._asides.take_back(first)
             except _INTERRUPTS:
                 raise
             except BaseException as error:
@@ -432,9 +413,9 @@ class Batch:
                     first.fail(error)
                     continue
                 # What it holds stays aside.
-                self._limit, self._most = self._promised(others), len(others)
+                self._limit, self._most = promised(others), len(others)
                 return
-            self._served[first.origin.queue] = next(self._turns)
+            self._admitted.took(first)
 
     def _await_stores(self) -> None:
         """Where nothing can be computed, wait a little for the stores that are being asked."""
@@ -443,83 +424,43 @@ class Batch:
         if asked:
             wait(filter(None, asked), _PATIENCE_S, FIRST_COMPLETED)
 
-    def _turn_of(self, answer: Answer) -> tuple[int, int, int]:
-        """Sorts waiting answers: by priority, then the queue that was served longest ago."""
-        served = self._served.get(answer.origin.queue, 0)
-        return -answer.settings.priority, served, answer.order
-
-    def _begin(self, answer: Answer) -> None:
-        cache, aside = self._host.new_cache(answer.spec), answer.aside
-        if aside is not None:
-            self._asides.fill(cache, aside)
-        answer.cache, answer.aside = cache, None
-        self._asides.drop(aside)
-
     def _put_aside(self, answer: Answer) -> None:
-        """Copy what an answer holds to host memory or a file, and let it wait. If there is no room
-        for it, the answer ends with that error."""
-        cache = answer.cache
-        assert cache is not None
-        if not cache.fed:
-            answer.begun, answer.cache = False, None
-            return
+        """Let an answer wait. If there is no room for what it holds, it ends with that error."""
         try:
-            aside = self._asides.put(cache)
+            self._asides.put(answer)
         except Exception as error:
             answer.fail(error)
             self._leave()
-        else:
-            answer.aside, answer.cache = aside, None
-
-    def _drop_aside(self, answer: Answer) -> None:
-        aside, answer.aside = answer.aside, None
-        self._asides.drop(aside)
 
     def _planned(self) -> list[_Planned]:
         """The answers of the next step, and how many tokens each is fed."""
-        running = [x for x in self._at_work() if self._try(x, self._share)]
+        running = [x for x in self._at_work() if self._try(x, Answer.share)]
         ready = [answer for answer in running if answer.begun and answer.unfed == 1]
         planned = [_Planned(answer, 1) for answer in ready]
         generating, tokens = len(planned), len(planned)
         reading: set[Prompt] = set()  # that one answer reads for all
-        for answer in self._in_turn([x for x in running if x not in ready]):
+        for answer in self._read.in_order([x for x in running if x not in ready]):
             origin = answer.origin
             if answer.forks:
-                if not self._try(answer, self._fork):
+                if not self._try(answer, Answer.fork):
                     continue
             elif origin in reading:
                 continue
             # The store is asked as late as possible: what others read may be there by then.
-            if tokens + self._chunk_of(answer) > self.step_tokens and len(planned) > generating:
+            if (
+                tokens + answer.next_count(self.chunk) > self.step_tokens
+                and len(planned) > generating
+            ):
                 continue
-            if not answer.begun and not self._try(answer, self._begin_text):
+            if not answer.begun and not self._try(answer, Answer.begin):
                 continue
             if answer.reads_for_all:
                 reading.add(origin)
-            some = self._chunk_of(answer)
-            self._read[origin.queue] = next(self._turns)
+            some = answer.next_count(self.chunk)
+            self._read.took(answer)
             planned.append(_Planned(answer, some))
             tokens += some
         return planned
-
-    def _fork(self, answer: Answer) -> None:
-        assert answer.origin.frozen is not None
-        answer.hold(answer.origin.frozen.fork())
-        answer.origin.filled(answer.index)
-
-    def _begin_text(self, answer: Answer) -> None:
-        answer.hold(answer.origin.reuse.begin(answer))
-        self._share(answer)
-
-    def _share(self, answer: Answer) -> None:
-        """Freeze what an answer read for all of its prompt's, once it is complete."""
-        cache, origin = answer.cache, answer.origin
-        assert cache is not None
-        if not answer.reads_prompt:
-            origin.filled(answer.index)
-        if origin.awaited and origin.frozen is None and 0 < cache.fed == len(origin.ids) - 1:
-            with suppress(OutOfMemoryError):  # each answer then reads the prompt itself
-                origin.frozen = cache.freeze()
 
     def _try(self, answer: Answer, change: Callable[[Answer], None]) -> bool:
         """Change an answer; returns whether it goes on. An error ends it, and no other."""
@@ -530,27 +471,6 @@ class Batch:
         except BaseException as error:
             answer.fail(error)
         return not answer.ended
-
-    def _in_turn(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Answers by priority, then the first of each queue, the second of each, and so on; of
-        queues, that which was read longest ago first."""
-        of_queue, keys = Counter[str](), dict[Answer, tuple[int, int, int]]()
-        for answer in answers:
-            queue = answer.origin.queue
-            read = self._read.get(queue, 0)
-            keys[answer] = -answer.settings.priority, of_queue[queue], read
-            of_queue[queue] += 1
-        return sorted(keys, key=keys.__getitem__)
-
-    def _chunk_of(self, answer: Answer) -> int:
-        """How many of its tokens an answer is fed next."""
-        cache = answer.cache
-        assert cache is not None
-        # The last token of a prompt that one reads for all is each answer's own.
-        borders = [answer.unfed - answer.reads_for_all, self.chunk - cache.fed % self.chunk]
-        if cache.activation is not None and cache.activation.start > cache.fed:
-            borders.append(cache.activation.start - cache.fed)  # the adapter's forwards are its own
-        return min(borders)
 
 
 class _Planned(NamedTuple):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, final
 
-from kvkeep.batch.answer import Answer, Prompt
 from kvkeep.errors import UnsupportedError
-from kvkeep.host import ModelCache, host_of
+from kvkeep.generate.answer import Answer, Prompt
+from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.compress import compresses, read
 from kvkeep.store.prefix import PrefixStore
 
-_LOG = logging.getLogger("kvkeep.batch")
+_LOG = logging.getLogger("kvkeep.generate")
 
 
 class Reuse:
@@ -22,8 +23,15 @@ class Reuse:
         store: None: every prompt is computed.
     """
 
+    given: ModelCache | None = None
+    """The cache of a prompt's only answer, if its owner keeps it."""
+
     def __init__(self, model: Any, store: PrefixStore | None) -> None:
         self._model, self._host, self._store = model, host_of(model), store
+
+    def new_cache(self, spec: Specs) -> ModelCache:
+        """A cache for an answer: empty, or that which its owner gave."""
+        return self._host.new_cache(spec) if self.given is None else self.given
 
     def stores(self, origin: Prompt) -> bool:
         """Whether a prompt is to be stored."""
@@ -44,8 +52,9 @@ class Reuse:
         return origin.fetched is not None and origin.fetched.done()
 
     def _asked(self, answer: Answer) -> dict[str, Any]:
-        ids, namespace = answer.prompt, answer.origin.namespace
-        return {"tokens": ids[:-1], "prompt": ids, "spec": answer.spec, "namespace": namespace}
+        ids, origin = answer.prompt, answer.origin
+        about = {"spec": origin.spec, "namespace": origin.namespace}
+        return {"tokens": ids[:-1], "prompt": ids, **about}
 
     def begin(self, answer: Answer) -> ModelCache:
         """A cache for an answer, which holds the beginning of its prompt if that is stored. Sets
@@ -64,7 +73,7 @@ class Reuse:
                 return cache
             except Exception as error:
                 self._give_up(answer, error)
-        cache = self._host.new_cache(answer.spec)
+        cache = self.new_cache(origin.spec)
         cache.activation = self._host.activation_in(ids)
         return cache
 
@@ -98,3 +107,32 @@ class Reuse:
             _LOG.info("a prompt is computed without the store: %s", error)
         else:
             _LOG.warning("the store failed, so a prompt does without it", exc_info=error)
+
+
+@final
+class Given(Reuse):
+    """Gives the only answer to a prompt a cache that its owner keeps.
+
+    Args:
+        cache: holds the first tokens of the prompt, or nothing. With the policy `kvzip`, the prompt
+            but its last token is compressed.
+        chunk: the prompt is read in chunks of this many tokens before it is compressed; None: at
+            once.
+    """
+
+    def __init__(self, model: Any, cache: ModelCache, chunk: int | None = None) -> None:
+        super().__init__(model, None)
+        self.given, self._chunk = cache, chunk
+
+    def begin(self, answer: Answer) -> ModelCache:
+        cache, ids = self.new_cache(answer.origin.spec), answer.prompt
+        activation = self._host.activation_in(ids)
+        if not cache.fed or (
+            cache.activation is not None
+            and activation is not None
+            and activation.start >= cache.fed
+        ):
+            cache.activation = activation
+        if compresses(cache) and len(ids) > 1:
+            read(self._host, cache, ids[None, :-1].to(self._host.device), self._chunk)
+        return cache

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache import Snapshot
 from kvkeep.files.offload import Kept, Offload
+from kvkeep.generate.answer import Answer
 from kvkeep.host import Activation, ModelCache
 
 
@@ -47,8 +48,13 @@ class Asides:
             self._offload = Offload()
         return self._offload
 
-    def put(self, cache: ModelCache) -> Aside:
-        """Copy what a cache holds. If that fails, nothing is kept."""
+    def put(self, answer: Answer) -> None:
+        """Copy what an answer holds, and let it wait. If that fails, nothing has changed."""
+        cache = answer.cache
+        assert cache is not None
+        if not cache.fed:
+            answer.begun, answer.cache = False, None
+            return
         put: list[Kept] = []
 
         def keep(plane: Tensor) -> Kept:
@@ -67,10 +73,24 @@ class Asides:
                 self.offload.drop(one)
             raise
         kinds = [layer.kind for layer in cache.layers]
-        return Aside(Snapshot(kinds, states, cache.routed, carried), cache.activation)
+        snapshot = Snapshot(kinds, states, cache.routed, carried)
+        answer.aside, answer.cache = Aside(snapshot, cache.activation), None
 
-    def fill(self, cache: ModelCache, aside: Aside) -> None:
-        """Put what was put aside into an empty cache of the same spec. It stays aside as well."""
+    def take_back(self, answer: Answer) -> None:
+        """Let an answer go on with what was put aside, or with an empty cache."""
+        origin, aside = answer.origin, answer.aside
+        cache = origin.reuse.new_cache(origin.spec)
+        if aside is not None:
+            self._fill(cache, aside)
+        answer.cache, answer.aside = cache, None
+        self._free(aside)
+
+    def drop(self, answer: Answer) -> None:
+        """Free what an answer had put aside, if anything."""
+        aside, answer.aside = answer.aside, None
+        self._free(aside)
+
+    def _fill(self, cache: ModelCache, aside: Aside) -> None:
         snapshot, get = aside.snapshot, self.offload.get
         states = [state._replace(parts=_each(state.parts, get)) for state in snapshot.layers]
         held: Any = snapshot.recurrent
@@ -78,14 +98,14 @@ class Asides:
         cache.restore(snapshot._replace(layers=states, recurrent=carried))
         cache.activation = aside.activation
 
-    def drop(self, aside: Aside | None) -> None:
-        """Free what was put aside, if anything was."""
+    def _free(self, aside: Aside | None) -> None:
         for one in () if aside is None else aside.kept():
             self.offload.drop(one)
 
-    def retain(self, asides: Iterable[Aside]) -> None:
-        """Count these as all that are held, after an interrupt."""
+    def retain(self, answers: Iterable[Answer]) -> None:
+        """Count what these have put aside as all that is held, after an interrupt."""
         if self._offload is not None:
+            asides = [answer.aside for answer in answers if answer.aside is not None]
             self._offload.retain(one for aside in asides for one in aside.kept())
 
 

@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kvkeep.batch.answer import Prompt, Settings
 from kvkeep.errors import CapacityError, ShapeError, UnsupportedError
+from kvkeep.generate.answer import Prompt
 from kvkeep.geometry import Geometry
 from kvkeep.host import Host, ModelCache, Specs
 from kvkeep.host.compress import compresses
@@ -30,7 +30,7 @@ class Intake:
     ) -> None:
         self._host, self._tokenizer = host, tokenizer
         self._max_bytes, self._chunk = max_bytes, chunk
-        self._new_cache(spec)  # raises if answers cannot have it
+        _require_one_reading(host.new_cache(spec))
         self._geometries = self._known_geometries()
         specs = {} if self._geometries is None else host.recurrent_specs()
         self._state_bytes = sum(spec.nbytes for spec in specs.values())
@@ -45,9 +45,13 @@ class Intake:
             if self._tokenizer is None:
                 raise ShapeError("a prompt of text, but the batch has no tokenizer; give token ids")
             prompt = self._tokenizer(prompt)["input_ids"]
-        ids = torch.as_tensor(prompt).flatten().cpu()
-        if not len(ids) or ids.is_floating_point():
-            raise ShapeError(f"a prompt of {len(ids)} tokens of {ids.dtype}; give at least one id")
+        ids = torch.as_tensor(prompt).cpu()
+        if not ids.numel() or ids.is_floating_point() or ids.numel() != ids.shape[-1]:
+            raise ShapeError(
+                f"a prompt of {ids.numel()} tokens, {tuple(ids.shape)} of {ids.dtype}; give one "
+                "row of at least one id"
+            )
+        ids = ids.flatten()
         known = self._host.embeddings
         if known is not None and not 0 <= int(ids.min()) <= int(ids.max()) < known:
             raise ShapeError(
@@ -56,58 +60,50 @@ class Intake:
             )
         return ids.to(torch.int64)
 
-    def require_context(self, prompt: int, settings: Settings, n: int) -> None:
-        """Raise ShapeError if the model's context is too short for n answers to so many tokens, or
-        n is below 1."""
-        if n < 1:
-            raise ShapeError(f"n is {n}; ask for at least 1 answer")
-        context, new = self._host.context, settings.max_new_tokens
-        if context is not None and prompt + new > context:
-            raise ShapeError(
-                f"a prompt of {prompt} tokens and {new} new ones exceed the model's context of "
-                f"{context}; shorten the prompt, or lower max_new_tokens"
-            )
-
-    def promise(self, origin: Prompt, settings: Settings, spec: Specs) -> int:
-        """The most bytes that each answer to a prompt may come to hold by itself. Sets the prompt's
-        `shared_bytes`.
+    def check(self, origin: Prompt) -> None:
+        """Check a prompt, and set its `own_bytes` and `shared_bytes`.
 
         Raises:
+            ShapeError: it has no answer, or the model's context is too short; or its cache does not
+                continue it.
             CapacityError: an answer alone could exceed `max_bytes`, or its storage.
             SpecError: the spec does not fit the model.
             UnsupportedError: its policy is `kvzip`.
         """
-        tokens, cache = len(origin.ids), self._new_cache(spec)
-        longest, limit = tokens + settings.max_new_tokens, cache.token_limit()
+        if origin.answers < 1:
+            raise ShapeError(f"n is {origin.answers}; ask for at least 1 answer")
+        tokens, new = len(origin.ids), origin.params.max_new_tokens
+        cache = origin.reuse.new_cache(origin.spec)
+        longest, limit = tokens + new, cache.token_limit()
         if limit is not None and longest - 1 > limit:  # the last token is never fed
             raise CapacityError(
-                f"a prompt of {tokens} tokens and {settings.max_new_tokens} new ones, but the "
-                f"spec's storage holds {limit}; ask for fewer, or use @growing"
+                f"a prompt of {tokens} tokens and {new} new ones, but the spec's storage holds "
+                f"{limit}; ask for fewer, or use @growing"
             )
+        if origin.reuse.given is not None:
+            _require_continued(cache, origin)
+            return
+        context = self._host.context
+        if context is not None and longest > context:
+            raise ShapeError(
+                f"a prompt of {tokens} tokens and {new} new ones exceed the model's context of "
+                f"{context}; shorten the prompt, or lower max_new_tokens"
+            )
+        _require_one_reading(cache)
         shares = origin.answers > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, tokens - 1) if shares else 0
         # Of the states, one copy after each chunk of the prompt, and one at the end, until the
         # store has them; those of an answer's end are copied when the prompt's are gone.
         copies = tokens // self._chunk + 1 if origin.reuse.stores(origin) else 0
         origin.shared_bytes = shared + copies * self._state_bytes
-        own = self._bytes_of(cache, longest) - shared + self._state_bytes
-        most = own + origin.shared_bytes
+        origin.own_bytes = self._bytes_of(cache, longest) - shared + self._state_bytes
+        most = origin.own_bytes + origin.shared_bytes
         if self._max_bytes is not None and most > self._max_bytes:
             raise CapacityError(
                 f"an answer of up to {longest} tokens takes {most} bytes, but this batch may hold "
                 f"{self._max_bytes}; ask for fewer tokens, use a spec that keeps less, or raise "
                 "max_bytes"
             )
-        return own
-
-    def _new_cache(self, spec: Specs) -> ModelCache:
-        cache = self._host.new_cache(spec)
-        if compresses(cache):
-            raise UnsupportedError(
-                "kvzip reads a prompt twice, which a batch does not; use another policy, or "
-                "generate() for one prompt"
-            )
-        return cache
 
     def _known_geometries(self) -> list[Geometry] | None:
         try:
@@ -127,3 +123,21 @@ class Intake:
         if any(layer.policy.share is not None for layer in cache.layers):
             tokens = Share.fullest(tokens)
         return cache.bytes_of(self._geometries, tokens)
+
+
+def _require_one_reading(cache: ModelCache) -> None:
+    if compresses(cache):
+        raise UnsupportedError(
+            "kvzip reads a prompt twice, which a batch does not; use another policy, or "
+            "kvkeep.generate.stream for one prompt"
+        )
+
+
+def _require_continued(cache: ModelCache, origin: Prompt) -> None:
+    tokens = len(origin.ids)
+    if origin.answers > 1 or cache.rows > 1 or cache.fed >= tokens:
+        raise ShapeError(
+            f"{origin.answers} answers to a prompt of {tokens} tokens, of which a cache of "
+            f"{cache.rows} rows holds {cache.fed}; give a cache of one row, for one answer, and at "
+            "least one token that it does not hold"
+        )

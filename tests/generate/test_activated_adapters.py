@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from support.tiny_models import tiny
 
 import kvkeep
-from kvkeep.batch import Batch, Settings
+from kvkeep.generate import Batch, SamplingParams
 from kvkeep.host import host_of
 
 INVOCATION = [90, 91, 92]
@@ -34,11 +34,11 @@ def test_each_prompt_is_the_adapters_from_its_invocation_on(stored):
     most = host.new_cache().bytes_of(host.geometries(), 50)
     batch = Batch(tuned, max_bytes=most, store=kvkeep.PrefixStore() if stored else None)
     for again in (False, True):
-        answers = [batch.add(ids, Settings(5))[0] for ids in prompts]
-        (several, _) = batch.add(prompts[0], Settings(5), n=2)
+        answers = [batch.add(ids, SamplingParams(5))[0] for ids in prompts]
+        (several, _) = batch.add(prompts[0], SamplingParams(5), n=2)
         for _ in range(2):
             batch.step()
-        batch.add([5, 6], Settings(30, priority=1))  # puts others aside
+        batch.add([5, 6], SamplingParams(30, priority=1))  # puts others aside
         batch.step()
         assert any(answer.aside is not None for answer in answers)
         list(batch)

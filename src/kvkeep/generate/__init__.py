@@ -1,0 +1,24 @@
+"""Text generation: how tokens are sampled, and many sequences or one, of any host's model."""
+
+from kvkeep.generate.answer import Answer, Likely
+from kvkeep.generate.batch import Batch, NewToken
+from kvkeep.generate.many import generate_many
+from kvkeep.generate.one import stream
+from kvkeep.generate.reuse import Reuse
+from kvkeep.generate.sampling import Processor, SamplingParams, sample
+from kvkeep.generate.text import TextStream, TokenTexts
+
+__all__ = [
+    "Answer",
+    "Batch",
+    "Likely",
+    "NewToken",
+    "Processor",
+    "Reuse",
+    "SamplingParams",
+    "TextStream",
+    "TokenTexts",
+    "generate_many",
+    "sample",
+    "stream",
+]

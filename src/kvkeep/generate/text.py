@@ -1,0 +1,107 @@
+"""Text of token ids that grow: in complete characters, or token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from kvkeep.generate.stops import Stops
+
+_INCOMPLETE = "\ufffd"
+"""The replacement character, which a tokenizer returns for an incomplete character."""
+
+_LONGEST_PIECE = 16
+"""Tokens after which a piece ends all the same: no character has so many, so the replacement
+character belongs to the text."""
+
+
+class _Pieces:
+    """A growing text, in pieces that end with complete characters.
+
+    A tokenizer may decode a token differently at the start of a text. So the text of new tokens is
+    found by decoding them together with the previous piece and removing that piece's text. The cost
+    of a token does not depend on the text's length.
+
+    Args:
+        options: of the tokenizer's `decode`.
+    """
+
+    def __init__(self, tokenizer: Any, **options: bool) -> None:
+        self._decode, self._options = tokenizer.decode, options
+        self._last: list[int] = []  # the ids of the previous piece
+        self._new: list[int] = []  # those after it
+
+    def push(self, token: int) -> str:
+        """Take the next token id. Returns the next piece, or "" while it is not complete."""
+        self._new.append(token)
+        text = self.rest()
+        if not text or (text.endswith(_INCOMPLETE) and len(self._new) < _LONGEST_PIECE):
+            return ""
+        self._last, self._new = self._new, []
+        return text
+
+    def rest(self) -> str:
+        """The text of the tokens after the last piece."""
+        before: str = self._decode(self._last, **self._options)
+        text: str = self._decode(self._last + self._new, **self._options)
+        return text[len(before) :]
+
+
+class TokenTexts:
+    """The text of each token of a growing text, special tokens as they are written. Together they
+    are the text; a character that several tokens make is the last one's, and the others have
+    ""."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._pieces = _Pieces(tokenizer, clean_up_tokenization_spaces=False)
+
+    def push(self, ids: Sequence[int]) -> list[str]:
+        """The texts of the next token ids."""
+        return [self._pieces.push(token) for token in ids]
+
+
+@final
+class TextStream:
+    """The text of a growing answer without special tokens, in complete characters, up to a stop
+    string.
+
+    Args:
+        tokenizer: of the model.
+        stop: strings that end the text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pieces = _Pieces(self._tokenizer, skip_special_tokens=True)
+        self._stops = Stops(self._stop)
+        self._taken = 0  # tokens; -1 while a token is being taken
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._stops.found
+
+    def take(self, tokens: Sequence[int], *, last: bool) -> str:
+        """Take the newest of the tokens; those before it have been taken. It may be called again
+        with the same tokens after an interrupt.
+
+        Args:
+            tokens: all of the answer.
+            last: whether no other follows; an incomplete character is then dropped.
+
+        Returns:
+            The text that the token completes.
+        """
+        if self._taken != len(tokens) - 1:  # it was interrupted
+            self._begin()
+            for token in tokens[:-1]:
+                self._stops.push(self._pieces.push(token))
+        self._taken = -1
+        text = self._stops.push(self._pieces.push(tokens[-1]))
+        if last or self._stops.found:
+            text += self._stops.push(self._pieces.rest().rstrip(_INCOMPLETE)) + self._stops.rest()
+        self._taken = len(tokens)
+        return text
