@@ -338,7 +338,7 @@ def test_nothing_is_unpickled(data, early, tmp_path, monkeypatch):
 
 def test_one_process_at_a_time(data, tmp_path):
     with (
-        Checkpoints(tmp_path / "a" / "b", Lora(), {}, 1, None).claimed(),
+        Checkpoints(tmp_path / "a" / "b", Lora(), {}, {}, 1, None).claimed(),
         pytest.raises(CheckpointError, match="another process is fine-tuning into"),
     ):
         run(data, tmp_path / "a" / "b", steps=2)

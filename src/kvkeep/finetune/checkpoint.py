@@ -13,10 +13,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
-from kvkeep.files.atomic import PARTIAL, sync_to_disk
+from kvkeep.files.atomic import PARTIAL, sync_to_disk, whole_file
 from kvkeep.files.headers import typed
 from kvkeep.finetune.processes import Processes, fill
 from kvkeep.finetune.trained import Trained
@@ -40,9 +39,6 @@ _MOST_CONTENTS = 1 << 26  # bytes
 CONTENTS = "kvkeep_finetune.json"
 STATE = "trainer_state.json"  # as the Trainer names it
 
-MODEL = "model's "
-"""In the options of a run, the prefix of the names that are parts of the model's fingerprint."""
-
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
@@ -54,10 +50,11 @@ class CheckpointError(KVKeepError, ValueError):
 
 @dataclass
 class Contents:
-    """What a checkpoint is of: the options that its weights depend on, and the checksum of each of
-    its files."""
+    """What a checkpoint is of: the options that its weights depend on, the fingerprint of the model
+    that was to be trained, and the checksum of each file."""
 
     options: dict[str, str | int | float | None]
+    model: dict[str, str]
     files: dict[str, str]
     version: int = VERSION
 
@@ -69,7 +66,8 @@ class Checkpoints:
     Attributes:
         out: the directory.
         kind: what is trained.
-        options: everything that the weights depend on.
+        options: all that the weights depend on, but for the model.
+        fingerprint: of the model.
         keep: how many of the newest checkpoints to keep.
         processes: those of the run.
     """
@@ -77,6 +75,7 @@ class Checkpoints:
     out: Path
     kind: Trained
     options: dict[str, str | int | float | None]
+    fingerprint: dict[str, str]
     keep: int
     processes: Processes
 
@@ -150,10 +149,9 @@ class Checkpoints:
         differ = [
             f"{name} is {self.options.get(name)}, was {contents.options.get(name)}"
             for name in sorted({*self.options, *contents.options})
-            if self.options.get(name) != contents.options.get(name) and not name.startswith(MODEL)
+            if self.options.get(name) != contents.options.get(name)
         ]
-        models = _of_model(contents.options), _of_model(self.options)
-        differ += [f"model: {x}" for x in differences(*models)]
+        differ += [f"model: {x}" for x in differences(contents.model, self.fingerprint)]
         if differ:
             raise CheckpointError(
                 f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data "
@@ -206,88 +204,74 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be written; the other checkpoints are unchanged.
         """
-        target = self.at(state.global_step)
+        target, work = self.at(state.global_step), self.out / f".{os.getpid()}{PARTIAL}"
+        weights, leads = self.kind.weights(model), self.processes.leads
         tensors = {
             f"{name}.{key}": value
             for name, parameter in _trained(model)
             for key, value in optimizer.state.get(parameter, {}).items()
         }
+        try:
+            with self._writing(target):
+                if leads:
+                    work.mkdir()
+                    self.kind.describe(model, work)
+                    state.save_to_json(str(work / STATE))
+            with self._writing(target):
+                self.processes.write(work / self.kind.weights_file, weights, {"format": "pt"})
+            with self._writing(target):
+                self.processes.write(work / OPTIMIZER, tensors, {})
+            with self._writing(target):
+                if leads:
+                    self._finish(work, target)
+        finally:
+            if leads:
+                shutil.rmtree(work, ignore_errors=True)
 
-        def finish(work: Path) -> None:
-            state.save_to_json(str(work / STATE))
-            files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
-            (work / CONTENTS).write_text(
-                json.dumps(asdict(Contents(self.options, files)), indent=1)
-            )
-            for path in work.iterdir():
-                sync_to_disk(path)
-            sync_to_disk(work)
-            work.rename(target)
-            sync_to_disk(self.out)
-            for old in self._steps()[: -self.keep]:
-                gone = (
-                    self.out / f".{old}{PARTIAL}"
-                )  # renamed first: no incomplete one has the name
-                self.at(old).rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+    def _finish(self, work: Path, target: Path) -> None:
+        """Make a complete directory a checkpoint, and delete old ones."""
+        files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
+        contents = Contents(self.options, self.fingerprint, files)
+        (work / CONTENTS).write_text(json.dumps(asdict(contents), indent=1))
+        for path in work.iterdir():
+            sync_to_disk(path)
+        sync_to_disk(work)
+        work.rename(target)
+        sync_to_disk(self.out)
+        for old in self._steps()[: -self.keep]:
+            gone = self.out / f".{old}{PARTIAL}"  # renamed first: no incomplete one has the name
+            self.at(old).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
-        self._write(str(target), model, {OPTIMIZER: tensors}, finish)
-
-    def save_result(self, model: Any) -> None:
-        """Write the result of a run; the file by which it is recognised is written last.
+    def copy_result(self, step: int) -> None:
+        """Copy what the checkpoint of the last step holds beside the run's state; the file by which
+        the result is recognised is written last.
 
         Raises:
             CheckpointError: it cannot be written.
         """
+        with self._writing(self.out):
+            if not self.processes.leads:
+                return
+            names = {path.name for path in self.at(step).iterdir()} - {OPTIMIZER, STATE, CONTENTS}
+            for name in sorted(names, key=lambda name: (name == self.kind.mark, name)):
+                with whole_file(self.out / name, sync=True) as copy:
+                    shutil.copyfile(self.at(step) / name, str(copy.name))
 
-        def finish(work: Path) -> None:
-            for path in sorted(work.iterdir(), key=lambda path: path.name == self.kind.mark):
-                sync_to_disk(path)
-                path.replace(self.out / path.name)
-
-        self._write(f"the {self.kind.noun} to {self.out}", model, {}, finish)
-
-    def _write(
-        self,
-        what: str,
-        model: Any,
-        others: Mapping[str, Mapping[str, Tensor]],
-        finish: Callable[[Path], None],
-    ) -> None:
-        """Write what is trained, and other tensors by file, to a temporary directory with a name
-        that marks it as incomplete; then the leading process calls `finish` with it.
+    @contextmanager
+    def _writing(self, what: Path) -> Iterator[None]:
+        """A context that all processes leave alike.
 
         Raises:
             CheckpointError: `what` cannot be written.
         """
-        work, write = self.out / f".{os.getpid()}{PARTIAL}", self.processes.write
-        weights = self.kind.weights(model)
-
-        def begin() -> None:
-            work.mkdir()
-            self.kind.describe(model, work)
-
-        leading = [begin, partial(finish, work)] if self.processes.leads else [lambda: None] * 2
-        writing = [partial(write, work / self.kind.weights_file, weights, {"format": "pt"})]
-        writing += [partial(write, work / name, tensors, {}) for name, tensors in others.items()]
-        try:
-            for step in (leading[0], *writing, leading[1]):
-                with self.processes.together():
-                    try:
-                        step()
-                    except (OSError, ValueError) as error:
-                        raise CheckpointError(
-                            f"cannot write {what}: {error}; make room, and resume with --resume"
-                        ) from error
-        finally:
-            if self.processes.leads:
-                shutil.rmtree(work, ignore_errors=True)
-
-
-def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of the model's fingerprint among the options of a run."""
-    named = ((name, str(value)) for name, value in options.items() if name.startswith(MODEL))
-    return {name.removeprefix(MODEL): value for name, value in named}
+        with self.processes.together():
+            try:
+                yield
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"cannot write {what}: {error}; make room, and resume with --resume"
+                ) from error
 
 
 def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:

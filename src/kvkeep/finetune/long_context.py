@@ -59,12 +59,16 @@ class LongContext(_Trainer):  # type: ignore[misc]
         begin = getattr(self.optimizer, "train", None)
         if callable(begin):  # a schedule-free optimizer
             begin()
-        asked = self._asked(inputs)
-        share = self._share(num_items_in_batch)
+        text = self._text(inputs)
+        share = 1.0
+        if num_items_in_batch is None:
+            share /= self.current_gradient_accumulation_steps
+        elif self.args.average_tokens_across_devices:  # counted over processes, averaged over them
+            share *= self.accelerator.num_processes
         scaler = self.accelerator.scaler
         scale = share if scaler is None else share * scaler.get_scale()
         with self.compute_loss_context_manager():
-            found = backward(model, **{"num_items": num_items_in_batch, "scale": scale, **asked})
+            found = backward(model, **text, num_items=num_items_in_batch, scale=scale, **self._way)
         return found * share
 
     def prediction_step(
@@ -81,22 +85,13 @@ class LongContext(_Trainer):  # type: ignore[misc]
                 "prediction_loss_only, and no compute_metrics"
             )
         with torch.no_grad(), self.compute_loss_context_manager():
-            return loss(model, **self._asked(inputs)), None, None
+            return loss(model, **self._text(inputs), **self._way), None, None
 
-    def _share(self, num_items: Any) -> float:
-        """The factor of a batch's gradients by which their sum is that of the whole step."""
-        if num_items is None:
-            return 1.0 / float(self.current_gradient_accumulation_steps)
-        # The Trainer counts items over processes, and gradients are averaged over them.
-        everywhere = self.args.average_tokens_across_devices
-        return float(self.accelerator.num_processes) if everywhere else 1.0
-
-    def _asked(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `backward` and `loss` for a batch."""
+    def _text(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prepared: dict[str, Any] = self._prepare_inputs(inputs)
         if set(prepared) - _TEXT:
             raise UnsupportedError(
                 f"inputs {sorted(set(prepared) - _TEXT)} beside {sorted(_TEXT)}; texts are padded, "
                 "not packed: use a collator that returns no other inputs"
             )
-        return {**prepared, **self._way}
+        return prepared

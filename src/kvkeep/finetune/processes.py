@@ -86,20 +86,19 @@ class Processes:
         """Whether this is the process that reports and writes files."""
         return not self._rank
 
-    def share(self, batches: list[Batch]) -> Iterator[tuple[int, Batch | None]]:
-        """The batches that this process computes, one after the other, with their indices; None
-        while only other processes have a batch.
+    def share(self, batches: list[Batch]) -> Iterator[tuple[int, Batch]]:
+        """The batches that this process computes, with their indices.
 
         All processes of a sharded model must gather its layers equally often. So batches that are
         computed at the same time have the same shape, and a process may get one with nothing to
         learn.
         """
         for start in range(0, len(batches), self.count):
-            some: list[Batch] = batches[start : start + self.count]
+            some = batches[start : start + self.count]
             if self.sharded:
                 some = equalised(some, self.count)
-            own = some[self._place] if self._place < len(some) else None
-            yield start + self._place, own
+            if self._place < len(some):
+                yield start + self._place, some[self._place]
 
     def shard(self, model: Any) -> None:
         """Shard a model's parameters by FSDP2, layer by layer. Their gradients and the optimizer's

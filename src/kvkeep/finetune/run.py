@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from kvkeep.finetune import checkpoint
 from kvkeep.finetune.checkpoint import Checkpoints
 from kvkeep.finetune.classify import Classes
 from kvkeep.finetune.data import digest
 from kvkeep.finetune.full import Full
-from kvkeep.finetune.kinds import lora_of
+from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.processes import Processes
 from kvkeep.finetune.task import NextToken, divided
+from kvkeep.finetune.trained import Trained
 from kvkeep.finetune.trainer import FineTuner
-from kvkeep.host import host_of
+from kvkeep.host import Host, host_of
 from kvkeep.host.progress import Progress, silent
 
 
@@ -97,9 +98,8 @@ def finetune(
         options = options.for_data(len(texts[0]))
         matter = options.that_matter()
         matter |= {"data": digest(texts[0]), "evaluation": digest(texts[1])}
-        matter |= {checkpoint.MODEL + name: value for name, value in host.fingerprint().items()}
-    kind = Full(tokenizer) if options.full else lora_of(host)
-    checkpoints = Checkpoints(out, kind, matter, options.keep, processes)
+        kind = Full(tokenizer) if options.full else _adapter_of(host)
+        checkpoints = Checkpoints(out, kind, matter, host.fingerprint(), options.keep, processes)
     with ExitStack() as stack:
         step = 0
         with processes.together():
@@ -126,5 +126,12 @@ def finetune(
         finally:
             tuned.eval()
             tuned.zero_grad()
-        checkpoints.save_result(tuned)
+        checkpoints.copy_result(trainer.state.global_step)
     return {**trainer.report(), "out": str(out)}
+
+
+def _adapter_of(host: Host) -> Trained:
+    """LoRA for a model: of its library, or PEFT's."""
+    if host.library == "LitGPT":
+        return cast(Trained, import_module("kvkeep.finetune.litgpt_lora").LitGPTLora())
+    return Lora()

@@ -1,7 +1,7 @@
-"""transformers' Trainer for a run: its loop, schedule and state; losses are kvkeep's.
+"""transformers' Trainer for a run: its loop, schedule, state and callbacks; losses are kvkeep's.
 
-Processes divide a step as `Processes` says, and accelerate takes each of them for the only one.
-So nothing wraps the model or moves it.
+A batch of the Trainer is all that a step learns, in all processes, which divide it as `Processes`
+says. accelerate takes each process for the only one, so nothing wraps the model or moves it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,20 @@ from kvkeep.errors import LossError
 from kvkeep.extras import needed_by
 from kvkeep.files.offload import Offload
 from kvkeep.finetune.checkpoint import Checkpoints
-from kvkeep.finetune.data import Tokens
-from kvkeep.finetune.long_context import LongContext
-from kvkeep.finetune.options import OptionError, Options, drawn
+from kvkeep.finetune.data import Tokens, batched, order
+from kvkeep.finetune.options import Options, drawn
 from kvkeep.finetune.processes import whole
-from kvkeep.finetune.steps import Steps, turns
 from kvkeep.finetune.task import Task
 from kvkeep.host.progress import Progress
+from kvkeep.train import backward, loss
 
 with needed_by("kvkeep.finetune", "finetune"):
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-    from transformers.integrations import get_reporting_integration_callbacks
-    from transformers.trainer_utils import EvalLoopOutput
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
 _OF_LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE")
 
 
-class FineTuner(LongContext, Trainer):
+class FineTuner(Trainer):
     """A run in progress.
 
     Args:
@@ -47,9 +43,6 @@ class FineTuner(LongContext, Trainer):
         texts: the pieces to train on, and those to evaluate on.
         resumed: whether `train` will resume from a checkpoint.
         progress: called during and after each step, in the leading process.
-
-    Raises:
-        OptionError: there is no such integration to report to, or it is not installed.
     """
 
     def __init__(
@@ -63,81 +56,67 @@ class FineTuner(LongContext, Trainer):
         resumed: bool,
         progress: Progress,
     ) -> None:
+        self._texts, self._held = texts
         self._task, self._options, self._checkpoints = task, options, checkpoints
-        self._processes = checkpoints.processes
-        train, held = texts
-        self._held = len(held)
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._loss, self._clock = 0.0, time.monotonic()
-        steps = Steps(train, options, task, self._processes)
-        leads = self._processes.leads
+        self._processes, self._progress = checkpoints.processes, progress
+        self._offload = Offload(options.host_bytes, options.spill)
+        self._said, self._clock = "training", time.monotonic()
+        assert options.steps is not None
+        pieces = options.steps * options.batch * options.accumulate
+        if options.epochs is not None:
+            pieces = options.epochs * len(self._texts)
         with _alone():
             arguments = TrainingArguments(
                 output_dir=str(checkpoints.out),
-                per_device_train_batch_size=1,  # one of the turns of a step
-                per_device_eval_batch_size=1,
-                gradient_accumulation_steps=steps.turns,
+                per_device_train_batch_size=options.batch * options.accumulate,
                 train_sampling_strategy="sequential",
                 remove_unused_columns=False,
                 optim="adamw_torch",
-                eval_strategy="steps" if held else "no",
-                eval_on_start=bool(held) and not resumed,
+                eval_strategy="steps" if self._held else "no",
+                eval_on_start=bool(self._held) and not resumed,
                 save_strategy="steps",
                 logging_steps=1,
                 disable_tqdm=True,
-                use_cpu=True,  # of the Trainer's own tensors
+                use_cpu=True,  # for the Trainer's own tensors
                 use_cache=getattr(getattr(model, "config", None), "use_cache", True),
                 **options.arguments(),
             )
-            if not leads:
+            if not self._processes.leads:
                 arguments.report_to = []
-            _require_installed(arguments.report_to)
             super().__init__(
                 model=model,
                 args=arguments,
-                data_collator=itemgetter(0),
-                train_dataset=steps,
-                eval_dataset=turns(held, options.chunk, options.batch, task, self._processes),
-                callbacks=[_Told(progress)] if leads else None,
-                cache=options.cache,
-                offload=Offload(options.host_bytes, options.spill),
+                data_collator=self._learned_at,
+                train_dataset=range(pieces),
+                eval_dataset=self._held,
             )
         self.remove_callback(PrinterCallback)
         self.accelerator.device_placement = False
 
+    def _learned_at(self, places: list[int]) -> list[Tokens]:
+        """The pieces at some places of the run, which takes those of each epoch in another order;
+        a step may have the last ones of an epoch and the first ones of the next."""
+        found, count = [], len(self._texts)
+        for place in places:
+            epoch, index = divmod(place, count)
+            found.append(self._texts[order(count, self._options.seed, epoch)[index]])
+        return found
+
     # -- losses -----------------------------------------------------------------------------
 
     def training_step(
-        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self, model: Any, inputs: list[Tokens], num_items_in_batch: Any = None
     ) -> Tensor:
-        """See `LongContext`. The last turn of a step sums the gradients of all processes."""
-        step = self.state.global_step
-        found = torch.zeros(())
-        with self._processes.apart(), _named(f"step {step + 1}"):
-            if inputs["batch"] is not None:
-                # So that dropout is the same in whichever process the batch is computed.
-                torch.manual_seed(drawn(self._options.seed, step, inputs["index"]))
-                found = super().training_step(model, inputs).cpu() / self._share(None)
-        self._loss += float(found)
-        if self.accelerator.sync_gradients:
-            self._processes.sum_gradients(self._trained)
-            self.state.num_input_tokens_seen += inputs["tokens"]
-        return found
-
-    def _share(self, num_items: Any) -> float:
-        return self._processes.scale
-
-    def _asked(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        batch, processes = inputs["batch"], self._processes
-        asked = self._task.loss(self.model, batch, inputs["items"], everywhere=processes.sharded)
-        return {
-            **self._way,
-            "input_ids": batch.ids.to(processes.device),
-            "attention_mask": batch.mask.to(processes.device),
-            "chunk": inputs["chunk"],
-            "group": processes.group,
-            **asked,
-        }
+        """Compute the gradients of a step; returns its loss. Both are those of all processes."""
+        begun, step = time.monotonic(), self.state.global_step
+        model.train()
+        way = {"chunk": self._options.chunk_of(step), "scale": self._processes.scale}
+        self._loss = self._summed(backward, inputs, f"step {step + 1}", **way)
+        self._processes.sum_gradients(p for p in model.parameters() if p.requires_grad)
+        tokens = sum(len(text.ids) for text in inputs)
+        self.state.num_input_tokens_seen += tokens
+        self._rate = tokens / (time.monotonic() - begun)
+        return torch.tensor(self._loss)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = whole(torch.as_tensor(super()._get_grad_norm(model, grad_norm)))
@@ -154,47 +133,86 @@ class FineTuner(LongContext, Trainer):
         that was resumed from."""
         scheduler = super().create_scheduler(num_training_steps + 1, optimizer)
         scheduler.last_epoch = done = self.state.global_step + 1
-        rates = [
-            x * share(done)
-            for x, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        scheduler._last_lr = rates
+        for group, share in zip(self.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * share(done)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
         return scheduler
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: list[Tokens]) -> int:
         """Not counted."""
         return 0
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> EvalLoopOutput:
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss of the texts to evaluate on, and the share of them that got their class."""
+        step, task = self.state.global_step, self._task
+        self._say("evaluating")
         self.model.eval()
-        task, total = self._task, 0.0
         if task.right is not None:
             task.right = 0
-        with self._processes.apart(), _named(f"evaluation after step {self.state.global_step}"):
-            for inputs in dataloader:
-                self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-                if inputs["batch"] is not None:
-                    total += float(self.prediction_step(self.model, inputs, True)[0])
-        metrics = {"eval_loss": self._processes.sum(total)}
+        when = f"evaluation after step {step}"
+        metrics = {"eval_loss": self._summed(loss, self._held, when, chunk=self._options.chunk)}
+        said = f"evaluated after step {step}, loss {metrics['eval_loss']:.4f}"
         if task.right is not None:
             right = self._processes.sum(task.right, of_all=True)
-            metrics["eval_accuracy"] = right / self._held
-        return EvalLoopOutput(None, None, metrics, self._held)
+            metrics["eval_accuracy"] = right / len(self._held)
+            said += f", accuracy {metrics['eval_accuracy']:.1%}"
+        self.log(metrics)
+        self._say(said)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def _summed(
+        self, compute: Callable[..., Tensor], texts: list[Tokens], when: str, **way: Any
+    ) -> float:
+        """The mean loss of the learned tokens of texts, computed by `backward` or `loss`; a
+        LossError begins with `when`."""
+        total, step, processes = 0.0, self.state.global_step, self._processes
+        items = self._task.items(texts)
+        batches = list(batched(texts, self._options.batch))
+        with processes.apart():
+            for index, batch in processes.share(batches):
+                if compute is backward:
+                    self._say(self._said, index / len(batches))
+                # So that dropout is the same in whichever process the batch is computed.
+                torch.manual_seed(drawn(self._options.seed, step, index))
+                try:
+                    found = compute(
+                        self.model,
+                        batch.ids.to(processes.device),
+                        cache=self._options.cache,
+                        attention_mask=batch.mask.to(processes.device),
+                        offload=self._offload,
+                        group=processes.group,
+                        **self._task.loss(self.model, batch, items, everywhere=processes.sharded),
+                        **way,
+                    )
+                except LossError as error:
+                    raise LossError(f"{when}: {error}") from error
+                total += float(found)
+        return processes.sum(total)
+
+    # -- what is told and kept --------------------------------------------------------------
+
+    def _say(self, doing: str, part: float = 0.0) -> None:
+        """Report what is being done; `part` is the share of the next step that is done."""
+        self._said = doing
+        if self._processes.leads:
+            self._progress(doing, (self.state.global_step + part) / self.args.max_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """See `Trainer.log`. The losses of a step are summed, and the seconds of the run noted."""
-        if "loss" in logs:
-            logs["loss"] = self._processes.sum(self._loss)
-            self._loss = 0.0
+        """See `Trainer.log`. The seconds of the run are noted too."""
         before = self.state.log_history[-1]["seconds"] if self.state.log_history else 0.0
         now = time.monotonic()
         logs["seconds"], self._clock = before + now - self._clock, now
+        if "loss" in logs:
+            logs["loss"] = self._loss  # the Trainer sums in float32
+            step = f"step {self.state.global_step}/{self.args.max_steps}"
+            self._say(f"{step}, loss {self._loss:.4f}, {self._rate:,.0f} tokens/s")
         super().log(logs, start_time)
 
-    # -- checkpoints: the Trainer would pickle what is not a weight ---------------------------
+    # The Trainer would pickle the optimizer's state and the random numbers', and its own arguments.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._checkpoints.save(self.model, self.optimizer, self.state)
@@ -204,10 +222,12 @@ class FineTuner(LongContext, Trainer):
             self._checkpoints.restore_weights(Path(resume_from_checkpoint), self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.state.compute_steps(self.args, self.state.max_steps)  # these may have changed
-            with self._processes.together():
-                self._checkpoints.restore_optimizer(Path(checkpoint), self.model, self.optimizer)
+        if checkpoint is None:
+            return
+        self.state.compute_steps(self.args, self.state.max_steps)  # which may have changed
+        self._say(f"resuming after step {self.state.global_step}")
+        with self._processes.together():
+            self._checkpoints.restore_optimizer(Path(checkpoint), self.model, self.optimizer)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """There is none."""
@@ -218,13 +238,11 @@ class FineTuner(LongContext, Trainer):
     def report(self) -> dict[str, Any]:
         """What `finetune` returns, but for the directory."""
         history = [x for x in self.state.log_history if "loss" in x or "eval_loss" in x]
+        names = ["loss"] if self._task.right is None else ["loss", "accuracy"]
         evaluated = [
-            {
-                "step": x["step"],
-                **{n: x[f"eval_{n}"] for n in ("loss", "accuracy") if f"eval_{n}" in x},
-            }
-            for x in history
-            if "eval_loss" in x
+            {"step": one["step"], **{name: one[f"eval_{name}"] for name in names}}
+            for one in history
+            if "eval_loss" in one
         ]
         found = {
             "cache": self._options.cache,
@@ -234,60 +252,10 @@ class FineTuner(LongContext, Trainer):
             "train_loss": [{"step": x["step"], "loss": x["loss"]} for x in history if "loss" in x],
             "eval_loss": [one for one in evaluated if one["step"]],
         }
-        for name in ("loss", "accuracy") if self._task.right is not None else ("loss",):
+        for name in names:
             found[f"untuned_{name}"] = evaluated[0][name] if evaluated else None
             found[f"tuned_{name}"] = evaluated[-1][name] if evaluated else None
         return found
-
-
-class _Told(TrainerCallback):
-    """Tells how far a run is."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._doing = progress, "training"
-
-    def _say(self, doing: str, state: Any, part: float = 0.0) -> None:
-        """`part`: the share of the next step that is done."""
-        self._doing = doing
-        self._progress(doing, (state.global_step + part) / state.max_steps)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._part = 0
-        if state.global_step:
-            self._say(f"resuming after step {state.global_step}", state)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._part, self._begun, self._tokens = 0, time.monotonic(), state.num_input_tokens_seen
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._part += 1
-        self._say(self._doing, state, self._part / args.gradient_accumulation_steps)
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._say("evaluating", state)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-        step = state.global_step
-        if "loss" in logs:
-            rate = (state.num_input_tokens_seen - self._tokens) / (time.monotonic() - self._begun)
-            loss = logs["loss"]
-            self._say(
-                f"step {step}/{state.max_steps}, loss {loss:.4f}, {rate:,.0f} tokens/s", state
-            )
-        elif "eval_loss" in logs:
-            said = f"evaluated after step {step}, loss {logs['eval_loss']:.4f}"
-            if "eval_accuracy" in logs:
-                said += f", accuracy {logs['eval_accuracy']:.1%}"
-            self._say(said, state)
-
-
-@contextmanager
-def _named(when: str) -> Iterator[None]:
-    """Say of a LossError when it was raised."""
-    try:
-        yield
-    except LossError as error:
-        raise LossError(f"{when}: {error}") from error
 
 
 @contextmanager
@@ -302,12 +270,3 @@ def _alone() -> Iterator[None]:
     finally:
         logging.disable(level)
         os.environ.update(hidden)
-
-
-def _require_installed(integrations: list[str]) -> None:
-    """Raise OptionError unless figures can be reported to these."""
-    try:
-        for one in get_reporting_integration_callbacks(integrations):
-            one()
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise OptionError(f"report_to is {', '.join(integrations)}: {error}") from error
