@@ -324,7 +324,10 @@ def test_without_a_damaged_checkpoint_the_one_before_it_serves(data, early, tmp_
     assert (out / FILES[0]).read_bytes() == (whole[0] / FILES[0]).read_bytes()
 
 
-def test_nothing_is_unpickled(data, early, tmp_path, monkeypatch):
+def test_nothing_is_pickled_or_unpickled(data, early, tmp_path, monkeypatch):
+    files = {path.name for path in (early / "checkpoint-4").iterdir()}
+    assert files == {*FILES, "optimizer.safetensors", "trainer_state.json", "kvkeep_finetune.json"}
+
     def refuse(*_, **__):
         raise AssertionError("unpickled")
 

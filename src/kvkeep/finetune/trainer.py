@@ -142,6 +142,9 @@ class FineTuner(Trainer):
         """Not counted."""
         return 0
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """It stays where it lies."""
+
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss of the texts to evaluate on, and the share of them that got their class."""
         step, task = self.state.global_step, self._task
