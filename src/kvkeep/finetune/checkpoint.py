@@ -50,9 +50,10 @@ class CheckpointError(KVKeepError, ValueError):
 
 @dataclass
 class Contents:
-    """What a checkpoint is of: the options that its weights depend on, the fingerprint of the model
-    that was to be trained, and the checksum of each file."""
+    """What a checkpoint is of: the step after which it was written, the options that its weights
+    depend on, the fingerprint of the model that was to be trained, and the checksum of each file."""
 
+    step: int
     options: dict[str, str | int | float | None]
     model: dict[str, str]
     files: dict[str, str]
@@ -146,6 +147,8 @@ class Checkpoints:
             return 0
         path = self.at(steps[-1])
         contents = _read(path)
+        if contents.step != steps[-1]:
+            raise _damaged(path / CONTENTS, f"it is of step {contents.step}")
         differ = [
             f"{name} is {self.options.get(name)}, was {contents.options.get(name)}"
             for name in sorted({*self.options, *contents.options})
@@ -223,20 +226,20 @@ class Checkpoints:
                 self.processes.write(work / OPTIMIZER, tensors, {})
             with self._writing(target):
                 if leads:
-                    self._finish(work, target)
+                    self._finish(work, state.global_step)
         finally:
             if leads:
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _finish(self, work: Path, target: Path) -> None:
-        """Make a complete directory a checkpoint, and delete old ones."""
+    def _finish(self, work: Path, step: int) -> None:
+        """Make a complete directory the checkpoint of a step, and delete old ones."""
         files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
-        contents = Contents(self.options, self.fingerprint, files)
+        contents = Contents(step, self.options, self.fingerprint, files)
         (work / CONTENTS).write_text(json.dumps(asdict(contents), indent=1))
         for path in work.iterdir():
             sync_to_disk(path)
         sync_to_disk(work)
-        work.rename(target)
+        work.rename(self.at(step))
         sync_to_disk(self.out)
         for old in self._steps()[: -self.keep]:
             gone = self.out / f".{old}{PARTIAL}"  # renamed first: no incomplete one has the name

@@ -93,33 +93,34 @@ class FineTuner(Trainer):
         self.remove_callback(PrinterCallback)
         self.accelerator.device_placement = False
 
-    def _learned_at(self, places: list[int]) -> list[Tokens]:
-        """The pieces at some places of the run, which takes those of each epoch in another order;
+    def _learned_at(self, places: list[int]) -> dict[str, Any]:
+        """The `texts` of a step, the pieces at some places of the run, which takes those of each epoch in another order;
         a step may have the last ones of an epoch and the first ones of the next."""
         found, count = [], len(self._texts)
         for place in places:
             epoch, index = divmod(place, count)
             found.append(self._texts[order(count, self._options.seed, epoch)[index]])
-        return found
+        return {"texts": found}
 
     # -- losses -----------------------------------------------------------------------------
 
     def training_step(
-        self, model: Any, inputs: list[Tokens], num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Compute the gradients of a step; returns its loss. Both are those of all processes."""
-        begun, step = time.monotonic(), self.state.global_step
+        begun, step, texts = time.monotonic(), self.state.global_step, inputs["texts"]
         model.train()
         way = {"chunk": self._options.chunk_of(step), "scale": self._processes.scale}
-        self._loss = self._summed(backward, inputs, f"step {step + 1}", **way)
+        self._loss = self._summed(backward, texts, f"step {step + 1}", **way)
         self._processes.sum_gradients(p for p in model.parameters() if p.requires_grad)
-        tokens = sum(len(text.ids) for text in inputs)
+        tokens = sum(len(text.ids) for text in texts)
         self.state.num_input_tokens_seen += tokens
         self._rate = tokens / (time.monotonic() - begun)
         return torch.tensor(self._loss)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = whole(torch.as_tensor(super()._get_grad_norm(model, grad_norm)))
+        found = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        norm = whole(torch.as_tensor(found))
         if not bool(torch.isfinite(norm)):
             raise LossError(
                 f"step {self.state.global_step + 1}: the norm of the gradients is {float(norm)}, "
@@ -131,14 +132,15 @@ class FineTuner(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """transformers' schedule, one step later, because its first rate is 0; from the step on
         that was resumed from."""
-        scheduler = super().create_scheduler(num_training_steps + 1, optimizer)
+        scheduler: Any = super().create_scheduler(num_training_steps + 1, optimizer)
         scheduler.last_epoch = done = self.state.global_step + 1
-        for group, share in zip(self.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        groups = scheduler.optimizer.param_groups
+        for group, share in zip(groups, scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * share(done)
-        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        scheduler._last_lr = [group["lr"] for group in groups]
         return scheduler
 
-    def floating_point_ops(self, inputs: list[Tokens]) -> int:
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted."""
         return 0
 
@@ -147,9 +149,10 @@ class FineTuner(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The mean loss of the texts to evaluate on, and the share of them that got their class."""
+        model: Any = self.model
         step, task = self.state.global_step, self._task
         self._say("evaluating")
-        self.model.eval()
+        model.eval()
         if task.right is not None:
             task.right = 0
         when = f"evaluation after step {step}"
