@@ -51,7 +51,7 @@ class CheckpointError(KVKeepError, ValueError):
 @dataclass
 class Contents:
     """What a checkpoint is of: the step after which it was written, the options that its weights
-    depend on, the fingerprint of the model that was to be trained, and the checksum of each file."""
+    depend on, the fingerprint of the model as it was given, and the checksum of each file."""
 
     step: int
     options: dict[str, str | int | float | None]

@@ -94,8 +94,8 @@ class FineTuner(Trainer):
         self.accelerator.device_placement = False
 
     def _learned_at(self, places: list[int]) -> dict[str, Any]:
-        """The `texts` of a step, the pieces at some places of the run, which takes those of each epoch in another order;
-        a step may have the last ones of an epoch and the first ones of the next."""
+        """The `texts` of a step: the pieces at some places of the run. Each epoch has an order of
+        its own, and a step may have the last pieces of one and the first of the next."""
         found, count = [], len(self._texts)
         for place in places:
             epoch, index = divmod(place, count)
