@@ -16,7 +16,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from kvkeep.files import tensor_file
 from kvkeep.finetune import checkpoint
-from kvkeep.finetune.checkpoint import CheckpointError
+from kvkeep.finetune.checkpoint import CheckpointError, Checkpoints
 from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import Options
 from kvkeep.finetune.run import finetune
@@ -239,10 +239,6 @@ def test_what_may_change(data, tmp_path, whole):
     assert (tmp_path / FILES[0]).read_bytes() == (whole[0] / FILES[0]).read_bytes()
 
 
-def state_of(out):
-    return checkpoint._read(out / f"checkpoint-{STEPS}")
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -255,18 +251,15 @@ def flip(path):
 
 def reseal(path):
     """Make a checkpoint believe in a file."""
-    file = path.parent / checkpoint.STATE
+    file = path.parent / checkpoint.CONTENTS
     fields = json.loads(file.read_bytes())
-    del fields["checksum"]
     fields["files"][path.name] = checkpoint._checksum(path)
-    file.write_text(checkpoint._sealed(fields))
+    file.write_text(json.dumps(fields))
 
 
 def change(**changed):
     def damage(path):
-        fields = json.loads(path.read_bytes()) | changed
-        del fields["checksum"]
-        path.write_text(checkpoint._sealed(fields))
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | changed))
 
     return damage
 
@@ -288,17 +281,14 @@ def early(data, tmp_path_factory):
         ("optimizer.safetensors", flip, "another checksum"),
         ("optimizer.safetensors", Path.unlink, "No such file"),
         (checkpoint.STATE, Path.unlink, "No such file"),
-        (checkpoint.STATE, truncate, "damaged: "),
-        (checkpoint.STATE, lambda path: path.write_text("[]"), "damaged: "),
-        (checkpoint.STATE, lambda path: path.write_text("[" * 99999), "damaged: "),
-        (
-            checkpoint.STATE,
-            lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": 3')),
-            "another checksum",
-        ),
-        (checkpoint.STATE, change(step="4"), "step is '4'"),
-        (checkpoint.STATE, change(step=2), "it is of step 2"),
-        (checkpoint.STATE, change(version=1), "of version 1, this kvkeep reads version 2"),
+        (checkpoint.STATE, change(global_step=3), "another checksum"),
+        (checkpoint.CONTENTS, Path.unlink, "No such file"),
+        (checkpoint.CONTENTS, truncate, "damaged: "),
+        (checkpoint.CONTENTS, lambda path: path.write_text("[]"), "damaged: "),
+        (checkpoint.CONTENTS, lambda path: path.write_text("[" * 99999), "damaged: "),
+        (checkpoint.CONTENTS, change(files=4), "files is 4"),
+        (checkpoint.CONTENTS, change(step=2), "it is of step 2"),
+        (checkpoint.CONTENTS, change(version=2), "of version 2, this kvkeep reads version 3"),
     ],
 )
 def test_damage_is_named(data, early, tmp_path, name, damage, says):
@@ -332,7 +322,10 @@ def test_without_a_damaged_checkpoint_the_one_before_it_serves(data, early, tmp_
     assert (out / FILES[0]).read_bytes() == (whole[0] / FILES[0]).read_bytes()
 
 
-def test_nothing_is_unpickled(data, early, tmp_path, monkeypatch):
+def test_nothing_is_pickled_or_unpickled(data, early, tmp_path, monkeypatch):
+    files = {path.name for path in (early / "checkpoint-4").iterdir()}
+    assert files == {*FILES, "optimizer.safetensors", "trainer_state.json", "kvkeep_finetune.json"}
+
     def refuse(*_, **__):
         raise AssertionError("unpickled")
 
@@ -346,7 +339,7 @@ def test_nothing_is_unpickled(data, early, tmp_path, monkeypatch):
 
 def test_one_process_at_a_time(data, tmp_path):
     with (
-        checkpoint.claimed(tmp_path / "a" / "b"),
+        Checkpoints(tmp_path / "a" / "b", Lora(), {}, {}, 1, None).claimed(),
         pytest.raises(CheckpointError, match="another process is fine-tuning into"),
     ):
         run(data, tmp_path / "a" / "b", steps=2)
@@ -369,4 +362,8 @@ def test_a_disk_that_is_full(data, tmp_path, monkeypatch, whole):
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-4: .*No space left"):
         run(data, tmp_path)
     assert checkpoints(tmp_path) == ["checkpoint-2"]
-    assert checkpoint.newest(tmp_path, Lora(), state_of(whole[0]).options)[0].step == 2
+    monkeypatch.setattr(tensor_file, "write", write)
+    said = []
+    run(data, tmp_path, resume=True, said=said)
+    assert said[0] == "resuming after step 2"
+    assert (tmp_path / FILES[0]).read_bytes() == (whole[0] / FILES[0]).read_bytes()

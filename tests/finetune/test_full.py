@@ -70,6 +70,19 @@ def test_the_weights_are_those_of_a_plain_loop(data, tmp_path, family, tied):
     assert AutoTokenizer.from_pretrained(out)(text).input_ids == tokenizer(text).input_ids
 
 
+def test_only_kvkeep_moves_the_model(data, tmp_path, monkeypatch):
+    moved, model = [], finetune_inputs.model()
+
+    def recording(self, *args, **options):
+        moved.append((args, options))
+        return self
+
+    monkeypatch.setattr(torch.nn.Module, "to", recording)
+    monkeypatch.setattr(type(model), "to", recording)
+    tuned(data, tmp_path / "out", model, steps=1)
+    assert moved == [((torch.device("cpu"),), {})]
+
+
 def test_an_interrupted_run_gives_the_same_model(data, tmp_path):
     options = {"steps": 4, "save_every": 2, "cache": "h2o:16"}
     first = tuned(data, tmp_path / "whole", finetune_inputs.model(), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,9 +114,9 @@ def test_one_process_with_its_shards_in_host_memory(once, tmp_path, monkeypatch,
     """All of --offload but the copies to an accelerator, which is not there."""
     data, alone = once
 
-    def here(device, context, *, offload):
-        found = Processes(device, context)
-        found._offload = offload
+    def here(device, options):
+        found = Processes(device, replace(options, offload=False))
+        found._offload = options.offload
         return found
 
     monkeypatch.setattr(kvkeep.finetune.run, "Processes", here)

@@ -8,8 +8,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from support import finetune_inputs
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-import kvkeep.finetune.run
+import kvkeep.finetune.trainer
 from kvkeep import train
 from kvkeep.errors import LossError, ShapeError, SpecError
 from kvkeep.finetune.data import DataError, batched, order, pieces, read
@@ -153,14 +155,14 @@ def test_dropout_is_drawn_from_the_seed(data, tmp_path, tokenizer):
 
 def test_what_each_batch_draws(data, tmp_path, tokenizer, monkeypatch):
     """Random numbers depend on step and batch, not on what was drawn before."""
-    drawn, whole = [], kvkeep.finetune.run.backward
+    drawn, whole = [], kvkeep.finetune.trainer.backward
 
     def recording(*args, **options):
         drawn.append((torch.initial_seed(), options["chunk"]))
         torch.rand(len(drawn))
         return whole(*args, **options)
 
-    monkeypatch.setattr(kvkeep.finetune.run, "backward", recording)
+    monkeypatch.setattr(kvkeep.finetune.trainer, "backward", recording)
     options = {"steps": 6, "accumulate": 2, "cache": "h2o:16", "chunk": 14, "least_chunk": 5}
     options |= {"length": 16, "holdout": 0, "targets": "q_proj"}
     tuned(data, tmp_path / "a", tokenizer, **options)
@@ -181,7 +183,7 @@ def test_offloading_is_refused_where_nothing_can_be_offloaded(data, tmp_path, to
     with pytest.raises(OptionError, match="nothing can be offloaded from the CPU"):
         tuned(data, tmp_path / "out", tokenizer, offload=True)
     with pytest.raises(OptionError, match=r"needs torch\.distributed; call init_process_group"):
-        Processes(torch.device("meta"), offload=True)
+        Processes(torch.device("meta"), Options(offload=True))
 
 
 def test_evaluation_has_no_dropout(data, tmp_path, tokenizer):
@@ -259,7 +261,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, tokenizer):
 
 def test_a_gradient_that_is_not_finite_changes_nothing(data, tmp_path, tokenizer, monkeypatch):
     model, calls, weights = finetune_inputs.model(), [], []
-    whole = kvkeep.finetune.run.backward
+    whole = kvkeep.finetune.trainer.backward
 
     def failing(tuned, *args, **options):
         found = whole(tuned, *args, **options)
@@ -270,7 +272,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(data, tmp_path, tokenizer
             trained[0].grad[0] = torch.inf
         return found
 
-    monkeypatch.setattr(kvkeep.finetune.run, "backward", failing)
+    monkeypatch.setattr(kvkeep.finetune.trainer, "backward", failing)
     with pytest.raises(LossError, match="step 2: the norm of the gradients is inf"):
         tuned(data, tmp_path / "out", tokenizer, model, steps=4)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -331,8 +333,32 @@ def test_chunk_and_length_fit_cache_and_model():
     assert Options(cache="h2o:2048").for_model(host_of(model)).chunk == 1024
 
 
-def test_rate():
-    linear = Options(lr=1.0, warmup=2, steps=6)
-    assert [linear.rate(n) for n in range(6)] == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25])
-    cosine = Options(lr=2.0, steps=4, decay="cosine")
-    assert [cosine.rate(n) for n in range(4)] == pytest.approx([2, 1 + 0.5**0.5, 1, 1 - 0.5**0.5])
+def test_rates(data, tmp_path, tokenizer, monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+
+    def recording(optimizer, *args):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
+    options = {"targets": "q_proj", "holdout": 0, "length": 16}
+    tuned(data, tmp_path / "linear", tokenizer, lr=1.0, warmup=2, steps=6, **options)
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25])
+    rates.clear()
+    tuned(data, tmp_path / "cosine", tokenizer, lr=2.0, decay="cosine", steps=4, **options)
+    assert rates == pytest.approx([2, 1 + 0.5**0.5, 1, 1 - 0.5**0.5])
+
+
+def test_where_figures_are_sent(data, tmp_path, tokenizer, monkeypatch):
+    sent = []
+
+    class Noting(TrainerCallback):
+        def on_log(self, args, state, control, logs, **_):
+            sent.append(logs)
+
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "notes", Noting)
+    result, _ = tuned(data, tmp_path / "a", tokenizer, steps=2, report_to="notes")
+    assert [x["loss"] for x in sent if "loss" in x] == [x["loss"] for x in result["train_loss"]]
+    assert [x["eval_loss"] for x in sent if "eval_loss" in x][-1] == result["tuned_loss"]
+    with pytest.raises(ValueError, match="nowhere is not supported, only"):
+        tuned(data, tmp_path / "b", tokenizer, report_to="nowhere")

@@ -196,11 +196,11 @@ def test_a_session_whose_spec_is_none(model, tmp_path, monkeypatch):
 def test_a_checkpoint_is_made_of_regular_files(odd, tmp_path):
     place = tmp_path / "checkpoint"
     place.mkdir()
-    (place / checkpoint.STATE).symlink_to(odd)
+    (place / checkpoint.CONTENTS).symlink_to(odd)
     with no_wait(), pytest.raises(checkpoint.CheckpointError, match="is damaged"):
         checkpoint._read(place)
     with no_wait(), pytest.raises(OSError, match=r"regular file|No such file"):
-        checkpoint._checksum(place / checkpoint.STATE)
+        checkpoint._checksum(place / checkpoint.CONTENTS)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import kvkeep.finetune.run
+import kvkeep.finetune.trainer
 from kvkeep.errors import KVKeepError, LossError
 from kvkeep.files import tensor_file
 from kvkeep.finetune.options import Options
@@ -61,7 +61,7 @@ def no_loss(patch, rank):
         raise LossError("the loss is nan")
 
     if rank == 1:
-        patch.setattr(kvkeep.finetune.run, "backward", failing)
+        patch.setattr(kvkeep.finetune.trainer, "backward", failing)
 
 
 def no_file(patch, rank):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -26,6 +28,7 @@ from kvkeep.cli.output import (
     size_in_bytes,
 )
 from kvkeep.cli.progress import Working
+from kvkeep.finetune.options import Options
 
 
 def finetune(
@@ -51,16 +54,6 @@ def finetune(
             autocompletion=one_of("transformers", "litgpt"),
         ),
     ] = "transformers",
-    task: Annotated[
-        str,
-        typer.Option(
-            help="What is learned: text, or classify.", autocompletion=one_of("text", "classify")
-        ),
-    ] = "text",
-    cache: Annotated[
-        str,
-        typer.Option(help="Cache spec, the one to serve the result with.", autocompletion=specs),
-    ] = "h2o:1024",
     chunk: Annotated[
         str | None,
         typer.Option(
@@ -68,51 +61,6 @@ def finetune(
             "256-1024: each step draws a number."
         ),
     ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Most tokens of a piece of text; default: 8192, or the model's context if that is "
-            "less.",
-        ),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pieces of text in a batch.")] = 1,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches in a step.")] = 1,
-    full: Annotated[
-        bool, typer.Option("--full", help="Train all weights, not an adapter.")
-    ] = False,
-    rank: Annotated[int | None, typer.Option(min=1, help="Rank of LoRA; default: 16.")] = None,
-    alpha: Annotated[
-        int | None,
-        typer.Option(min=1, help="LoRA's alpha; its scale is alpha / rank; default: 32."),
-    ] = None,
-    dropout: Annotated[
-        float | None, typer.Option(min=0.0, help="Dropout of LoRA; default: 0.")
-    ] = None,
-    targets: Annotated[
-        str | None,
-        typer.Option(
-            help="Modules that get an adapter, comma-separated; default: all linear ones."
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(help="AdamW's learning rate; default: 2e-4, or 1e-5 with --full."),
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 0,
-    decay: Annotated[
-        str,
-        typer.Option(
-            help="How the learning rate falls to 0: linear or cosine.",
-            autocompletion=one_of("linear", "cosine"),
-        ),
-    ] = "linear",
-    clip: Annotated[
-        float, typer.Option(min=0.0, help="Greatest norm of a step's gradients; 0: no limit.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed for weights, order and dropout.")] = 0,
     evaluation: Annotated[
         Path | None,
         typer.Option("--eval", exists=True, dir_okay=False, help="Evaluate on this file."),
@@ -123,13 +71,6 @@ def finetune(
             min=0, help="Evaluate on this many last documents instead of training on them."
         ),
     ] = None,
-    eval_every: Annotated[
-        int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
-    ] = 0,
-    save_every: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")
-    ] = 0,
-    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints to keep.")] = 2,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")
     ] = False,
@@ -143,23 +84,21 @@ def finetune(
             exists=True, file_okay=False, help="Directory for the inputs that exceed --host-memory."
         ),
     ] = None,
-    offload: Annotated[
-        bool,
-        typer.Option(
-            "--offload", help="Hold weights, gradients and the optimizer in host memory (FSDP2)."
-        ),
-    ] = False,
-    context_parallel: Annotated[
-        int, typer.Option(min=1, help="Processes that share each text, under torchrun.")
-    ] = 1,
     dtype: ModelDtype = "auto",
     device: DeviceName = None,
     json: JsonFlag = False,
+    **given: Any,
 ) -> None:
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
     model = model or DEFAULT_MODEL
-    host_bytes = None if host_memory is None else size_in_bytes(host_memory, "--host-memory")
     least_chunk, chunk_size = _chunks(chunk)
+    options = Options(
+        chunk=chunk_size,
+        least_chunk=least_chunk,
+        host_bytes=None if host_memory is None else size_in_bytes(host_memory, "--host-memory"),
+        spill=None if spill is None else str(spill),
+        **given,
+    )
     leads = os.environ.get("RANK", "0") == "0"
     with _ended(), reported(debug=context.find_root().params["debug"]):
         with Working("starting", shown=leads) as working:
@@ -167,53 +106,25 @@ def finetune(
 
             from kvkeep.finetune.classify import labelled, labels_of
             from kvkeep.finetune.data import formed
-            from kvkeep.finetune.options import Options
             from kvkeep.finetune.processes import launched
             from kvkeep.finetune.run import finetune as run
             from kvkeep.host import load_model
             from kvkeep.host.placement import device_named
 
-            options = Options(
-                task=task,
-                cache=cache,
-                chunk=chunk_size,
-                least_chunk=least_chunk,
-                length=length,
-                batch=batch,
-                accumulate=accumulate,
-                full=full,
-                rank=rank,
-                alpha=alpha,
-                dropout=dropout,
-                targets=targets,
-                lr=lr,
-                warmup=warmup,
-                decay=decay,
-                clip=clip,
-                steps=steps,
-                epochs=epochs,
-                seed=seed,
-                eval_every=eval_every,
-                save_every=save_every,
-                keep=keep,
-                offload=offload,
-                context_parallel=context_parallel,
-                host_bytes=host_bytes,
-                spill=None if spill is None else str(spill),
-            )
-            with launched(device_named(device), offload=offload) as place:
+            with launched(device_named(device), offload=options.offload) as place:
                 # What is wrong with these shows before the model is loaded.
                 options = options.checked()
+                classify = options.task == "classify"
                 for file in (data, *([] if evaluation is None else [evaluation])):
-                    (labelled if task == "classify" else formed)(file)
-                labels = labels_of(data) if task == "classify" else None
-                torch.manual_seed(seed)  # a new head for classes is drawn
+                    (labelled if classify else formed)(file)
+                labels = labels_of(data) if classify else None
+                torch.manual_seed(options.seed)  # a new head for classes is drawn
                 loaded, tokenizer = load_model(
                     model,
-                    _dtype(dtype, full, offload and place.type != "cpu"),
+                    _dtype(dtype, options.full, options.offload and place.type != "cpu"),
                     host=host,
                     # The shards are moved afterwards.
-                    device="cpu" if full or offload else str(place),
+                    device="cpu" if options.full or options.offload else str(place),
                     progress=working,
                     labels=labels,
                 )
@@ -231,6 +142,39 @@ def finetune(
                 )
         if leads:
             _print(model, result, json)
+
+
+def _with_options(command: Callable[..., None]) -> inspect.Signature:
+    """The signature of a command whose other arguments are options of a run."""
+    own = [
+        one
+        for one in inspect.signature(command, eval_str=True).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
+    kinds = get_type_hints(Options)
+    others = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=Annotated[kinds[one.name], _option(one)],
+        )
+        for one in fields(Options)
+        if one.name not in {"least_chunk", "host_bytes", *(mine.name for mine in own)}
+    ]
+    return inspect.Signature([*own, *others])
+
+
+def _option(field: Field[Any]) -> Any:
+    """An option of the command for an option of a run."""
+    told, flags = field.metadata, list[str]()
+    if field.type == "bool":
+        flags = ["--" + field.name.replace("_", "-")]  # and none that says no
+    completing = specs if field.name == "cache" else one_of(*told["choices"])
+    return typer.Option(*flags, help=told["help"], min=told["least"], autocompletion=completing)
+
+
+finetune.__signature__ = _with_options(finetune)  # type: ignore[attr-defined]
 
 
 def _print(model: str, result: dict[str, Any], json: bool) -> None:

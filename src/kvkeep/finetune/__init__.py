@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from kvkeep.finetune.rollouts import Rollouts
 
     LongContext: Any
-    """See `kvkeep.hf.trainer.LongContext`."""
+    """See `kvkeep.finetune.long_context.LongContext`."""
 
 __all__ = ["LongContext", "Rollouts"]
 
-_FROM = {"LongContext": "kvkeep.hf.trainer", "Rollouts": "kvkeep.finetune.rollouts"}
+_FROM = {"LongContext": "kvkeep.finetune.long_context", "Rollouts": "kvkeep.finetune.rollouts"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,21 @@
 """Checkpoints of a run: written atomically, verified before use, and never unpickled.
 
-They hold whole tensors, whatever the number of processes, so a run may go on with another number.
+A checkpoint is a directory in the Trainer's layout, but for the optimizer's state, which is a
+safetensors file, and a list of the files with their checksums. They hold whole tensors, whatever
+the number of processes, so a run may go on with another number.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,20 +26,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
-from kvkeep.files.atomic import PARTIAL, sync_to_disk
+from kvkeep.files.atomic import PARTIAL, sync_to_disk, whole_file
 from kvkeep.files.headers import typed
 from kvkeep.finetune.processes import Processes, fill
 from kvkeep.finetune.trained import Trained
 from kvkeep.host.fingerprint import differences
 from kvkeep.reading import opened, whole
 
-VERSION = 2
+VERSION = 3
 OPTIMIZER = "optimizer.safetensors"
-_MOST_STATE = 1 << 26  # bytes
-STATE = "kvkeep_finetune.json"
-
-MODEL = "model's "
-"""In the options of a run, the prefix of the names that are parts of the model's fingerprint."""
+_MOST_CONTENTS = 1 << 26  # bytes
+CONTENTS = "kvkeep_finetune.json"
+STATE = "trainer_state.json"  # as the Trainer names it
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
@@ -48,144 +49,226 @@ class CheckpointError(KVKeepError, ValueError):
 
 
 @dataclass
-class State:
-    """The state of a run, besides its weights.
+class Contents:
+    """What a checkpoint is of: the step after which it was written, the options that its weights
+    depend on, the fingerprint of the model as it was given, and the checksum of each file."""
 
-    `options` are everything that the weights depend on. `train_loss` has one loss for each step;
-    `eval_loss` maps the steps after which the model was evaluated to losses, from "0" on;
-    `eval_accuracy` maps them to the share of texts that got their class, if there are classes.
-    """
-
+    step: int
     options: dict[str, str | int | float | None]
+    model: dict[str, str]
+    files: dict[str, str]
     version: int = VERSION
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    train_loss: list[float] = field(default_factory=list)
-    eval_loss: dict[str, float] = field(default_factory=dict)
-    eval_accuracy: dict[str, float] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
 
 
-@contextmanager
-def claimed(out: Path) -> Iterator[None]:
-    """Create and lock the directory of a run, so that no other process writes to it.
+@dataclass(frozen=True)
+class Checkpoints:
+    """The directory of a run, with its checkpoints and its result.
 
-    Raises:
-        CheckpointError: it cannot be written, or another process holds the lock.
+    Attributes:
+        out: the directory.
+        kind: what is trained.
+        options: all that the weights depend on, but for the model.
+        fingerprint: of the model.
+        keep: how many of the newest checkpoints to keep.
+        processes: those of the run.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror}; give a directory") from error
-    try:
+
+    out: Path
+    kind: Trained
+    options: dict[str, str | int | float | None]
+    fingerprint: dict[str, str]
+    keep: int
+    processes: Processes
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Create and lock the directory, so that no other run writes to it.
+
+        Raises:
+            CheckpointError: it cannot be written, or another process holds the lock.
+        """
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            self.out.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.out, os.O_RDONLY)
+        except OSError as error:
             raise CheckpointError(
-                f"another process is fine-tuning into {out}; wait for it, or give another directory"
+                f"cannot write {self.out}: {error.strerror}; give a directory"
             ) from error
-        for left in out.glob(f".*{PARTIAL}"):  # left by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        yield
-    finally:
-        os.close(handle)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another process is fine-tuning into {self.out}; wait for it, or give another "
+                    "directory"
+                ) from error
+            for left in self.out.glob(f".*{PARTIAL}"):  # left by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+        finally:
+            os.close(handle)
 
+    def at(self, step: int) -> Path:
+        """The checkpoint after a step."""
+        return self.out / f"checkpoint-{step}"
 
-def steps_in(out: Path) -> list[int]:
-    """The steps of the checkpoints in a directory, ascending."""
-    found = (_NAME.fullmatch(path.name) for path in out.iterdir())
-    return sorted(int(name[1]) for name in found if name)
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints, ascending."""
+        found = (_NAME.fullmatch(path.name) for path in self.out.iterdir())
+        return sorted(int(name[1]) for name in found if name)
 
+    def _result(self) -> list[str]:
+        """The names of the files of a result that are there."""
+        return [x for x in (self.kind.weights_file, self.kind.mark) if (self.out / x).exists()]
 
-def require_unused(out: Path, kind: Trained) -> None:
-    """Raise CheckpointError if a directory holds a run already."""
-    steps = steps_in(out)
-    held = [f"checkpoint-{steps[-1]}"] if steps else _result_in(out, kind)
-    if held:
-        raise CheckpointError(
-            f"{out} holds a run already ({held[0]}); resume it with --resume, or give another "
-            "directory"
-        )
+    def require_unused(self) -> None:
+        """Raise CheckpointError if the directory holds a run already."""
+        held = [self.at(step).name for step in self._steps()[-1:]] or self._result()
+        if held:
+            raise CheckpointError(
+                f"{self.out} holds a run already ({held[0]}); resume it with --resume, or give "
+                "another directory"
+            )
 
+    def newest(self) -> int:
+        """The step of the newest checkpoint, which is complete and of a run with these options; 0
+        if there is none.
 
-def _result_in(out: Path, kind: Trained) -> list[str]:
-    """The files of a result that a directory holds."""
-    return [name for name in (kind.weights_file, kind.mark) if (out / name).exists()]
+        Raises:
+            CheckpointError: it is damaged, or it belongs to another run.
+        """
+        steps = self._steps()
+        if not steps:
+            if self._result():
+                raise CheckpointError(
+                    f"{self.out} holds the {self.kind.noun} of a run but no checkpoint to resume "
+                    "from; give another directory"
+                )
+            return 0
+        path = self.at(steps[-1])
+        contents = _read(path)
+        if contents.step != steps[-1]:
+            raise _damaged(path / CONTENTS, f"it is of step {contents.step}")
+        differ = [
+            f"{name} is {self.options.get(name)}, was {contents.options.get(name)}"
+            for name in sorted({*self.options, *contents.options})
+            if self.options.get(name) != contents.options.get(name)
+        ]
+        differ += [f"model: {x}" for x in differences(contents.model, self.fingerprint)]
+        if differ:
+            raise CheckpointError(
+                f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data "
+                "and options, or give another directory"
+            )
+        for name in {self.kind.weights_file, self.kind.mark, OPTIMIZER, STATE, *contents.files}:
+            try:
+                same = contents.files.get(name) == _checksum(path / name)
+            except OSError as error:
+                raise _damaged(path / name, str(error)) from error
+            if not same:
+                raise _damaged(path / name, "it has another checksum")
+        return steps[-1]
 
+    def restore_weights(self, path: Path, model: Any) -> None:
+        """Load the weights of a checkpoint. Of what is sharded, each process reads its own part.
 
-def save(
-    out: Path,
-    kind: Trained,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    state: State,
-    keep: int,
-    processes: Processes,
-) -> None:
-    """Write a checkpoint of a run, and delete all but the newest `keep`.
+        Raises:
+            CheckpointError: the checkpoint is of something else, or damaged; nothing was changed.
+        """
+        with _opened(path / self.kind.weights_file) as held:
+            self._fill(self.kind.weights(model), held, path / self.kind.weights_file)
 
-    Raises:
-        CheckpointError: it cannot be written; the other checkpoints are unchanged.
-    """
-    target = out / f"checkpoint-{state.step}"
-    tensors = {
-        f"{name}.{key}": value
-        for name, parameter in _trained(model)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    def restore_optimizer(self, path: Path, model: Any, optimizer: Any) -> None:
+        """Load the optimizer's state of a checkpoint; see `restore_weights`."""
+        with _opened(path / OPTIMIZER) as held:
+            names = set(held.keys())
+            states = {
+                name: {_STEP: torch.zeros(()), **{key: torch.zeros_like(p) for key in _MOMENTS}}
+                for name, p in _trained(model)
+                if f"{name}.{_STEP}" in names  # a parameter without it had no gradient
+            }
+            tensors = {f"{name}.{key}": x for name in states for key, x in states[name].items()}
+            self._fill(tensors, held, path / OPTIMIZER)
+        optimizer.state.update({p: states[n] for n, p in _trained(model) if n in states})
 
-    def finish(work: Path) -> None:
-        state.files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
-        (work / STATE).write_text(_sealed(asdict(state)))
+    def _fill(self, tensors: Mapping[str, Tensor], held: Any, path: Path) -> None:
+        shapes = {name: tuple(held.get_slice(name).get_shape()) for name in list(held.keys())}
+        if shapes != {name: tuple(x.shape) for name, x in tensors.items()}:
+            raise _damaged(path, f"it is of another {self.kind.noun}")
+        for name, x in tensors.items():
+            fill(x, held, name)
+
+    def save(self, model: Any, optimizer: Any, state: Any) -> None:
+        """Write a checkpoint, and delete all but the newest `keep`.
+
+        Args:
+            state: the Trainer's state.
+
+        Raises:
+            CheckpointError: it cannot be written; the other checkpoints are unchanged.
+        """
+        target, work = self.at(state.global_step), self.out / f".{os.getpid()}{PARTIAL}"
+        weights, leads = self.kind.weights(model), self.processes.leads
+        tensors = {
+            f"{name}.{key}": value
+            for name, parameter in _trained(model)
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        try:
+            with self._writing(target):
+                if leads:
+                    work.mkdir()
+                    self.kind.describe(model, work)
+                    state.save_to_json(str(work / STATE))
+            with self._writing(target):
+                self.processes.write(work / self.kind.weights_file, weights, {"format": "pt"})
+            with self._writing(target):
+                self.processes.write(work / OPTIMIZER, tensors, {})
+            with self._writing(target):
+                if leads:
+                    self._finish(work, state.global_step)
+        finally:
+            if leads:
+                shutil.rmtree(work, ignore_errors=True)
+
+    def _finish(self, work: Path, step: int) -> None:
+        """Make a complete directory the checkpoint of a step, and delete old ones."""
+        files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
+        contents = Contents(step, self.options, self.fingerprint, files)
+        (work / CONTENTS).write_text(json.dumps(asdict(contents), indent=1))
         for path in work.iterdir():
             sync_to_disk(path)
         sync_to_disk(work)
-        work.rename(target)
-        sync_to_disk(out)
-        for old in steps_in(out)[:-keep]:
-            gone = out / f".{old}{PARTIAL}"  # renamed first: no incomplete one has the name
-            (out / f"checkpoint-{old}").rename(gone)
+        work.rename(self.at(step))
+        sync_to_disk(self.out)
+        for old in self._steps()[: -self.keep]:
+            gone = self.out / f".{old}{PARTIAL}"  # renamed first: no incomplete one has the name
+            self.at(old).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    _write(out, str(target), kind, model, processes, {OPTIMIZER: tensors}, finish)
+    def copy_result(self, step: int) -> None:
+        """Copy what the checkpoint of the last step holds beside the run's state; the file by which
+        the result is recognised is written last.
 
-
-def save_result(out: Path, kind: Trained, model: Any, processes: Processes) -> None:
-    """Write the result of a run; the file by which it is recognised is written last.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-
-    def finish(work: Path) -> None:
-        for path in sorted(work.iterdir(), key=lambda path: path.name == kind.mark):
-            sync_to_disk(path)
-            path.replace(out / path.name)
-
-    _write(out, f"the {kind.noun} to {out}", kind, model, processes, {}, finish)
-
-
-def _write(
-    out: Path,
-    what: str,
-    kind: Trained,
-    model: Any,
-    processes: Processes,
-    others: Mapping[str, Mapping[str, Tensor]],
-    finish: Callable[[Path], None],
-) -> None:
-    """Write what a run trains, and other tensors by file, to a temporary directory inside the
-    run's; then the leading process calls `finish` with it. It is removed at the end.
-
-    Raises:
-        CheckpointError: `what` cannot be written.
-    """
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._writing(self.out):
+            if not self.processes.leads:
+                return
+            names = {path.name for path in self.at(step).iterdir()} - {OPTIMIZER, STATE, CONTENTS}
+            for name in sorted(names, key=lambda name: (name == self.kind.mark, name)):
+                with whole_file(self.out / name, sync=True) as copy:
+                    shutil.copyfile(self.at(step) / name, str(copy.name))
 
     @contextmanager
-    def step() -> Iterator[None]:
-        with processes.together():
+    def _writing(self, what: Path) -> Iterator[None]:
+        """A context that all processes leave alike.
+
+        Raises:
+            CheckpointError: `what` cannot be written.
+        """
+        with self.processes.together():
             try:
                 yield
             except (OSError, ValueError) as error:
@@ -193,136 +276,26 @@ def _write(
                     f"cannot write {what}: {error}; make room, and resume with --resume"
                 ) from error
 
-    with ExitStack() as stack:
-        work = out
-        with step():
-            if processes.leads:
-                work = stack.enter_context(_partial(out))
-                kind.describe(model, work)
-        with step():
-            processes.write(work / kind.weights_file, kind.weights(model), {"format": "pt"})
-        for name, tensors in others.items():
-            with step():
-                processes.write(work / name, tensors, {})
-        with step():
-            if processes.leads:
-                finish(work)
-
-
-def newest(out: Path, kind: Trained, options: Mapping[str, Any]) -> tuple[State, Path] | None:
-    """The newest checkpoint of a run with these options; None if there is none.
-
-    Raises:
-        CheckpointError: it is damaged, or it belongs to another run.
-    """
-    steps = steps_in(out)
-    if not steps:
-        if _result_in(out, kind):
-            raise CheckpointError(
-                f"{out} holds the {kind.noun} of a run but no checkpoint to resume from; give "
-                "another directory"
-            )
-        return None
-    path = out / f"checkpoint-{steps[-1]}"
-    state = _read(path)
-    if state.step != steps[-1]:
-        raise _damaged(path / STATE, f"it is of step {state.step}")
-    differ = [
-        f"{name} is {options.get(name)}, was {state.options.get(name)}"
-        for name in sorted({*options, *state.options})
-        if options.get(name) != state.options.get(name) and not name.startswith(MODEL)
-    ]
-    differ += [f"model: {x}" for x in differences(_of_model(state.options), _of_model(options))]
-    if differ:
-        raise CheckpointError(
-            f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data and "
-            "options, or give another directory"
-        )
-    _verify(path, kind, state)
-    return state, path
-
-
-def at(out: Path, step: int) -> tuple[State, Path]:
-    """The checkpoint of a step, which another process has verified.
-
-    Raises:
-        CheckpointError: it cannot be read here.
-    """
-    path = out / f"checkpoint-{step}"
-    return _read(path), path
-
-
-def _of_model(options: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of the model's fingerprint among the options of a run."""
-    named = ((name, str(value)) for name, value in options.items() if name.startswith(MODEL))
-    return {name.removeprefix(MODEL): value for name, value in named}
-
-
-def restore(path: Path, kind: Trained, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and optimizer state. Of what is sharded, each process reads its own part.
-
-    Raises:
-        CheckpointError: the checkpoint is of something else, or damaged; nothing was changed.
-    """
-    weights, trained = kind.weights(model), _trained(model)
-    with _opened(path / kind.weights_file) as held, _opened(path / OPTIMIZER) as tensors:
-        if _shapes(held) != {name: tuple(x.shape) for name, x in weights.items()}:
-            raise _damaged(path / kind.weights_file, f"it is of another {kind.noun}")
-        shapes = _shapes(tensors)
-        known = [(name, p) for name, p in trained if f"{name}.{_STEP}" in shapes]
-        expected: dict[str, tuple[int, ...]]
-        expected = {f"{name}.{_STEP}": () for name, _ in known}  # without it, it had no gradient
-        expected |= {f"{name}.{key}": tuple(p.shape) for name, p in known for key in _MOMENTS}
-        if shapes != expected:
-            raise _damaged(path / OPTIMIZER, f"it is of another {kind.noun}")
-        for name, weight in weights.items():
-            fill(weight, held, name)
-        for name, parameter in known:
-            state = {key: torch.zeros_like(parameter) for key in _MOMENTS}
-            for key, x in state.items():
-                fill(x, tensors, f"{name}.{key}")
-            optimizer.state[parameter] = {_STEP: tensors.get_tensor(f"{name}.{_STEP}"), **state}
-
-
-def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
-
 
 def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """The trained parameters by name, in the optimizer's order."""
+    """The trained parameters by name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _read(path: Path) -> State:
-    """The state of a checkpoint; its files are not verified yet."""
+def _read(path: Path) -> Contents:
+    """What a checkpoint is of; its files are not verified yet."""
     try:
-        fields = json.loads(whole(path / STATE, _MOST_STATE))
-        checksum = fields.pop("checksum")
-        version = fields["version"]
-        if version != VERSION:
+        fields = json.loads(whole(path / CONTENTS, _MOST_CONTENTS))
+        if fields["version"] != VERSION:
             raise CheckpointError(
-                f"{path} is of version {version}, this kvkeep reads version {VERSION}; resume with "
-                "the kvkeep that wrote it"
+                f"{path} is of version {fields['version']}, this kvkeep reads version {VERSION}; "
+                "resume with the kvkeep that wrote it"
             )
-        if checksum != _seal(fields):
-            raise ValueError("it has another checksum")
-        state = typed(State, fields)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return typed(Contents, fields)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise _damaged(path / STATE, str(error)) from error
-    return state
-
-
-def _verify(path: Path, kind: Trained, state: State) -> None:
-    """Raise CheckpointError unless a checkpoint has all its files, with their checksums."""
-    for name in {kind.weights_file, kind.mark, OPTIMIZER, *state.files}:
-        try:
-            same = state.files.get(name) == _checksum(path / name)
-        except OSError as error:
-            raise _damaged(path / name, str(error)) from error
-        if not same:
-            raise _damaged(path / name, "it has another checksum")
+        raise _damaged(path / CONTENTS, str(error)) from error
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
@@ -341,30 +314,6 @@ def _opened(path: Path) -> Iterator[Any]:
         raise _damaged(path, str(error)) from error
 
 
-def _sealed(fields: dict[str, Any]) -> str:
-    return json.dumps({**fields, "checksum": _seal(fields)}, indent=1)
-
-
-def _seal(fields: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
-
-
 def _checksum(path: Path) -> str:
-    found = xxhash.xxh3_128()
     with opened(path) as handle, FileIO(handle, closefd=False) as file:
-        while piece := file.read(1 << 20):
-            found.update(piece)
-    digest: str = found.hexdigest()
-    return digest
-
-
-@contextmanager
-def _partial(out: Path) -> Iterator[Path]:
-    """A temporary directory inside a run's, with a name that marks it as incomplete; removed on
-    exit."""
-    path = out / f".{os.getpid()}{PARTIAL}"
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+        return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -252,6 +253,7 @@ def equalised(batches: list[Batch], count: int) -> list[Batch]:
     return [padded(batch, True) for batch in batches] + spare
 
 
+@lru_cache(maxsize=2)
 def order(count: int, seed: int, epoch: int) -> list[int]:
     """The order of an epoch's `count` pieces: a permutation that depends on seed and epoch."""
     generator = torch.Generator().manual_seed(drawn(seed, epoch))

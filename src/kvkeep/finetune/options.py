@@ -1,49 +1,50 @@
-"""The options of a fine-tuning run, and whether they fit each other, the model and the data."""
+"""The options of a fine-tuning run, and whether they fit each other, the model and the data.
+
+`kvkeep finetune` makes its own options of these; so nothing here imports torch before a check.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from kvkeep.errors import KVKeepError
-from kvkeep.host import Host, per_layer
-from kvkeep.spec import parse_specs
-from kvkeep.train.walk import fitting
+
+if TYPE_CHECKING:
+    from kvkeep.host import Host
 
 LENGTH = 8192
-TASKS = ("text", "classify")
-DECAYS = ("linear", "cosine")
 
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": "all-linear"}
-_LEAST = {
-    "chunk": 1,
-    "least_chunk": 1,
-    "length": 2,
-    "batch": 1,
-    "accumulate": 1,
-    "rank": 1,
-    "alpha": 1,
-    "warmup": 0,
-    "clip": 0,
-    "steps": 1,
-    "epochs": 1,
-    "eval_every": 0,
-    "save_every": 0,
-    "keep": 1,
-    "context_parallel": 1,
-}
 _RATES = {False: 2e-4, True: 1e-5}
 """The default learning rates of an adapter, and of all weights."""
-
-_BESIDE = {"eval_every", "save_every", "keep", "host_bytes", "spill", "offload", "context_parallel"}
-"""Options that the trained weights do not depend on."""
 
 
 class OptionError(KVKeepError, ValueError):
     """Options that do not fit each other, the data or the model."""
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    least: int | None = None,
+    choices: tuple[str, ...] = (),
+    matters: bool = True,
+) -> Any:
+    """An option of a run.
+
+    Args:
+        help: what the command's help says.
+        least: the least number.
+        choices: all values.
+        matters: whether the trained weights depend on it.
+    """
+    metadata = {"help": help, "least": least, "choices": choices, "matters": matters}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -73,34 +74,61 @@ class Options:
         offload: whether weights, gradients and the optimizer's state are held in host memory.
         context_parallel: how many processes share each text.
         host_bytes, spill: see `kvkeep.files.offload.Offload`; `spill` is its directory.
+        report_to: where the figures of each step are sent, comma-separated: integrations of
+            transformers' Trainer, such as "tensorboard" or "wandb".
     """
 
-    task: str = "text"
-    cache: str = "h2o:1024"
-    chunk: int | None = None
-    least_chunk: int | None = None
-    length: int | None = None
-    batch: int = 1
-    accumulate: int = 1
-    full: bool = False
-    rank: int | None = None
-    alpha: int | None = None
-    dropout: float | None = None
-    targets: str | None = None
-    lr: float | None = None
-    warmup: int = 0
-    decay: str = "linear"
-    clip: float = 1.0
-    steps: int | None = None
-    epochs: int | None = None
-    seed: int = 0
-    eval_every: int = 0
-    save_every: int = 0
-    keep: int = 2
-    offload: bool = False
-    context_parallel: int = 1
-    host_bytes: int | None = None
-    spill: str | None = None
+    task: str = _option("text", "What is learned: text, or classify.", choices=("text", "classify"))
+    cache: str = _option("h2o:1024", "Cache spec, the one to serve the result with.")
+    chunk: int | None = _option(None, "Tokens in each chunk.", least=1)
+    least_chunk: int | None = _option(None, "Least tokens in a chunk.", least=1)
+    length: int | None = _option(
+        None,
+        "Most tokens of a piece of text; default: 8192, or the model's context if that is less.",
+        least=2,
+    )
+    steps: int | None = _option(None, "Training steps.", least=1)
+    epochs: int | None = _option(None, "Passes over the data.", least=1)
+    batch: int = _option(1, "Pieces of text in a batch.", least=1)
+    accumulate: int = _option(1, "Batches in a step.", least=1)
+    full: bool = _option(False, "Train all weights, not an adapter.")
+    rank: int | None = _option(None, "Rank of LoRA; default: 16.", least=1)
+    alpha: int | None = _option(
+        None, "LoRA's alpha; its scale is alpha / rank; default: 32.", least=1
+    )
+    dropout: float | None = _option(None, "Dropout of LoRA; default: 0.", least=0)
+    targets: str | None = _option(
+        None, "Modules that get an adapter, comma-separated; default: all linear ones."
+    )
+    lr: float | None = _option(None, "AdamW's learning rate; default: 2e-4, or 1e-5 with --full.")
+    warmup: int = _option(0, "Steps in which the learning rate rises.", least=0)
+    decay: str = _option(
+        "linear",
+        "How the learning rate falls to 0: linear or cosine.",
+        choices=("linear", "cosine"),
+    )
+    clip: float = _option(1.0, "Greatest norm of a step's gradients; 0: no limit.", least=0)
+    seed: int = _option(0, "Seed for weights, order and dropout.")
+    eval_every: int = _option(
+        0, "Steps between evaluations; 0: at the end only.", least=0, matters=False
+    )
+    save_every: int = _option(
+        0, "Steps between checkpoints; 0: at the end only.", least=0, matters=False
+    )
+    keep: int = _option(2, "Newest checkpoints to keep.", least=1, matters=False)
+    offload: bool = _option(
+        False, "Hold weights, gradients and the optimizer in host memory (FSDP2).", matters=False
+    )
+    context_parallel: int = _option(
+        1, "Processes that share each text, under torchrun.", least=1, matters=False
+    )
+    host_bytes: int | None = _option(
+        None, "Most host memory for the layers' stored inputs.", matters=False
+    )
+    spill: str | None = _option(None, "Directory for the inputs that exceed it.", matters=False)
+    report_to: str | None = _option(
+        None, "Send figures to, e.g., tensorboard or wandb; several: commas.", matters=False
+    )
 
     def checked(self) -> Options:
         """These options, validated, with their defaults and the cache's spec in full.
@@ -109,18 +137,18 @@ class Options:
             OptionError: a value out of range, or two options that exclude each other.
             SpecError: the cache's spec does not exist.
         """
-        for name, low in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not value >= low:
-                raise OptionError(f"{name} is {value}; give at least {low}")
+        from kvkeep.spec import parse_specs
+
+        for one in fields(self):
+            name, value, told = one.name, getattr(self, one.name), one.metadata
+            if None not in (value, told["least"]) and not value >= told["least"]:
+                raise OptionError(f"{name} is {value}; give at least {told['least']}")
+            if told["choices"] and value not in told["choices"]:
+                raise OptionError(f"{name} is {value!r}; give {' or '.join(told['choices'])}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise OptionError(f"lr is {self.lr}; give a number above 0")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
+        if self.dropout is not None and not self.dropout < 1:
             raise OptionError(f"dropout is {self.dropout}; give at least 0 and less than 1")
-        if self.task not in TASKS:
-            raise OptionError(f"task is {self.task!r}; give {' or '.join(TASKS)}")
-        if self.decay not in DECAYS:
-            raise OptionError(f"decay is {self.decay!r}; give {' or '.join(DECAYS)}")
         given = [name for name in _LORA if getattr(self, name) is not None]
         if self.full and given:
             raise OptionError(
@@ -149,6 +177,9 @@ class Options:
             OptionError: pieces longer than the model's context, or a least chunk above `chunk`.
             ShapeError: a chunk above the cache's budget or step.
         """
+        from kvkeep.host import per_layer
+        from kvkeep.train.walk import fitting
+
         chunk = fitting(self.chunk, per_layer(self.cache, host.kinds))
         if self.least_chunk is not None and self.least_chunk > chunk:
             raise OptionError(
@@ -162,20 +193,6 @@ class Options:
                 f"most {most}"
             )
         return replace(self, chunk=chunk, length=self.length or min(LENGTH, most or LENGTH))
-
-    def for_processes(self, count: int) -> Options:
-        """These options, for `count` processes with different texts.
-
-        Raises:
-            OptionError: some would never have a text.
-        """
-        if count > self.accumulate:
-            raise OptionError(
-                f"{count} processes with texts of their own, but a step has {self.accumulate} "
-                f"batches; start at most {self.accumulate}, let several share a text "
-                f"(--context-parallel), or use --accumulate {count}"
-            )
-        return self
 
     def for_data(self, count: int) -> Options:
         """These options, with the number of steps that `count` pieces take.
@@ -213,17 +230,21 @@ class Options:
 
     def that_matter(self) -> dict[str, str | int | float | None]:
         """The options that the trained weights depend on."""
-        return {name: value for name, value in asdict(self).items() if name not in _BESIDE}
+        matter = [one.name for one in fields(self) if one.metadata["matters"]]
+        return {name: value for name, value in asdict(self).items() if name in matter}
 
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        assert self.steps is not None
-        assert self.lr is not None
-        if step < self.warmup:
-            return self.lr * (step + 1) / (self.warmup + 1)
-        done = (step - self.warmup) / (self.steps - self.warmup)
-        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.lr * left
+    def arguments(self) -> dict[str, Any]:
+        """These options by the names of transformers' `TrainingArguments`."""
+        return {
+            "max_steps": self.steps,
+            "learning_rate": self.lr,
+            "warmup_steps": self.warmup + 1,  # see FineTuner.create_scheduler
+            "lr_scheduler_type": self.decay,
+            "max_grad_norm": self.clip,
+            "eval_steps": self.eval_every or self.steps,
+            "save_steps": self.save_every or self.steps,
+            "report_to": (self.report_to or "none").split(","),
+        }
 
 
 def drawn(*what: int | str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from kvkeep.files import tensor_file
 from kvkeep.finetune.data import Batch, equalised
-from kvkeep.finetune.options import OptionError
+from kvkeep.finetune.options import OptionError, Options
 from kvkeep.host import host_of
 from kvkeep.train.autograd import sum_gradients
 from kvkeep.train.together import together
@@ -33,12 +33,11 @@ class Processes:
 
     Args:
         device: where this process computes.
-        context: how many processes share each text (context parallelism).
-        offload: whether a sharded model is held in host memory.
+        options: of the run: how many processes share each text (context parallelism), whether a
+            sharded model is held in host memory, and the batches in a step.
 
     Raises:
-        OptionError: the number of processes is not a multiple of `context`, or nothing can be
-            offloaded.
+        OptionError: the number of processes does not fit, or nothing can be offloaded.
 
     Attributes:
         count: how many batches are computed at the same time.
@@ -46,14 +45,14 @@ class Processes:
         sharded: whether FSDP2 shards the model; see `shard`.
     """
 
-    def __init__(self, device: torch.device, context: int = 1, *, offload: bool = False) -> None:
-        here = dist.is_initialized()
-        if offload and device.type == "cpu":
+    def __init__(self, device: torch.device, options: Options) -> None:
+        here, context = dist.is_initialized(), options.context_parallel
+        if options.offload and device.type == "cpu":
             raise OptionError(
                 "nothing can be offloaded from the CPU, whose memory holds everything already; "
                 "leave out --offload"
             )
-        if offload and not here:
+        if options.offload and not here:
             raise OptionError(
                 "offloading is FSDP2's, which needs torch.distributed; call init_process_group "
                 "first, if only for one process"
@@ -64,8 +63,15 @@ class Processes:
                 f"{context} processes for each text, but there are {size}; start a multiple of "
                 f"{context} with torchrun, or choose another --context-parallel"
             )
-        self.device, self.sharded, self._offload = device, False, offload
-        self._size, self.count, self._place = size, size // context, self._rank // context
+        self.count, self._place = size // context, self._rank // context
+        if self.count > options.accumulate:
+            raise OptionError(
+                f"{self.count} processes with texts of their own, but a step has "
+                f"{options.accumulate} batches; start at most {options.accumulate}, let several "
+                f"share a text (--context-parallel), or use --accumulate {self.count}"
+            )
+        self.device, self.sharded, self._offload = device, False, options.offload
+        self._size = size
         self._data: Any = None  # the processes with other texts
         self.group: dist.ProcessGroup | None = None
         if here:
@@ -117,33 +123,23 @@ class Processes:
             return
         sum_gradients(parameters, self._data.get_group())
 
-    def sum(self, number: float) -> float:
-        """The sum of a number over the processes with other texts."""
-        if self.count == 1:
+    def sum(self, number: float, *, of_all: bool = False) -> float:
+        """The sum of a number over the processes with other texts, or over all."""
+        if (self._size if of_all else self.count) == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, group=self._data.get_group())
+        dist.all_reduce(found, group=None if of_all else self._data.get_group())
         return float(found)
-
-    def sum_of_all(self, number: int) -> int:
-        """The sum of a number over all processes."""
-        if self._size == 1:
-            return number
-        found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found)
-        return int(found)
-
-    def told(self, number: int) -> int:
-        """The leading process's number."""
-        if self._size == 1:
-            return number
-        found = torch.tensor(number, device=self.device)
-        dist.broadcast(found, 0)
-        return int(found)
 
     def together(self) -> AbstractContextManager[None]:
         """A context that all processes leave alike; see `kvkeep.train.together`."""
         return together(dist.group.WORLD if self._size > 1 else None, self.device)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """The same for processes that compute batches of their own. Where they compute together, a
+        process that fails cannot wait for the others, and must exit."""
+        joint = self.sharded or self.group is not None
+        return nullcontext() if joint else self.together()
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write a safetensors file: all processes make each tensor whole, the leading one writes
