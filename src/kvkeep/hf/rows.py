@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.graph.custom_ops import LayerTicket
-from kvkeep.hf.config import layer_kinds
+from kvkeep.hf.kinds import layer_kinds
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.packed import PackedLayer, ReadyTogether

@@ -312,8 +312,7 @@ class PrefixStore:
         elif cache.fed > found and not compressed_tokens(cache):
             text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
-            if cache.recurrent is not None:  # the store has these states now
-                cache.recurrent.unmark()
+            cache.carried.unmark()  # the store has these states now
         return Reading(cache, found)
 
     def find(
@@ -443,8 +442,7 @@ class PrefixStore:
         if len(flat(tokens)) == cache.fed:
             cache.mark()
         kept = self.offer(*text, cache, priority=priority, wait=wait)
-        if cache.recurrent is not None:  # the store has these states now
-            cache.recurrent.unmark()
+        cache.carried.unmark()  # the store has these states now
         return kept
 
     def offer(
