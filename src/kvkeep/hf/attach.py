@@ -30,7 +30,8 @@ from kvkeep.hf.inputs import (
     check_rows,
     fed_by,
 )
-from kvkeep.hf.kinds import Handle, layer_kinds, require
+from kvkeep.hf.kinds import layer_kinds, require
+from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
@@ -403,7 +404,8 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         cache.awaited = None if tokens is None or on_device else fed + tokens.shape[1]
     ask_for_weights(decoder, cache, given)
     if not compiling:
-        cache.begin_forward(decoder, given)
+        for kind in cache.kinds:
+            kind.begin(cache, decoder, given)
 
 
 def _require_attended(

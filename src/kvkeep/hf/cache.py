@@ -28,7 +28,6 @@ from kvkeep.hf.config import (
 from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
 from kvkeep.hf.kinds import (
-    BeginStep,
     Forwards,
     KeepsStates,
     kinds_of,
@@ -37,6 +36,7 @@ from kvkeep.hf.kinds import (
     require,
     why_not,
 )
+from kvkeep.hf.kinds.base import BeginStep
 from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.like_dynamic import LikeDynamic
 from kvkeep.hf.parallel import head_processes, is_parallel
@@ -47,6 +47,7 @@ from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.turn import Turn
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
@@ -78,7 +79,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
     _start = 0  # columns fed before the current forward
     awaited: int | None = None  # columns fed after it, if kvkeep's hooks began it
-    _first_state_bytes: int | None = None  # those of an empty cache, which a forward tells
+    _first_states: Mapping[str, StateSpec] | None = None  # of an empty cache, told by a forward
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
 
@@ -248,11 +249,6 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """What a compiled graph is given for each layer."""
         return cast(Sequence[Ticket], self._traced)
 
-    def begin_forward(self, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
-        """Called before a forward of the model with these arguments, if it is attached."""
-        for kind in self.kinds:
-            kind.begin(self, decoder, given)
-
     def expect(self, columns: int) -> None:
         """Check that a forward of so many columns may begin, before anything of it runs."""
         self._end_recording()
@@ -338,14 +334,12 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of a row's recurrent states."""
-        if self.carried.specs:
-            return sum(spec.nbytes for spec in self.carried.specs.values())
+        """Bytes of a row's states of layers that do not attend."""
         model = None if self._model is None else self._model()
-        if self._first_state_bytes is None and model is not None:
-            specs = host_of(model).recurrent_specs()
-            self._first_state_bytes = sum(spec.nbytes for spec in specs.values())
-        return self._first_state_bytes or 0
+        if self.carried and not self.fed and self._first_states is None and model is not None:
+            self._first_states = host_of(model).recurrent_specs()
+        specs = self.carried.specs or self._first_states or {}
+        return sum(spec.nbytes for spec in specs.values())
 
     def save(
         self,

@@ -236,7 +236,8 @@ def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> 
     """What a decoder returns for each chunk of token ids (B, n): (B, n, D)."""
     for ids in chunks:
         if isinstance(cache, _CountingCache):
-            cache.begin_forward(decoder, {"input_ids": ids})
+            for kind in cache.kinds:
+                kind.begin(cache, decoder, {"input_ids": ids})
         yield decoder(input_ids=ids, **as_cache(decoder, cache), use_cache=True)[0]
         if isinstance(cache, _CountingCache):
             cache.require_complete()

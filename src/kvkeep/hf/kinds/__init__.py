@@ -17,7 +17,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.geometry import Geometry
 from kvkeep.hf.config import base_config, decoder_config, refused
-from kvkeep.hf.kinds.base import BeginStep, Handle, Kind
+from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.latent import Latent, begun_step
 from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards, KeepsStates, Recurrent, states_in
@@ -26,11 +26,8 @@ from kvkeep.hf.kinds.windows import Windows, type_of_all
 from kvkeep.host import LayerKind
 
 __all__ = [
-    "BeginStep",
     "Forwards",
-    "Handle",
     "KeepsStates",
-    "Kind",
     "begun_step",
     "kinds_of",
     "layer_geometries",
@@ -40,16 +37,16 @@ __all__ = [
     "why_not",
 ]
 
-_KINDS: tuple[type[Kind], ...] = (Plain, Windows, Shared, Latent, Recurrent)
+_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent())
 
 
-def kinds_of(model: Any) -> tuple[type[Kind], ...]:
+def kinds_of(model: Any) -> tuple[Kind, ...]:
     """The special kinds of a model, or of the model with this config; empty if it has none."""
     text = decoder_config(base_config(model))
     return tuple(kind for kind in _KINDS if kind.has(text))
 
 
-def why_not(kinds: Iterable[type[Kind]], feature: Feature) -> str:
+def why_not(kinds: Iterable[Kind], feature: Feature) -> str:
     """Why a model of these kinds lacks a feature, as a clause about it; empty if it has it."""
     return next((kind.lacks[feature] for kind in kinds if feature in kind.lacks), "")
 

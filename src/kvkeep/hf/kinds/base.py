@@ -6,7 +6,7 @@ know none of them by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -19,14 +19,9 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import RecurrentStates, StateSpec
 from kvkeep.spec import CacheSpec
 
-
-class BeginStep(Protocol):
-    """Begins the step of a layer of a cache, given new keys and values, (B, H, n, D) each, if not
-    by `hand_over`; returns the step, and what `update` returns."""
-
-    def __call__(
-        self, cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
-    ) -> tuple[Handed, tuple[Tensor, Tensor]]: ...
+BeginStep = Callable[[Any, LayerCache, Tensor, Tensor], tuple[Handed, tuple[Tensor, Tensor]]]
+"""Begins the step of a layer of a cache, given new keys and values, (B, H, n, D) each, if not by
+`hand_over`; returns the step, and what `update` returns."""
 
 
 class Handle(Protocol):
@@ -39,8 +34,6 @@ class Handle(Protocol):
 class Kind:
     """What models are like that are of no special kind; other kinds override what differs.
 
-    All methods are class methods: a kind has no state.
-
     Attributes:
         lacks: the features that models of this kind lack.
         begin_step: see `BeginStep`; None: `hand_over` does it.
@@ -51,20 +44,17 @@ class Kind:
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 
-    @classmethod
-    def has(cls, text: PreTrainedConfig) -> bool:
+    def has(self, text: PreTrainedConfig) -> bool:
         """Whether a model is of this kind."""
         return False
 
-    @classmethod
-    def types(cls, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         """The types of layers that this kind adds, as `layer_types` of a config names them, and how
         such a layer attends; None: it does not."""
         return {}
 
-    @classmethod
     def arranged(
-        cls, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
+        self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """The attention of a model's layers, where they depend on each other.
 
@@ -76,32 +66,26 @@ class Kind:
 
     # -- its cache --------------------------------------------------------------------------
 
-    @classmethod
-    def require_specs(cls, specs: Sequence[CacheSpec]) -> None:
+    def require_specs(self, specs: Sequence[CacheSpec]) -> None:
         """Raise SpecError if a spec does not fit the kind."""
 
-    @classmethod
-    def states(cls, text: PreTrainedConfig) -> RecurrentStates | None:
+    def states(self, text: PreTrainedConfig) -> RecurrentStates | None:
         """The states of layers that do not attend, for a new cache; None: there are none."""
         return None
 
-    @classmethod
-    def state_specs(cls, model: PreTrainedModel) -> dict[str, StateSpec]:
+    def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
         """What these states are like; see `Host.recurrent_specs`."""
         return {}
 
     # -- an attached model ------------------------------------------------------------------
 
-    @classmethod
-    def attach(cls, model: PreTrainedModel) -> Sequence[Handle]:
+    def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
         """Change a model whose attention is routed, so that it can use a cache; returns what
         `detach` removes."""
         return ()
 
-    @classmethod
-    def begin(cls, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
+    def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Called before a forward of an attached decoder, with its arguments, which may change."""
 
-    @classmethod
-    def end(cls, cache: Any) -> None:
+    def end(self, cache: Any) -> None:
         """Called after the forward."""

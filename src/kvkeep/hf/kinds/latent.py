@@ -47,12 +47,10 @@ class Latent(Kind):
         Feature.SIZES: "keeps a latent, whose size its heads do not tell",
     }
 
-    @classmethod
-    def has(cls, text: PreTrainedConfig) -> bool:
+    def has(self, text: PreTrainedConfig) -> bool:
         return getattr(text, "kv_lora_rank", None) is not None
 
-    @classmethod
-    def require_specs(cls, specs: Sequence[CacheSpec]) -> None:
+    def require_specs(self, specs: Sequence[CacheSpec]) -> None:
         """Raise SpecError if a policy reads what a cache of latents does not hold."""
         for spec in dict.fromkeys(specs):
             policy = spec.policy

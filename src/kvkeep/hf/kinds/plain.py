@@ -15,6 +15,5 @@ FULL = "full_attention"
 class Plain(Kind):
     """Every model may have these layers."""
 
-    @classmethod
-    def types(cls, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         return {FULL: LayerKind(FULL, None), "moe": None, "mlp": None}

@@ -54,21 +54,17 @@ class Recurrent(Kind):
 
     lacks: ClassVar[Lacks] = LACKS
 
-    @classmethod
-    def has(cls, text: PreTrainedConfig) -> bool:
+    def has(self, text: PreTrainedConfig) -> bool:
         return bool(_numbers(text))
 
-    @classmethod
-    def types(cls, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         attending = (LayerKind(_HYBRID, None), LayerKind(_HYBRID_SLIDING, window_of(text)))
         return {**dict.fromkeys(_ONLY), **{kind.name: kind for kind in attending}}
 
-    @classmethod
-    def states(cls, text: PreTrainedConfig) -> RecurrentStates:
+    def states(self, text: PreTrainedConfig) -> RecurrentStates:
         return TransformersStates(_numbers(text))
 
-    @classmethod
-    def state_specs(cls, model: PreTrainedModel) -> dict[str, StateSpec]:
+    def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
         """Found by a forward of one token."""
         text, decoder = decoder_config(model.config), decoder_of(model)
         states, own = TransformersStates(_numbers(text)), DynamicCache(config=text)
@@ -78,14 +74,12 @@ class Recurrent(Kind):
         states.cache = own
         return states.specs
 
-    @classmethod
-    def attach(cls, model: PreTrainedModel) -> Sequence[Handle]:
+    def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
         """Let layers that need it compute token by token wherever the cache holds a state."""
         decoder = decoder_of(model)
         return [_Routed(decoder.get_submodule(x)) for x in _layers_that_ignore_their_state(decoder)]
 
-    @classmethod
-    def begin(cls, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
+    def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """A forward that has no room must not change states."""
         tokens = fed_by(given)
         n = 0 if tokens is None else tokens.shape[1]
@@ -100,8 +94,7 @@ class Recurrent(Kind):
             place = torch.arange(cache.fed, cache.fed + n, device=tokens.device)
             given["position_ids"] = place[None]
 
-    @classmethod
-    def end(cls, cache: Any) -> None:
+    def end(self, cache: Any) -> None:
         cache.carried.end(cache.fed)
 
 
@@ -199,40 +192,25 @@ class KeepsStates:
                 "model; call kvkeep.attach(model) first"
             )
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A layer's convolution state; None before the first token."""
-        state: Tensor | None = self._states_to_change().get_conv_state(layer_idx, state_idx)
-        return state
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer's convolution state, a tensor; None before the first token."""
+        return self._states_to_change().get_conv_state(*args, **kwargs)
 
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Extend a layer's convolution state; returns it with the new inputs."""
-        state: Tensor = self._states_to_change().update_conv_state(
-            conv_states, layer_idx, state_idx, **kwargs
-        )
-        return state
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Extend a layer's convolution state; returns it with the new inputs, a tensor."""
+        return self._states_to_change().update_conv_state(*args, **kwargs)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A layer's recurrent state; None before the first token."""
-        state: Tensor | None = self._states_to_change().get_recurrent_state(layer_idx, state_idx)
-        return state
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer's recurrent state, a tensor; None before the first token."""
+        return self._states_to_change().get_recurrent_state(*args, **kwargs)
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Replace a layer's recurrent state, and return it."""
-        state: Tensor = self._states_to_change().update_recurrent_state(
-            recurrent_states, layer_idx, state_idx, **kwargs
-        )
-        return state
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace a layer's recurrent state, a tensor, and return it."""
+        return self._states_to_change().update_recurrent_state(*args, **kwargs)
 
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
-        """Whether a layer has a state; None: the last layer that has states."""
-        found: bool = self._states().has_previous_state(layer_idx, state_idx)
-        return found
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Whether a layer has a state; without a layer, the last one that has states."""
+        return self._states().has_previous_state(*args, **kwargs)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """False: states return to copies, see `RecurrentStates.mark`."""
@@ -338,8 +316,8 @@ class Forwards:
 
 
 class _Routed:
-    """A layer that is given tokens one by one. It may have had a forward of its own: that of a
-    library, such as accelerate's, which moves weights to the device first."""
+    """A layer that is given tokens one by one. It may have had a forward of its own, as accelerate
+    gives modules, which moves weights to the device first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._own = module, module.__dict__.get("forward")

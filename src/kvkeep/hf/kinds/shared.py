@@ -28,13 +28,11 @@ class Shared(Kind):
         Feature.NARROWED,
     )
 
-    @classmethod
-    def has(cls, text: PreTrainedConfig) -> bool:
+    def has(self, text: PreTrainedConfig) -> bool:
         return "reuse" in (getattr(text, "kv_sharing_modes", None) or ())
 
-    @classmethod
     def arranged(
-        cls, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
+        self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Layers that reuse others' keys and values have none of their own.
 
@@ -58,8 +56,7 @@ class Shared(Kind):
                 )
         return found
 
-    @classmethod
-    def begin(cls, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
+    def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Raise UnsupportedError if a model that drafts is to be given the keys and values that
         layers share: those that an attached model hands from layer to layer are the new tokens'."""
         if given.get("return_shared_kv_states"):

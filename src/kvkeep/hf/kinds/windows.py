@@ -16,8 +16,7 @@ _SLIDING, _CHUNKED = "sliding_attention", "chunked_attention"
 class Windows(Kind):
     """Every model may have these layers."""
 
-    @classmethod
-    def types(cls, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         found: dict[str, LayerKind | None] = {_SLIDING: LayerKind(_SLIDING, window_of(text))}
         chunk = _chunk_of(text)
         if chunk is not None:
