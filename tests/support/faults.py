@@ -432,15 +432,15 @@ FAULTS = (
     Fault(
         "chunk-begins-late",
         "layer/step.py",
-        "first = chunk_start(queries, window) if hidden else None",
+        "first = queries + 1 - window.behind(queries) if hidden else None",
         "first = queries - (queries - 1) % window if hidden else None",
         "test_reach.py",
     ),
     Fault(
         "chunk-needs-no-mask-with-a-budget",
         "planes.py",
-        "return n > 1 or kept != Reach(size) or length - 1 > (fed - 1) % size",
-        "return n > 1 or length - 1 > (fed - 1) % size",
+        "return n > 1 or kept != Reach(self) or length - 1 > (fed - 1) % self",
+        "return n > 1 or length - 1 > (fed - 1) % self",
         "test_reach.py",
     ),
     Fault(

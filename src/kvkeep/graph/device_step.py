@@ -150,9 +150,7 @@ class DeviceStep(Step):
         # One position for all rows: in each, the token is real, not padding.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
-        return view_of(
-            segments, queries, self.policy, layer.window, None, 0, True, chunked=layer.chunked
-        )
+        return view_of(segments, queries, self.policy, layer.window, None, 0, True)
 
     def _settle(self, observation: Observation) -> None:
         if self._evicts:

@@ -23,6 +23,7 @@ from kvkeep.hf.kinds import layer_kinds, require
 from kvkeep.hf.kinds.multimodal import require_counted
 from kvkeep.hf.parallel import is_parallel
 from kvkeep.host import Specs
+from kvkeep.planes import Chunks
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
 
@@ -112,7 +113,10 @@ class _Step(nn.Module):
         self.cache = Cache(model, spec)
         kinds = layer_kinds(base_config(model))
         self.descriptions = [
-            Description(str(s), layer.limit or 0, index, len(kinds), kind.window, kind.chunked)
+            Description(
+                *(str(s), layer.limit or 0, index, len(kinds)),
+                *(kind.window, isinstance(kind.window, Chunks)),
+            )
             for index, (s, layer, kind) in enumerate(
                 zip(self.cache.specs, self.cache.layers, kinds, strict=True)
             )

@@ -23,10 +23,6 @@ class MaskedLayer(Protocol):
         """The layer's own sliding window, in tokens."""
 
     @property
-    def chunked(self) -> bool:
-        """Whether that window begins at a multiple of its size."""
-
-    @property
     def history(self) -> History:
         """What was fed before this chunk."""
 

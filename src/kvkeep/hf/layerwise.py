@@ -249,7 +249,7 @@ class _TextLayer:
 
     def __init__(self, text: Layerwise, history: History, kind: LayerKind) -> None:
         self._text, self.history = text, history
-        self.window, self.chunked = kind.window, kind.chunked
+        self.window = kind.window
         self.attention: LayerStep | None = None
 
     @property

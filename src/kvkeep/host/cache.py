@@ -75,7 +75,6 @@ class ModelCache(Cache):
                 layers.append(
                     one.layer(
                         window=kind.window,
-                        chunked=kind.chunked,
                         capacity=capacity,
                         rotary=rotary[index],
                         index=index,

@@ -20,7 +20,7 @@ from kvkeep.attention import Attend
 from kvkeep.codec import Codec
 from kvkeep.errors import RollbackError, StateError, UnsupportedError
 from kvkeep.layer.history import History
-from kvkeep.layer.reaching import Reaching, limit_in_words
+from kvkeep.layer.reaching import Reaching
 from kvkeep.layer.step import Phases, StepInputs, driven
 from kvkeep.layer.turn import Turn
 from kvkeep.planes import POSITION, Reach
@@ -91,8 +91,7 @@ class Drafts(Reaching, ABC):
             codec = self.key_codec.name
             return f", and codec {codec} encodes tokens in blocks; {again}, or use int8"
         if self.window is not None and policy.reach == Reach(self.window):
-            limit = limit_in_words(self.window, self.chunked)
-            return f", and {limit} drops the older ones; {again}"
+            return f", and {self.window.words} drops the older ones; {again}"
         return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def crop(self, tokens: int) -> None:

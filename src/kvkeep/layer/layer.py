@@ -20,7 +20,6 @@ from kvkeep.layer.hiding import Hiding
 from kvkeep.layer.history import History, LayerState, Prompt
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.plan import StepPlan, settles_alone
-from kvkeep.layer.reaching import limit_in_words
 from kvkeep.layer.readable import Readable
 from kvkeep.layer.ready import Ready
 from kvkeep.layer.settling import Settling
@@ -28,7 +27,7 @@ from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Phases, StepInputs, driven
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import LAST, POSITION, Planes, Reach, slot_count
+from kvkeep.planes import LAST, POSITION, Planes, Reach, own_window, slot_count
 from kvkeep.policy import Arrivals, Need, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
@@ -80,10 +79,11 @@ class LayerCache(Readable, Settling, Hiding):
                 f"policy {policy.name} divides a chunk into steps of {policy.step}, but other "
                 "layers attend to this layer's slots after each chunk; leave out step"
             )
+        self.window = own_window(window, chunked)
         evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):
-            own = window is not None and policy.reach == Reach(window)
-            who = limit_in_words(window, chunked) if own else f"policy {policy.name}"
+            own = self.window if policy.reach == Reach(self.window or 0) else None
+            who = own.words if own else f"policy {policy.name}"
             raise SpecError(
                 f"{who} evicts single slots, but codec {key_codec.name}/{value_codec.name} encodes "
                 "blocks of tokens; use int8 or int8/int4, or keep_all on layers without a sliding "
@@ -93,7 +93,7 @@ class LayerCache(Readable, Settling, Hiding):
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
-        self.window, self.chunked, self.rotary = window, chunked, rotary
+        self.rotary = rotary
         self.readers, self.unread = readers, 0
         self.holes_after: int | None = None
         self.record_past, self.prompt, self._journal = False, Prompt(), []

@@ -9,7 +9,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.layer.history import History, Prompt
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.step import view_of
-from kvkeep.planes import Reach
+from kvkeep.planes import Chunks, OwnWindow, Reach
 from kvkeep.policy import Policy
 
 
@@ -17,14 +17,18 @@ class Reaching:
     """The methods of `LayerCache` that depend on what its policy and its own window show."""
 
     policy: Policy
-    window: int | None
-    chunked: bool
+    window: OwnWindow | None
     record_past: bool
     """Whether the chunks fed may be drafts, of which a crop takes some back."""
     prompt: Prompt
     """What is certain of the text although `record_past` is set."""
     _slots: LayerSlots
     past: History
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the layer's own window begins at a multiple of its size."""
+        return isinstance(self.window, Chunks)
 
     @property
     def _tentative(self) -> bool:
@@ -37,8 +41,8 @@ class Reaching:
         reach = self.policy.reach
         if reach is None or self._tentative:
             return self._slots.length
-        if self.chunked and reach == Reach(self.window or 0):
-            held = (self.past.newest + 1) % reach.size
+        if isinstance(self.window, Chunks) and reach == Reach(self.window):
+            held = self.window.behind(self.past.newest + 1) - 1
             return min(self._slots.length, held if isinstance(held, int) else int(held.max()))
         return min(self._slots.length, reach.size - 1 + reach.fixed)
 
@@ -61,7 +65,6 @@ class Reaching:
             length if history.holes is None else None,  # older slots may be held in their place
             history.columns,
             empty=history.pads is not None or self.policy.ragged or hides,
-            chunked=self.chunked,
             until=until,
         )
 
@@ -70,14 +73,9 @@ class Reaching:
         own, reach = self.window, self.policy.reach
         if own is None and reach is None:
             return
-        limit = f"policy {self.policy.name}" if own is None else limit_in_words(own, self.chunked)
+        limit = f"policy {self.policy.name}" if own is None else own.words
         raise UnsupportedError(
             f"causal=False, but {limit} drops what lies too far before a query, so not every query "
             "can see all tokens; use a layer without a window, and keep_all or a policy that "
             "scores, such as h2o:1024"
         )
-
-
-def limit_in_words(window: int | None, chunked: bool) -> str:
-    """A layer's own window, for messages."""
-    return f"{'chunked attention' if chunked else 'a sliding window'} of {window} tokens"

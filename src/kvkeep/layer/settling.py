@@ -54,7 +54,6 @@ class Settling(ReadAgain, Drafts):
             position=self._chunk,
             newest=self.past.newest,
             window=self.window,
-            chunked=self.chunked,
             rotary=self.rotary,
             state=self.past.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Attend, Options, Segment, View, dispatch
 from kvkeep.checks import resolved
 from kvkeep.errors import UnsupportedError
-from kvkeep.planes import chunk_start, hides_chunks, limits
+from kvkeep.planes import Chunks, OwnWindow, limits
 from kvkeep.policy import Need, Observation, Policy
 
 
@@ -143,12 +143,10 @@ def view_of(
     segments: tuple[Segment, ...],
     queries: Tensor,
     policy: Policy,
-    window: int | None,
+    window: OwnWindow | None,
     length: int | None,
     fed: int,
     empty: bool,
-    *,
-    chunked: bool = False,
     until: Tensor | None = None,
 ) -> View:
     """The view that queries attend to.
@@ -157,21 +155,20 @@ def view_of(
         segments: all slots, the queries' own tokens last.
         queries: positions of the queries, (n,) or (B, n).
         policy: its reach limits what a query sees.
-        window: the layer's own sliding window in tokens; None if it has none.
+        window: the layer's own sliding window; None if it has none.
         length: slots in use, of the longest row and head. None: the newest are not known to be
             held, so every limit on what a query sees is applied.
         fed: columns fed, including the chunk.
         empty: whether some slots are empty.
-        chunked: whether the window begins at a multiple of its size.
         until: the newest position that each query sees, (n,) or (B, n), if it is later than its
             own.
     """
     reach, n = policy.reach, queries.shape[-1]
-    reaches = limits(reach, window, n, length, fed, chunked=chunked)
+    reaches = limits(reach, window, n, length, fed)
     first: Tensor | None = None
-    if chunked and window is not None:
-        hidden = hides_chunks(reach, window, n, length, fed) or (empty and fed > window)
-        first = chunk_start(queries, window) if hidden else None
+    if isinstance(window, Chunks):
+        hidden = window.hides(reach, n, length, fed) or (empty and fed > window)
+        first = queries + 1 - window.behind(queries) if hidden else None
     if first is None and until is None:
         return View(segments, queries, empty, reaches)
     last = queries if until is None else torch.maximum(queries, until)

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.plain import FULL
 from kvkeep.host import LayerKind
+from kvkeep.planes import Chunks
 
 _SLIDING, _CHUNKED = "sliding_attention", "chunked_attention"
 
@@ -20,7 +21,7 @@ class Windows(Kind):
         found: dict[str, LayerKind | None] = {_SLIDING: LayerKind(_SLIDING, window_of(text))}
         chunk = _chunk_of(text)
         if chunk is not None:
-            found[_CHUNKED] = LayerKind(_CHUNKED, chunk, chunked=True)
+            found[_CHUNKED] = LayerKind(_CHUNKED, Chunks(chunk))
         return found
 
 
