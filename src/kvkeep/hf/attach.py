@@ -30,7 +30,7 @@ from kvkeep.hf.inputs import (
     check_rows,
     fed_by,
 )
-from kvkeep.hf.kinds import layer_kinds, require
+from kvkeep.hf.kinds import require
 from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.packed_rows import require_one_text
@@ -170,7 +170,7 @@ def attach(
         require(text, Feature.COMPILED, "attach the model without compile=True")
     empty = Cache(model, spec)
     layers = len(empty.layers)
-    attending = layers + sum(kind.readers for kind in layer_kinds(text))
+    attending = sum(1 + layer.readers for layer in empty.layers)
     original = text._attn_implementation
     decoder = decoder_of(model)
     implementation, own = _routing(model, original, untried=not empty.why_not(Feature.UNTRIED))

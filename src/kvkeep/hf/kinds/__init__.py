@@ -18,24 +18,16 @@ from kvkeep.features import Feature
 from kvkeep.geometry import Geometry
 from kvkeep.hf.config import base_config, decoder_config, refused
 from kvkeep.hf.kinds.base import Kind
-from kvkeep.hf.kinds.latent import Latent, begun_step
+from kvkeep.hf.kinds.latent import Latent
+from kvkeep.hf.kinds.latent import begun_step as begun_step
 from kvkeep.hf.kinds.plain import Plain
-from kvkeep.hf.kinds.recurrent import Forwards, KeepsStates, Recurrent, states_in
+from kvkeep.hf.kinds.recurrent import Forwards as Forwards
+from kvkeep.hf.kinds.recurrent import KeepsStates as KeepsStates
+from kvkeep.hf.kinds.recurrent import Recurrent
+from kvkeep.hf.kinds.recurrent import states_in as states_in
 from kvkeep.hf.kinds.shared import Shared
 from kvkeep.hf.kinds.windows import Windows, type_of_all
 from kvkeep.host import LayerKind
-
-__all__ = [
-    "Forwards",
-    "KeepsStates",
-    "begun_step",
-    "kinds_of",
-    "layer_geometries",
-    "layer_kinds",
-    "require",
-    "states_in",
-    "why_not",
-]
 
 _KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent())
 
