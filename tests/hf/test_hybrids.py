@@ -356,14 +356,20 @@ def test_a_refused_forward_changes_nothing(hybrid: Any) -> None:
     assert _logits(hybrid, ids[:, :2], full).isfinite().all()
 
 
+def _begin(cache: Cache, model: Any) -> None:
+    """Begin a forward of one token."""
+    for kind in cache.kinds:
+        kind.begin(cache, model.get_decoder(), {"input_ids": _ids(tokens=1)})
+
+
 def test_a_state_that_a_layer_was_given_may_have_changed(hybrid: Any) -> None:
     cache = Cache(hybrid)
     _logits(hybrid, _ids(), cache)
-    cache.begin_forward(hybrid.get_decoder(), {"input_ids": _ids(tokens=1)})
+    _begin(cache, hybrid)
     assert cache.carried.columns == 24
     cache.get_conv_state(0)  # a fused kernel changes it in place
     with pytest.raises(StateError, match=r"rewind\(\) to a mark"):
-        cache.begin_forward(hybrid.get_decoder(), {"input_ids": _ids(tokens=1)})
+        _begin(cache, hybrid)
 
 
 @torch.no_grad()

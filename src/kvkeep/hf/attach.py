@@ -183,13 +183,14 @@ def attach(
         )
     able = linears and not own and not empty.why_not(Feature.COMPILED)
     compiled = bool(compile) or (compile is None and able and bool(programs_of(model)))
+    of_kinds = [change for kind in empty.kinds for change in kind.attach(model)]
     if implementation is not None:
         route_attention(model, implementation)
     changes = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
         *watch(model),
-        *(change for kind in empty.kinds for change in kind.attach(model)),
+        *of_kinds,
     )
     decoder.__dict__[ATTACHMENT] = model.__dict__[ATTACHMENT] = attachment = Attachment(
         model,

@@ -80,8 +80,7 @@ class Kind:
     # -- an attached model ------------------------------------------------------------------
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
-        """Change a model whose attention is routed, so that it can use a cache; returns what
-        `detach` removes."""
+        """Change a model that is going to be attached; returns what `detach` removes."""
         return ()
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
