@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, SpecError, StateError
+from kvkeep.features import Feature
 from kvkeep.layer.hiding import hide, require_hiding
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.recurrent import RecurrentStates
+from kvkeep.layer.recurrent import NoStates, RecurrentStates
 from kvkeep.layer.stats import LayerStats
 
 
@@ -46,12 +47,12 @@ class CacheStats:
 
 class Snapshot(NamedTuple):
     """A copy of a cache's content: the kinds of its layers, their states, `Cache.routed`, and the
-    recurrent states by name."""
+    states of layers that do not attend, by name."""
 
     kinds: list[str]
     layers: list[LayerState]
     routed: bool | None
-    recurrent: Mapping[str, Tensor] | None = None
+    carried: Mapping[str, Tensor]
 
 
 class Cache:
@@ -63,22 +64,30 @@ class Cache:
 
     Args:
         layers: the layers that attend.
-        recurrent: the states of layers that do not attend but are recurrent; None: there are none.
+        carried: the states of layers that do not attend but are recurrent; None: there are none.
             They are part of whatever is done to the cache. `crop` and `rewind` return them only to
             points where `mark` was called.
+
+    Attributes:
+        carried: these states; false if there are none.
     """
 
     routed: bool | None = None
     """Whether kvkeep computed the attention of the tokens held; None: unknown."""
 
     def __init__(
-        self, layers: Iterable[LayerCache], recurrent: RecurrentStates | None = None
+        self, layers: Iterable[LayerCache], carried: RecurrentStates | None = None
     ) -> None:
         self._layers: list[LayerCache] = list(layers)
-        self.recurrent = recurrent
+        self.carried = NoStates() if carried is None else carried
         self.lent = ""  # why the layers cannot be used now, and the remedy; empty: they can
         self._changing = False  # the rows of all layers, which an interrupt leaves different
         self._share()
+
+    @property
+    def recurrent(self) -> RecurrentStates:
+        """The former name of `carried`."""
+        raise AttributeError("Cache.recurrent is now Cache.carried, which is never None")
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -119,20 +128,19 @@ class Cache:
         """Remove every token."""
         for layer in self.layers:
             layer.reset()
-        if self.recurrent is not None:
-            self.recurrent.reset()
+        self.carried.reset()
         self._changing = False
 
     def mark(self) -> None:
-        """Copy the recurrent states, so that `crop` and `rewind` can return to this point. A cache
-        without recurrent states needs no marks.
+        """Copy the states of recurrent layers, so that `crop` and `rewind` can return to this
+        point. A cache without these states needs no marks.
 
         Raises:
             StateError: a forward is running or was interrupted.
         """
-        if self.recurrent is not None:
+        if self.carried:
             self._between_forwards("mark")
-            self.recurrent.mark()
+            self.carried.mark()
 
     def crop(self, tokens: int) -> None:
         """Remove the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
@@ -145,8 +153,7 @@ class Cache:
             self._mend()
             for layer in self.layers:
                 layer.require_rollback(-tokens)
-            if self.recurrent is not None:
-                self.recurrent.back_to(self.fed + tokens)
+            self.carried.back_to(self.fed + tokens)
             for layer in self.layers:
                 layer.crop(tokens)
 
@@ -162,18 +169,28 @@ class Cache:
             self._mend()
             for layer in self.layers:
                 layer.require_rollback(layer.fed - columns)
-            if self.recurrent is not None:
-                self.recurrent.back_to(columns)
+            self.carried.back_to(columns)
             for layer in self.layers:
                 layer.crop(columns - layer.fed)
 
     @property
     def rollback_limit(self) -> int:
-        """The number of newest tokens, up to which `crop` can remove any number exactly. Recurrent
-        states also return to `recurrent.marks`."""
-        if self.recurrent is not None:
+        """The number of newest tokens, up to which `crop` can remove any number exactly. The states
+        of recurrent layers return to `carried.marks` only."""
+        if self.carried:
             return 0
         return min((layer.rollback_limit for layer in self.layers), default=0)
+
+    def returns_to(self, columns: int) -> bool:
+        """Whether `crop` and `rewind` can return to the state after `columns` columns."""
+        removed = self.fed - columns
+        held = all(removed <= layer.rollback_limit for layer in self.layers)
+        return held and self.carried.returns_to(columns)
+
+    def why_not(self, feature: Feature) -> str:
+        """Why the model of this cache lacks a feature, as a clause about it; empty if it has it, as
+        far as the cache tells."""
+        return self.carried.lacks.get(feature, "")
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Make row i a copy of the former row index[i], as beam search does.
@@ -246,9 +263,7 @@ class Cache:
         """
         kinds = [layer.kind for layer in self.layers]
         layers = [state.copy() for state in self.states("snapshot")]
-        carried = None
-        if self.recurrent is not None:
-            carried = {name: x.clone() for name, x in self.recurrent.tensors().items()}
+        carried = {name: x.clone() for name, x in self.carried.tensors().items()}
         return Snapshot(kinds, layers, self.routed, carried)
 
     def states(self, doing: str) -> list[LayerState]:
@@ -275,7 +290,8 @@ class Cache:
                 f"snapshot of {snapshot.kinds[:1]}, {len(snapshot.kinds)} layers, for a cache of "
                 f"{kinds[:1]}, {len(kinds)} layers; restore it to one of the same specs"
             )
-        if (self.recurrent is None) != (snapshot.recurrent is None):
+        fed = any(state.history.columns for state in snapshot.layers)
+        if bool(snapshot.carried) != (fed and bool(self.carried)):
             raise SpecError(
                 "a snapshot with recurrent states belongs to a cache of the same model; restore it "
                 "to such a cache"
@@ -286,8 +302,7 @@ class Cache:
             self._changing = True
             for layer, state in zip(self.layers, snapshot.layers, strict=True):
                 layer.restore(state)
-            if self.recurrent is not None and snapshot.recurrent is not None:
-                self.recurrent.restore(snapshot.recurrent, self.fed)
+            self.carried.restore(snapshot.carried, self.fed)
             self.routed, self._changing = snapshot.routed, False
 
     def freeze(self) -> Frozen[Self]:
@@ -309,7 +324,7 @@ class Cache:
         """A cache in the same state that shares the frozen slots."""
         other = copy(self)
         other.layers = [layer.fork() for layer in self.layers]
-        other.recurrent = None if self.recurrent is None else self.recurrent.fork()
+        other.carried = self.carried.fork()
         other._share()
         return other
 
@@ -332,8 +347,7 @@ class Cache:
     def _between_forwards(self, doing: str) -> None:
         self._mend()
         self._require_alike(doing)
-        if self.recurrent is not None:
-            self.recurrent.require(self.fed)
+        self.carried.require(self.fed)
 
     def _require_alike(self, doing: str) -> None:
         """Raise StateError while layers were fed different numbers of tokens."""
@@ -392,18 +406,14 @@ class Cache:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the slots in use, and of recurrent states."""
-        return sum(layer.live_bytes for layer in self.layers) + self._recurrent_bytes
+        """Bytes of the slots in use, and of the states of recurrent layers."""
+        return sum(layer.live_bytes for layer in self.layers) + self.carried.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU, bytes that were never written use no memory."""
-        held = sum(layer.nbytes for layer in self.layers) + self._recurrent_bytes
-        return held if self.recurrent is None else held + self.recurrent.marked_bytes
-
-    @property
-    def _recurrent_bytes(self) -> int:
-        return 0 if self.recurrent is None else self.recurrent.nbytes
+        held = sum(layer.nbytes for layer in self.layers)
+        return held + self.carried.nbytes + self.carried.marked_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -428,8 +438,8 @@ class Cache:
             reallocations=self.reallocations,
             kept=sum(layer.kept for layer in layers) / max(1, len(layers)),
             layers=layers,
-            recurrent_bytes=self._recurrent_bytes,
-            marked_bytes=0 if self.recurrent is None else self.recurrent.marked_bytes,
+            recurrent_bytes=self.carried.nbytes,
+            marked_bytes=self.carried.marked_bytes,
         )
 
     def _take_rows(self, index: Tensor) -> None:
@@ -440,13 +450,11 @@ class Cache:
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
         with self._turns():
             self._mend()
-            if self.recurrent is not None:
-                self.recurrent.require(self.fed)
+            self.carried.require(self.fed)
             self._changing = True
             for layer in self.layers:
                 layer.take_rows(index)
-            if self.recurrent is not None:
-                self.recurrent.take_rows(index)
+            self.carried.take_rows(index)
             self._changing = False
 
     @contextmanager

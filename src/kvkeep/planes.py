@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, ClassVar, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -68,14 +68,48 @@ class Reach(NamedTuple):
         return (query - slot < self.size) | (slot < self.sinks) | kept
 
 
+class OwnWindow(int):
+    """A layer's own sliding window: a query sees the last so many tokens, its own included."""
+
+    named: ClassVar[str] = "a sliding window"
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return f"{self.named} of {self} tokens"
+
+    def behind(self, query: Any) -> Any:
+        """How many tokens up to its own a query at position `query` sees; ints or tensors."""
+        return self
+
+
+class Chunks(OwnWindow):
+    """A window that begins at a multiple of its size (chunked attention): a query at position p
+    sees the positions from p // size * size on."""
+
+    named = "chunked attention"
+
+    def behind(self, query: Any) -> Any:
+        return query % self + 1
+
+    def hides(self, kept: Reach | None, n: int, length: int | None, fed: int) -> bool:
+        """Whether it hides a slot from some query, in rows without padding. The arguments are those
+        of `limits`."""
+        if length is None or fed <= self:
+            return length is None
+        # A policy that only drops what lies before the chunk holds the newest tokens.
+        return n > 1 or kept != Reach(self) or length - 1 > (fed - 1) % self
+
+
+def own_window(size: int | None, chunked: bool = False) -> OwnWindow | None:
+    """The window of this size; None: there is none."""
+    if size is None or isinstance(size, OwnWindow):
+        return size
+    return Chunks(size) if chunked else OwnWindow(size)
+
+
 def limits(
-    kept: Reach | None,
-    window: int | None,
-    n: int,
-    length: int | None,
-    fed: int,
-    *,
-    chunked: bool = False,
+    kept: Reach | None, window: OwnWindow | None, n: int, length: int | None, fed: int
 ) -> tuple[Reach, ...]:
     """The reaches that can hide a slot from some query; computed from host numbers only.
 
@@ -85,19 +119,16 @@ def limits(
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
         length: slots in use; None: the host does not know.
-        chunked: the window begins at a multiple of its size. It is then no reach, since it differs
-            from query to query: see `hides_chunks`.
     """
     if kept is None and window is None:
         return ()
     # The layer's own window may have dropped the sinks; other slots are then held in their place.
     newest = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
     newest = newest and not (kept and kept.sinks and window is not None)
-    if chunked:
-        kept, window = None if kept == Reach(window or 0) else kept, None
-    both = [] if kept is None else [kept]
-    if window is not None and Reach(window) not in both:
-        both.append(Reach(window))
+    own = None if window is None else Reach(window)
+    if isinstance(window, Chunks):  # no reach, since it differs from query to query
+        kept, own = None if kept == own else kept, None
+    both = [reach for reach in dict.fromkeys((kept, own)) if reach is not None]
     if length is None:
         return tuple(both)
 
@@ -105,21 +136,6 @@ def limits(
         return length > reach.size + reach.sinks if newest else fed > reach.size
 
     return tuple(reach for reach in both if excludes(reach))
-
-
-def chunk_start(position: Tensor, size: int) -> Tensor:
-    """The first position that queries at these positions see in chunked attention: the last
-    multiple of `size`."""
-    return position - position % size
-
-
-def hides_chunks(kept: Reach | None, size: int, n: int, length: int | None, fed: int) -> bool:
-    """Whether chunked attention, where a query sees no position before the last multiple of `size`,
-    hides a slot from some query, in rows without padding. The arguments are those of `limits`."""
-    if length is None or fed <= size:
-        return length is None
-    # A policy that only drops what lies before the chunk holds the newest tokens.
-    return n > 1 or kept != Reach(size) or length - 1 > (fed - 1) % size
 
 
 @final

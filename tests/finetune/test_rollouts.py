@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvkeep
 from kvkeep.finetune import Rollouts
-from kvkeep.host.sampling import repetition
+from kvkeep.generate.sampling import repetition
 
 trl = pytest.importorskip("trl")
 

@@ -30,7 +30,7 @@ from kvkeep.errors import (
 )
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.config import decoder_config
-from kvkeep.hf.replay import Forwards
+from kvkeep.hf.kinds import Forwards
 from tests.support.sweep_models import model_of
 
 FAMILIES = [
@@ -133,7 +133,7 @@ def test_forks_snapshots_and_files_continue_bit_for_bit(model: Any, tmp_path: Pa
     for one in (fork, other, loaded, frozen.fork()):
         assert one.live_bytes == frozen.fork().live_bytes
         assert _logits(model, ids[:, 12:], one).equal(expected)
-    assert fork.stats().recurrent_bytes == sum(x.nbytes for x in fork.recurrent.tensors().values())
+    assert fork.stats().recurrent_bytes == sum(x.nbytes for x in fork.carried.tensors().values())
 
 
 def test_rows_take_their_states_along(model: Any) -> None:
@@ -163,7 +163,7 @@ def test_drafts_give_the_text_without_them(
     assert _text(model, ids, cache, prompt_lookup_num_tokens=4).equal(plain)
     assert rejected
     assert cache.fed == plain.shape[1] - 1
-    assert not cache.recurrent.marks
+    assert not cache.carried.marks
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_cache_that_records_drafts_holds_no_model() -> None:
     detach(model)
     with pytest.raises(StateError, match=r"kvkeep.attach\(model\) again"):
         cache.crop(-2)
-    assert cache.fed == cache.recurrent.columns == 11
+    assert cache.fed == cache.carried.columns == 11
     attach(model)
     expected = _logits(model, ids, Cache(model), [8, 1, 15])[:, 9:]
     for one in (cache, copied):
@@ -273,7 +273,7 @@ def test_marks_are_the_points_to_return_to(hybrid: Any) -> None:
     _logits(hybrid, ids[:, :8], cache)
     cache.mark()
     expected = _logits(hybrid, ids[:, 8:], cache)
-    assert cache.nbytes >= cache.recurrent.nbytes + cache.recurrent.marked_bytes
+    assert cache.nbytes >= cache.carried.nbytes + cache.carried.marked_bytes
     assert cache.rollback_limit == 0
     with pytest.raises(RollbackError, match=r"after 20 tokens.*only after 8; call cache.mark"):
         cache.crop(-4)
@@ -281,8 +281,8 @@ def test_marks_are_the_points_to_return_to(hybrid: Any) -> None:
     cache.rewind(8)
     assert _logits(hybrid, ids[:, 8:], cache).equal(expected)
     cache.rewind(0)
-    assert not cache.recurrent.tensors()
-    assert not cache.recurrent.marks
+    assert not cache.carried.tensors()
+    assert not cache.carried.marks
 
 
 def test_a_crop_of_drafts_keeps_other_marks(hybrid: Any) -> None:
@@ -293,7 +293,7 @@ def test_a_crop_of_drafts_keeps_other_marks(hybrid: Any) -> None:
     cache.activate_past_recording()
     _logits(hybrid, ids[:, 8:12], cache)
     cache.crop(-3)
-    assert list(cache.recurrent.marks) == [0, 8]
+    assert list(cache.carried.marks) == [0, 8]
     cache.end_recording()
     cache.rewind(8)
     assert cache.fed == 8
@@ -356,14 +356,20 @@ def test_a_refused_forward_changes_nothing(hybrid: Any) -> None:
     assert _logits(hybrid, ids[:, :2], full).isfinite().all()
 
 
+def _begin(cache: Cache, model: Any) -> None:
+    """Begin a forward of one token."""
+    for kind in cache.kinds:
+        kind.begin(cache, model.get_decoder(), {"input_ids": _ids(tokens=1)})
+
+
 def test_a_state_that_a_layer_was_given_may_have_changed(hybrid: Any) -> None:
     cache = Cache(hybrid)
     _logits(hybrid, _ids(), cache)
-    cache.begin_forward(hybrid.get_decoder(), {"input_ids": _ids(tokens=1)})
-    assert cache.recurrent.columns == 24
+    _begin(cache, hybrid)
+    assert cache.carried.columns == 24
     cache.get_conv_state(0)  # a fused kernel changes it in place
     with pytest.raises(StateError, match=r"rewind\(\) to a mark"):
-        cache.begin_forward(hybrid.get_decoder(), {"input_ids": _ids(tokens=1)})
+        _begin(cache, hybrid)
 
 
 @torch.no_grad()
@@ -397,16 +403,16 @@ def test_states_of_inference_mode_serve_later_forwards(hybrid: Any) -> None:
 def test_a_file_with_other_states_is_refused(hybrid: Any, tmp_path: Path) -> None:
     cache = Cache(hybrid)
     _logits(hybrid, _ids(), cache)
-    name, state = next(iter(cache.recurrent.tensors().items()))
-    held = cache.recurrent.tensors()
+    name, state = next(iter(cache.carried.tensors().items()))
+    held = cache.carried.tensors()
     for changed in ({name: state[:, :-1]}, {name: state.double()}, {f"{name}0": state}):
         path = tmp_path / "other.safetensors"
         without = {n: x for n, x in held.items() if n != name}
-        cache.recurrent.tensors = lambda other=without | changed: other  # type: ignore[method-assign]
+        cache.carried.tensors = lambda other=without | changed: other  # type: ignore[method-assign]
         cache.save(path)
         with pytest.raises(SavedCacheError, match="state"):
             kvkeep.load(path, hybrid)
-    cache.recurrent.tensors = lambda: {}  # type: ignore[method-assign]
+    cache.carried.tensors = lambda: {}  # type: ignore[method-assign]
     cache.save(path)
     with pytest.raises(SavedCacheError, match="states of recurrent layers"):
         kvkeep.load(path, hybrid)

@@ -18,7 +18,7 @@ import kvkeep
 from kvkeep import Cache, PrefixStore, attach
 from kvkeep.blocks import join
 from kvkeep.errors import RollbackError, SavedCacheError, StateError, UnsupportedError
-from kvkeep.hf.multimodal import require_counted, why_not_counted
+from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.host import Piece, host_of
 from kvkeep.train import backward

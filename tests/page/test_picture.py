@@ -183,7 +183,7 @@ def test_of_a_hybrid_the_layers_that_attend_are_shown():
         host.forward(torch.arange(2, 14)[None], cache)
     made = picture(taken(cache))
     assert 0 < len(made["layers"]) == len(cache.layers) < host.model.config.num_hidden_layers
-    assert made["live_bytes"] == cache.live_bytes - cache.recurrent.nbytes
+    assert made["live_bytes"] == cache.live_bytes - cache.carried.nbytes
     assert made["layers"][0]["kept"] == [8]
     places = [place for place, name in enumerate(types) if name == "full_attention"]
     assert [layer["place"] for layer in made["layers"]] == places != list(range(len(places)))

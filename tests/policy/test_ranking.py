@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from kvkeep import native_library
-from kvkeep.planes import POSITION
+from kvkeep.planes import POSITION, own_window
 from kvkeep.policy import Observation, ranking
 from kvkeep.policy.ranking import Protection, least_worthy, lowest, worth
 
@@ -24,7 +24,7 @@ def path(request, monkeypatch):
 def victims(score, position, count, kept=None, newest=9, window=None, chunked=False):
     score = None if score is None else torch.tensor([[score]], dtype=torch.float32)
     planes = {POSITION: torch.tensor([[position]], dtype=torch.int32)}
-    seen = Observation(newest=newest, window=window, chunked=chunked)
+    seen = Observation(newest=newest, window=own_window(window, chunked))
     return least_worthy(score, planes, seen, kept or Protection(), count)[0, 0].tolist()
 
 
@@ -85,8 +85,7 @@ def test_compiled_and_torch_agree(data):
     newest = torch.randint(50, 60, (rows, 1, 1), generator=generator)
     seen = Observation(
         newest=newest if number(0, 1) else 59,
-        window=data.draw(st.none() | st.integers(5, 60)),
-        chunked=data.draw(st.booleans()),
+        window=own_window(data.draw(st.none() | st.integers(5, 60)), data.draw(st.booleans())),
     )
     kept = Protection(number(0, 10), number(0, 4), number(0, 20), number(0, 30))
     count, planes = number(1, slots), {POSITION: position}

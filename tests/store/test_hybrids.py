@@ -61,7 +61,7 @@ def test_a_hit_is_bit_for_bit_what_was_read(model: Any) -> None:
     again = store.read(model, text)
     assert again.found == 30
     assert _next(model, again.cache, rest).equal(_next(model, read.cache, rest))
-    assert not again.cache.recurrent.marks
+    assert not again.cache.carried.marks
     store.check()
 
 
@@ -230,7 +230,7 @@ def test_a_batch_promises_the_states_that_it_copies(model: Any, n: int) -> None:
     while batch.running or batch.waiting:
         batch.step()
         caches = [answer.cache for answer in answers if answer.cache is not None]
-        marked = [cache.recurrent.marked_bytes for cache in caches if cache.recurrent is not None]
+        marked = [cache.carried.marked_bytes for cache in caches if cache.carried]
         copied = max(copied, *marked, 0)
         twice = sum(cache.shared_bytes for cache in caches[1:])
         assert batch.live_bytes - twice + sum(marked) <= free.promised_bytes

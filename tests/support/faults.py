@@ -902,7 +902,7 @@ FAULTS = (
     # transformers
     Fault(
         "bytes-of-the-heads-of-other-processes",
-        "hf/config.py",
+        "hf/kinds/__init__.py",
         "return Geometry(1, heads // processes, width, width, dtype)",
         "return Geometry(1, heads, width, width, dtype)",
         "hf/test_tensor_parallel.py",
@@ -923,7 +923,7 @@ FAULTS = (
     ),
     Fault(
         "positions-of-the-last-prompt",
-        "hf/multimodal.py",
+        "hf/kinds/multimodal.py",
         "part.__dict__[_DELTAS] = None if cache.offset is None else cache.offset[:, None]",
         "pass",
         "hf/test_multimodal.py",
@@ -959,7 +959,7 @@ FAULTS = (
     Fault(
         "keys-attended-to-twice",
         "hf/attention.py",
-        "if handed.taken and not (handed.shared is not None and handed.shared.unread):",
+        "if handed.taken and not (isinstance(handed.layer, ReadLayer) and handed.layer.unread):",
         "if False:",
         "hf/test_attach.py hf/test_rehearsal.py",
     ),

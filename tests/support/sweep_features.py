@@ -21,7 +21,7 @@ from kvkeep import Cache, attach, detach, load
 from kvkeep.blocks import join
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
-from kvkeep.hf.config import layer_kinds, recurrent_numbers
+from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.host import Piece, host_of
 from kvkeep.train import backward
 from support.autograd_gradients import error, gradients, ordinary, unrolled
@@ -279,7 +279,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
 def _kinds(model: Any) -> Any:
     """The kinds of layers of a model."""
     layers = {replace(kind, place=None) for kind in layer_kinds(model.config)}
-    return layers, set(recurrent_numbers(model.config))
+    return layers, kinds_of(model)
 
 
 def _at_once(model: Any, inputs: dict[str, Any]) -> Tensor:

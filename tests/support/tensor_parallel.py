@@ -20,8 +20,8 @@ from transformers.distributed import DistributedConfig
 import kvkeep
 from kvkeep.blocks import prefill
 from kvkeep.errors import KVKeepError
+from kvkeep.features import Feature
 from kvkeep.generate import Batch, SamplingParams
-from kvkeep.hf.config import is_latent
 from kvkeep.host import host_of
 from kvkeep.host.fingerprint import sampled
 from kvkeep.policy.scorer import LEVELS, HeadNetworks, LayerScorer, Scorer
@@ -48,7 +48,7 @@ def fed(model: PreTrainedModel, spec: str, **options: Any) -> dict[str, Any]:
     with kvkeep.attach(model, spec, **options), torch.inference_mode():
         cache, other = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec)
         evicted = [recorded(cache), recorded(other)]
-        promised = None if is_latent(model.config) else cache.bytes_for(TOKENS)
+        promised = None if cache.why_not(Feature.SIZES) else cache.bytes_for(TOKENS)
         chunks = [model(part, past_key_values=cache).logits for part in ids.split(CHUNK, dim=1)]
         generated = model.generate(
             ids,

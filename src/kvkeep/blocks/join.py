@@ -10,6 +10,7 @@ import torch
 
 from kvkeep.attention import Rotation
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.host import Host, ModelCache, Specs, host_of
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
@@ -146,11 +147,8 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
                 f"policy {scoring.name} scores the tokens of one text; join caches of keep_all, "
                 "and give join() the spec of the result"
             )
-        if cache.recurrent is not None:
-            raise UnsupportedError(
-                "the model has recurrent layers, whose states at a text's end cannot be joined; "
-                "feed the texts one after the other"
-            )
+        if reason := cache.why_not(Feature.JOINED):
+            raise UnsupportedError(f"the model {reason}; feed the texts one after the other")
         require_whole(cache)
         if cache.rows > 1:
             raise ShapeError(f"a cache of {cache.rows} rows; give caches of one row each")

@@ -17,6 +17,7 @@ from kvkeep.blocks.recomputation import why_not_compared
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.blocks.tokenize import SHORTEST, BlockTokens, tokenized
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
@@ -298,8 +299,8 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     """Why no block can be reused by a model; empty if blocks can."""
     if recompute == "all":
         return 'recompute="all" computes everything'
-    if cache.recurrent is not None:
-        return "the model has recurrent layers, whose states cannot be joined"
+    if reason := cache.why_not(Feature.JOINED):
+        return f"the model {reason}"
     try:
         moving(host)
     except UnsupportedError as error:

@@ -35,7 +35,7 @@ from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
 _TOKENS = "tokens"
-_RECURRENT = "recurrent"
+_CARRIED = "recurrent"
 
 
 def save(
@@ -73,8 +73,7 @@ def save(
     tensors: dict[str, Tensor] = {}
     for index, state in enumerate(states):
         tensors |= {f"{index}.{name}": x for name, x in _tensors(state).items()}
-    if cache.recurrent is not None:
-        tensors |= {f"{_RECURRENT}.{n}": x for n, x in cache.recurrent.tensors().items()}
+    tensors |= {f"{_CARRIED}.{name}": x for name, x in cache.carried.tensors().items()}
     if tokens is not None:
         tensors[_TOKENS] = tokens.to(torch.int64)
     header = Header(
@@ -151,14 +150,14 @@ class Saved:
         self,
         cache: Cache,
         devices: Sequence[torch.device] | None = None,
-        recurrent: Mapping[str, StateSpec] | None = None,
+        carried: Mapping[str, StateSpec] | None = None,
     ) -> None:
         """Replace the contents of a cache, which must have the same specs.
 
         Args:
             cache: the cache to restore.
             devices: where each layer's tensors go; None: the CPU.
-            recurrent: what the states of the model's recurrent layers are like; None: there are
+            carried: what the states of the model's recurrent layers are like; None: there are
                 none.
 
         Raises:
@@ -172,11 +171,11 @@ class Saved:
         # Each layer's tensors are freed as soon as they are copied to the cache.
         tensors = self._tensors or self._read_again(list(self.header.checksums))
         self._tensors = None
-        carried = self._recurrent(tensors, recurrent or {})
-        if (cache.recurrent is None) != (not carried):
+        states_of = self._carried(tensors, carried or {})
+        if bool(cache.carried) != bool(states_of):
             raise SavedCacheError(
-                f"{self.path} holds {len(carried)} states of recurrent layers, which does not fit "
-                "the cache; load it for the model it was saved with"
+                f"{self.path} holds {len(states_of)} states of recurrent layers, which does not "
+                "fit the cache; load it for the model it was saved with"
             )
         of_layers = _by_layer(tensors, len(cache.layers))
         del tensors
@@ -194,15 +193,14 @@ class Saved:
             cache.layers, devices or [torch.device("cpu")] * len(states), strict=True
         ):
             layer.restore(states.pop(0).to(device))
-        if cache.recurrent is not None:
-            cache.recurrent.restore(carried, cache.fed)
+        cache.carried.restore(states_of, cache.fed)
         cache.routed = self.header.routed
 
-    def _recurrent(
+    def _carried(
         self, tensors: Mapping[str, Tensor], specs: Mapping[str, StateSpec]
     ) -> dict[str, Tensor]:
         """The states of recurrent layers, after checking that they are those of the model."""
-        start = f"{_RECURRENT}."
+        start = f"{_CARRIED}."
         found = {
             name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)
         }

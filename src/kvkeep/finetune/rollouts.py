@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from kvkeep.batch import Answer, Batch, Sampling, Settings
 from kvkeep.errors import UnsupportedError
+from kvkeep.generate import Answer, Batch, SamplingParams
+from kvkeep.generate.sampling import Processor, repetition
 from kvkeep.host import DEFAULT_SPEC, Specs, host_of
-from kvkeep.host.sampling import Processor, repetition
 
 _UNKNOWN = ("generation_kwargs", "cache_implementation")
 
@@ -78,22 +78,19 @@ class Rollouts:
             processors: list[Processor] = []
             if args.repetition_penalty != 1:
                 processors.append(repetition(args.repetition_penalty))
-            sampling = Sampling(
-                args.temperature,
-                args.top_k or 0,
-                args.top_p,
-                args.min_p or 0.0,
-                int(torch.randint(2**62, ())),
-                processors,
-            )
-            settings = Settings(
-                args.max_completion_length,
-                sampling,
+            params = SamplingParams(
+                max_new_tokens=args.max_completion_length,
+                temperature=args.temperature,
+                top_k=args.top_k or 0,
+                top_p=args.top_p,
+                min_p=args.min_p or 0.0,
+                seed=int(torch.randint(2**62, ())),
+                processors=processors,
                 end_tokens=frozenset(getattr(trainer, "eos_token_ids", ())) or None,
                 logprobs=True,
                 logprob_temperature=args.temperature,
             )
-            answers += batch.add(_ids(prompt, trainer), settings, n=len(list(same)))
+            answers += batch.add(_ids(prompt, trainer), params, n=len(list(same)))
         for answer in tqdm(batch, "Rollouts", len(answers), disable=None, leave=False):
             if answer.error is not None:
                 raise answer.error

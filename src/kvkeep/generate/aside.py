@@ -26,7 +26,7 @@ class Aside(NamedTuple):
                 for name in planes:
                     one: Any = planes[name]
                     yield one
-        carried: Any = self.snapshot.recurrent or {}
+        carried: Any = self.snapshot.carried
         yield from carried.values()
 
 
@@ -66,8 +66,7 @@ class Asides:
                 state._replace(parts=_each(state.parts, keep))
                 for state in cache.states("put aside")
             ]
-            own = None if cache.recurrent is None else cache.recurrent.tensors()
-            carried: Any = own and {name: keep(x) for name, x in own.items()}
+            carried: Any = {name: keep(x) for name, x in cache.carried.tensors().items()}
         except Exception:
             for one in put:
                 self.offload.drop(one)
@@ -93,9 +92,9 @@ class Asides:
     def _fill(self, cache: ModelCache, aside: Aside) -> None:
         snapshot, get = aside.snapshot, self.offload.get
         states = [state._replace(parts=_each(state.parts, get)) for state in snapshot.layers]
-        held: Any = snapshot.recurrent
-        carried = held and {name: get(x) for name, x in held.items()}
-        cache.restore(snapshot._replace(layers=states, recurrent=carried))
+        held: Any = snapshot.carried
+        carried = {name: get(x) for name, x in held.items()}
+        cache.restore(snapshot._replace(layers=states, carried=carried))
         cache.activation = aside.activation
 
     def _free(self, aside: Aside | None) -> None:

@@ -93,8 +93,7 @@ class Reuse:
         except Exception as error:
             self._give_up(answer, error)
         finally:
-            if cache.recurrent is not None:
-                cache.recurrent.unmark()
+            cache.carried.unmark()
 
     def flush(self) -> None:
         """Wait until the store's backend has what was stored."""

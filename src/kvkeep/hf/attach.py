@@ -9,25 +9,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvkeep.arguments import suggests
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
 from kvkeep.hf.compiled import CompiledSteps, programs_of
-from kvkeep.hf.config import (
-    ATTACHMENT,
-    decoder_config,
-    decoder_of,
-    is_routed,
-    layer_kinds,
-    odd_steps,
-    require_plain_steps,
-)
+from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
 from kvkeep.hf.inputs import (
     arguments_of,
@@ -38,8 +30,9 @@ from kvkeep.hf.inputs import (
     check_rows,
     fed_by,
 )
-from kvkeep.hf.multimodal import note_fed, reach_decoder, require_placed, watch
-from kvkeep.hf.one_by_one import Routed, route_tokens, unroute_tokens
+from kvkeep.hf.kinds import require
+from kvkeep.hf.kinds.base import Handle
+from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
@@ -78,8 +71,7 @@ class Attachment:
     linears: int
     compiled: bool
     cache_name: str
-    _hooks: tuple[RemovableHandle, ...]
-    _by_token: Routed
+    _changes: tuple[Handle, ...]
 
     def __str__(self) -> str:
         attention = (
@@ -175,18 +167,13 @@ def attach(
                 f"this {type(part).__name__} is attached already; call kvkeep.detach(model) first"
             )
     if compile:
-        require_plain_steps(text, "a compiled graph", "attach the model without compile=True")
+        require(text, Feature.COMPILED, "attach the model without compile=True")
     empty = Cache(model, spec)
     layers = len(empty.layers)
-    if compile and empty.recurrent is not None:
-        raise UnsupportedError(
-            f"kvkeep cannot compile the steps of {type(model).__name__}: it has recurrent layers; "
-            "attach it without compile=True"
-        )
-    attending = layers + sum(kind.readers for kind in layer_kinds(text))
+    attending = sum(1 + layer.readers for layer in empty.layers)
     original = text._attn_implementation
-    decoder, recurrent = decoder_of(model), empty.recurrent is not None
-    implementation, own = _routing(model, original, unknown=not recurrent)
+    decoder = decoder_of(model)
+    implementation, own = _routing(model, original, untried=not empty.why_not(Feature.UNTRIED))
     if own:
         require_exact(empty, own)
     if own and compile:
@@ -194,15 +181,16 @@ def attach(
             f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
             f"itself, because {own}; attach it without compile=True"
         )
-    able = linears and not own and not recurrent and not odd_steps(text)
+    able = linears and not own and not empty.why_not(Feature.COMPILED)
     compiled = bool(compile) or (compile is None and able and bool(programs_of(model)))
-    by_token = route_tokens(decoder) if recurrent else []
+    of_kinds = [change for kind in empty.kinds for change in kind.attach(model)]
     if implementation is not None:
         route_attention(model, implementation)
-    hooks = (
+    changes = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
         *watch(model),
+        *of_kinds,
     )
     decoder.__dict__[ATTACHMENT] = model.__dict__[ATTACHMENT] = attachment = Attachment(
         model,
@@ -216,8 +204,7 @@ def attach(
         route(model) if linears else 0,
         compiled,
         cache_name(decoder),
-        hooks,
-        by_token,
+        changes,
     )
     if hasattr(model, "_prepare_cache_for_generation"):
         settings = Settings(spec, store, namespace, recompute, prefill_chunk)
@@ -252,9 +239,8 @@ def detach(model: PreTrainedModel) -> None:
             f"this {type(model).__name__} is not attached, so there is nothing to detach; leave "
             "out this call"
         )
-    for hook in attachment._hooks:
-        hook.remove()
-    unroute_tokens(attachment._by_token)
+    for change in attachment._changes:
+        change.remove()
     unroute_attention(model)
     if attachment.linears:
         unroute(model)
@@ -306,12 +292,12 @@ def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
     return model.__dict__.get("forward") if attachment and attachment.compiled else None
 
 
-def _routing(model: PreTrainedModel, original: str, *, unknown: bool) -> tuple[str | None, str]:
+def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[str | None, str]:
     """The name of the attention implementation by which kvkeep computes the attention of a model
     whose implementation was `original`; or None, and why the model keeps its own attention.
 
     Args:
-        unknown: whether the attention of a model that cannot be rehearsed may be kvkeep's, because
+        untried: whether the attention of a model that cannot be rehearsed may be kvkeep's, because
             its first forward will raise if it is not right.
 
     Raises:
@@ -323,7 +309,7 @@ def _routing(model: PreTrainedModel, original: str, *, unknown: bool) -> tuple[s
     if model._can_set_attn_implementation():
         name = registered(original)
         fault = rehearse(decoder, name)
-        if fault == "" or (fault is None and unknown and decoder._supports_attention_backend):
+        if fault == "" or (fault is None and untried and decoder._supports_attention_backend):
             return name, ""
         why = "its attention cannot be tried without weights" if fault is None else fault
     fault = rehearse_own(decoder)
@@ -418,21 +404,9 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         on_device = cache.tickets[0].on_device
         cache.awaited = None if tokens is None or on_device else fed + tokens.shape[1]
     ask_for_weights(decoder, cache, given)
-    if given.get("return_shared_kv_states"):
-        _refuse_to_give_keys()
-    if cache.recurrent is not None and not compiling:
-        cache.begin_forward(decoder, given)
-        if given.get("position_ids") is None:  # Bamba would count from 0 in every forward
-            given["position_ids"] = _next_positions(given, cache.fed)
-
-
-def _refuse_to_give_keys() -> None:
-    """Raise UnsupportedError: a model that drafts is to be given the keys and values that layers
-    share, but those that an attached model hands from layer to layer are the new tokens'."""
-    raise UnsupportedError(
-        "a drafting model asks for the keys and values of all tokens, which stay in the "
-        "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
-    )
+    if not compiling:
+        for kind in cache.kinds:
+            kind.begin(cache, decoder, given)
 
 
 def _require_attended(
@@ -448,14 +422,6 @@ def _require_attended(
             )
         cache.end_forward()
         note_fed(cache, kwargs)
-
-
-def _next_positions(given: dict[str, Any], fed: int) -> Tensor | None:
-    """The positions (1, n) that follow `fed` columns; None if nothing is fed."""
-    tokens = fed_by(given)
-    if tokens is None:
-        return None
-    return torch.arange(fed, fed + tokens.shape[1], device=tokens.device)[None]
 
 
 def _activate(decoder: PreTrainedModel, cache: Any, given: dict[str, Any]) -> None:

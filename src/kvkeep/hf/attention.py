@@ -13,8 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.config import own_implementation
-from kvkeep.hf.handover import AttendedLayer, Handed
-from kvkeep.hf.latent import begun_step
+from kvkeep.hf.handover import AttendedLayer, Handed, ReadLayer
+from kvkeep.hf.kinds import begun_step
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.unserved import require_hooked
 from kvkeep.hf.weights import explicit_step
@@ -122,8 +122,8 @@ def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: 
     """Run the step of the layer that tagged the keys, or, after it, a reading."""
     again, handed.taken = handed.taken, True
     if again:
-        assert handed.shared is not None  # `_misused`
-        return _in_own_dtype(handed.shared.read, inputs, explicit)
+        assert isinstance(handed.layer, ReadLayer)  # `_misused`
+        return _in_own_dtype(handed.layer.read, inputs, explicit)
     traced = handed.traced  # None in training, which is not compiled
     if traced is not None and (torch.compiler.is_compiling() or traced.on_device):
         position, until = _parts(mask)
@@ -219,7 +219,7 @@ def _is_positions(mask: Tensor | None) -> bool:
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
     """Why these are not the tensors as the cache returned them, used for the first time, or as
     often as layers share them; empty if they are."""
-    if handed.taken and not (handed.shared is not None and handed.shared.unread):
+    if handed.taken and not (isinstance(handed.layer, ReadLayer) and handed.layer.unread):
         return "attends more than once to what it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"

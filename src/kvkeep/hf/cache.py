@@ -18,33 +18,36 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep import cache as core
 from kvkeep.arguments import suggests
 from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
     base_config,
     decoder_config,
-    is_latent,
     is_routed,
-    layer_geometries,
-    layer_kinds,
-    recurrent_numbers,
-    require_plain_steps,
 )
 from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import Handed, MaskLength, hand_over
-from kvkeep.hf.inputs import fed_by
-from kvkeep.hf.latent import LatentStep, require_fitting
+from kvkeep.hf.kinds import (
+    Forwards,
+    KeepsStates,
+    kinds_of,
+    layer_geometries,
+    layer_kinds,
+    require,
+    why_not,
+)
+from kvkeep.hf.kinds.base import BeginStep
+from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.like_dynamic import LikeDynamic
-from kvkeep.hf.multimodal import media_told, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
-from kvkeep.hf.recurrent import KeepsStates, TransformersStates
-from kvkeep.hf.replay import Forwards
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.unattached import require_fitting_mask
-from kvkeep.host import ModelCache, Specs, host_of, saving
+from kvkeep.host import ModelCache, Specs, host_of, per_layer, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.turn import Turn
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
@@ -70,13 +73,13 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             recurrent state.
     """
 
-    _handed: Handed | LatentStep | None = None  # of the last call of `update`
+    _handed: Handed | None = None  # of the last call of `update`
     _noted: tuple[int, Tensor] | None = None
     """The columns fed before the last mask was made, and the positions of its tokens."""
 
     _start = 0  # columns fed before the current forward
     awaited: int | None = None  # columns fed after it, if kvkeep's hooks began it
-    _first_state_bytes: int | None = None  # those of an empty cache, which a forward tells
+    _first_states: Mapping[str, StateSpec] | None = None  # of an empty cache, told by a forward
     weights = False  # whether the current forward returns attention weights
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
 
@@ -92,11 +95,13 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         self.config = decoder_config(config)
         self._around = self.config is not config  # a model around the decoder may feed images
         self._kinds = layer_kinds(config)
-        numbers = recurrent_numbers(config)
-        self._latent = is_latent(config)
+        self.kinds = kinds_of(config)
         self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
         if capacity is None:
             capacity = getattr(self.config, "max_position_embeddings", None)
+        specs = per_layer(spec, self._kinds)
+        for kind in self.kinds:
+            kind.require_specs(specs)
         ModelCache.__init__(
             self,
             self._kinds,
@@ -104,19 +109,19 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             capacity=capacity,
             rotaries=partial(_rotaries, model),
             identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
-            recurrent=TransformersStates(numbers) if numbers else None,
+            carried=next(filter(None, (kind.states(self.config) for kind in self.kinds)), None),
         )
-        if self._latent:
-            require_fitting(self.specs)
+        begun = (kind.begin_step for kind in self.kinds)
+        self._begin_step: BeginStep | None = next(filter(None, begun), None)
         # The place of each layer that attends among all layers of the model, and its index here.
         self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
         # Which layers of the model have a window, are recurrent only, or are neither.
-        windows = {kind.place for kind in self._kinds if kind.window is not None}
+        windows = {layer.place for layer in self._kinds if layer.window is not None}
         places = range(len(self))
-        linear = [bool(numbers and numbers[x]) and x not in self._index for x in places]
+        linear = [x in self.carried.places and x not in self._index for x in places]
         dummy = [not linear[x] and x not in self._index for x in places]
         self._places = [x in windows for x in places], linear, dummy
-        self._fed_since = Forwards()
+        self.fed_since = Forwards()
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
         self._alike = len(kept) == len(set(self._kinds))
@@ -154,7 +159,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         layer, traced = layers[layer_idx], self._traced[layer_idx]
         if torch.compiler.is_compiling():
             self._require_routed()
-            require_plain_steps(self.config, "a compiled graph", "call the model uncompiled")
+            require(self.config, Feature.COMPILED, "call the model uncompiled")
             hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if layer_idx == 0:
@@ -173,16 +178,14 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
                 f"layer {place} is given keys more than once in a forward; use transformers' "
                 "own cache for this model"
             )
-        if self.routed and self._latent:
-            position = self._positions(key_states.shape[2])
-            step = LatentStep(layer, key_states, value_states, position, self.weights)
-            self._handed = step
-            return step.latents
         if self.routed:
-            self._handed = hand_over(key_states, value_states, layer, traced)
+            returned = key_states, value_states
+            if self._begin_step is None:
+                self._handed = hand_over(key_states, value_states, layer, traced)
+            else:
+                self._handed, returned = self._begin_step(self, layer, key_states, value_states)
             self._handed.weights = self.weights
-            self._handed.shared = layer if layer.readers else None
-            return key_states, value_states
+            return returned
         spec = self.specs[layer_idx]
         require_fitting_mask(layer, spec, key_states, alike=self._alike)
         view = layer.extend(key_states, value_states)
@@ -196,7 +199,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """Note the positions that the mask of a forward was made for."""
         self._noted = self.fed, position
 
-    def _positions(self, n: int) -> Tensor:
+    def noted_positions(self, n: int) -> Tensor:
         """The positions of the n tokens of this forward.
 
         Raises:
@@ -224,7 +227,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     @property
     def offset(self) -> Tensor | None:
         """By how much the model's next rotary position exceeds the tokens seen, int64 (B,); None:
-        by nothing. See `kvkeep.hf.multimodal`."""
+        by nothing. See `kvkeep.hf.kinds.multimodal`."""
         return self._layers[0].offset if self._layers else None
 
     @property
@@ -236,7 +239,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             and self.activation is None
             and self.offset is None
             and not (self.weights or self.written_out or self.lent)
-            and self.recurrent is None
+            and self._compilable
             and not self.layers[0].padded
             and is_routed(self.config)
         )
@@ -246,30 +249,21 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """What a compiled graph is given for each layer."""
         return cast(Sequence[Ticket], self._traced)
 
-    def begin_forward(self, decoder: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
-        """Called before a forward of the model with these arguments, if it is attached. A forward
-        that has no room must not change recurrent states."""
-        if self.recurrent is not None:
-            tokens = fed_by(inputs)
-            self._end_recording()
-            n = 0 if tokens is None else tokens.shape[1]
-            with self._turn:
-                self._require_turn()
-                self.recurrent.require(self.fed)
-                self.admit(n)
-                self._feeding = get_ident(), self.fed + n
-            if self.layers[0].cursor.record_past:
-                marked = self.fed in self.recurrent.marks
-                self._fed_since.add(decoder, inputs, self.fed, marks=not marked)
-                self.mark()
-            self.recurrent.begin(self.fed)
+    def expect(self, columns: int) -> None:
+        """Check that a forward of so many columns may begin, before anything of it runs."""
+        self._end_recording()
+        with self._turn:
+            self._require_turn()
+            self.carried.require(self.fed)
+            self.admit(columns)
+            self._feeding = get_ident(), self.fed + columns
 
     def forget_unused(self) -> None:
         """Called before a forward of the attached model: forget keys that the forward before did
         not attend to, because it was refused or interrupted. No layer holds them."""
         with self._turn:
             self._require_turn()
-            if isinstance(self._handed, Handed):
+            if self._handed is not None and not self._handed.written:
                 self._handed = None
 
     def end_forward(self) -> None:
@@ -280,8 +274,8 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
                 function.
         """
         self.require_attended()
-        if self.recurrent is not None:
-            self.recurrent.end(self.fed)
+        for kind in self.kinds:
+            kind.end(self)
 
     def begin(self, columns: int, *given: Tensor) -> None:
         """Check that a forward of so many columns may begin, before its first layer changes
@@ -297,7 +291,8 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         if given:
             for layer in self.layers:
                 layer.check_gradients(*given)
-        self._require_running()
+        if self.kinds:
+            self._require_running()
         routed = is_routed(self.config)
         if self.fed and self.routed not in (None, routed):
             raise StateError(
@@ -339,16 +334,12 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of a row's recurrent states."""
-        if self.recurrent is None:
-            return 0
-        if self.recurrent.specs:
-            return sum(spec.nbytes for spec in self.recurrent.specs.values())
+        """Bytes of a row's states of layers that do not attend."""
         model = None if self._model is None else self._model()
-        if self._first_state_bytes is None and model is not None:
-            specs = host_of(model).recurrent_specs()
-            self._first_state_bytes = sum(spec.nbytes for spec in specs.values())
-        return self._first_state_bytes or 0
+        if self.carried and not self.fed and self._first_states is None and model is not None:
+            self._first_states = host_of(model).recurrent_specs()
+        specs = self.carried.specs or self._first_states or {}
+        return sum(spec.nbytes for spec in specs.values())
 
     def save(
         self,
@@ -409,6 +400,10 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """
         compress(host_of(model), self, ids, spec)
 
+    def why_not(self, feature: Feature) -> str:
+        """Why the model lacks a feature, as a clause about it; empty if it has it."""
+        return why_not(self.kinds, feature)
+
     # -- transformers' interface ------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -432,7 +427,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
-        length.note = self._note if self._latent else None
+        length.note = None if self._begin_step is None else self._note
         length.hide = self.hide
         return length, fed - kept
 
@@ -451,7 +446,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
         other._model = self._model
-        other._fed_since = Forwards()
+        other.fed_since = Forwards()
         other._issue_tickets()
         return other
 
@@ -463,9 +458,9 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         self._handed = self._feeding = None
         self._turn = Turn()
         self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
-        self._fixed = not self._latent and all(
-            layer.storage.fixed_addresses and not layer.readers for layer in self.layers
-        )
+        self._compilable = not self.why_not(Feature.COMPILED)
+        fixed = all(layer.storage.fixed_addresses for layer in self.layers)
+        self._fixed = fixed and self._compilable
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
         """See `ModelCache.replace_layers`."""
@@ -487,7 +482,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """Forget every token."""
         ModelCache.reset(self)
         self._handed = self._feeding = None
-        self._turn, self._fed_since = Turn(), Forwards()
+        self._turn, self.fed_since = Turn(), Forwards()
         self.end_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -516,7 +511,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             "_model": None,
             "_traced": [],
             "_handed": None,
-            "_fed_since": Forwards(),
+            "fed_since": Forwards(),
         }
         return self.__dict__ | left_out
 
@@ -534,7 +529,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     def _may_compile(self, routed: bool) -> bool:
         if torch.compiler.is_compiling():
             return routed
-        return routed and self._fixed and not self.written_out and self.recurrent is None
+        return routed and self._fixed and not self.written_out
 
     @property
     def is_initialized(self) -> bool:
@@ -542,10 +537,10 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
     @property
     def is_croppable(self) -> bool:
-        decides = is_routed(self.config) and not self._latent
+        decides = is_routed(self.config) and not self.why_not(Feature.DRAFTS)
         decided = decides or not any(layer.by_token for layer in self.layers)
-        # Recurrent states return to marks, which are made while drafts are recorded.
-        return decided and (self.recurrent is None or self.layers[0].cursor.record_past)
+        # States return to marks, which are made while drafts are recorded.
+        return decided and (not self.carried or self.layers[0].record_past)
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -566,9 +561,8 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
 
 def _rotaries(model: Any) -> list[Rotary | None]:
     """The rotary embedding of each layer. The layers of a config alone cannot be tried."""
-    config = base_config(model)
-    if isinstance(model, PreTrainedConfig) or is_latent(config):
-        return rotaries_of(config)
+    if isinstance(model, PreTrainedConfig):
+        return rotaries_of(model)
     return host_of(model).rotaries()
 
 

@@ -17,7 +17,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.continuing import (
     Fed,
 )
-from kvkeep.hf.multimodal import holds_tensors
+from kvkeep.hf.kinds.multimodal import holds_tensors
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.adapters import learns_prompts, names_adapters
 

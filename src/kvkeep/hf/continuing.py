@@ -78,9 +78,7 @@ def feeds_last_again(cache: Cache, columns: int) -> bool:
     fed = cache.fed
     if columns > fed:
         return False
-    states = cache.recurrent
-    exact = cache.rollback_limit > 0 or (states is not None and fed - 1 in states.marks)
-    if columns == fed and exact:
+    if columns == fed and cache.returns_to(fed - 1):
         return True
     last = "" if columns < fed else ", and it cannot take back the last one to feed it again"
     raise StateError(

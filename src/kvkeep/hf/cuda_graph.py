@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import decoder_config, is_routed, require_plain_steps
-from kvkeep.hf.multimodal import require_counted
+from kvkeep.hf.config import decoder_config, is_routed
+from kvkeep.hf.kinds import require
+from kvkeep.hf.kinds.multimodal import require_counted
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
@@ -47,12 +49,7 @@ class Graphed:
             raise StateError("the model is not attached; call kvkeep.attach(model) first")
         if not cache.fed:
             raise StateError("the cache is empty; feed the prompt through the model first")
-        if cache.recurrent is not None:
-            raise UnsupportedError(
-                "graphed steps need a model that only attends; this one has recurrent layers: "
-                "call the model itself"
-            )
-        require_plain_steps(model.config, "a CUDA graph", "call the model itself")
+        require(model, Feature.GRAPHED, "call the model itself")
         require_counted(model, cache, "graphed steps")
         device = model.device
         if any(layer.slots.segments()[-1].position.device != device for layer in cache.layers):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 
@@ -15,36 +16,31 @@ from kvkeep.planes import Reach
 class Demands:
     """What a call of `generate()` needs of its cache: that drafted tokens can be cropped
     (`drafts`), and attention weights over all tokens (`weights`) up to `columns` columns. `routed`:
-    kvkeep computes the attention. `latent`: of a latent that the model expands itself."""
+    kvkeep computes the attention."""
 
     drafts: bool
     weights: bool
     columns: int
     routed: bool
-    latent: bool
 
     def require(self, cache: Cache) -> None:
         """Raise UnsupportedError if the cache cannot meet the demands."""
         if self.drafts:
-            require_recordable(cache.layers, routed=self.routed, latent=self.latent)
+            require_recordable(cache, routed=self.routed)
         if self.weights:
             require_whole(cache.layers, self.columns - cache.fed)
 
 
-def require_recordable(layers: Iterable[LayerCache], *, routed: bool, latent: bool) -> None:
+def require_recordable(cache: Cache, *, routed: bool) -> None:
     """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
-    for layer in layers:
-        if layer.by_token and latent:
+    reason = cache.why_not(Feature.DRAFTS)
+    for layer in cache.layers:
+        if layer.by_token and reason:
             raise UnsupportedError(
-                f"policy {layer.policy.name} decides after each draft, but the model expands the "
-                "latents of all drafts at once; use keep_all or a window, or do not draft"
+                f"policy {layer.policy.name} decides after each draft, but the model {reason}; use "
+                "keep_all or a window, or do not draft"
             )
-        if layer.readers and (layer.by_token or layer.key_codec.block > 1):
-            who = f"policy {layer.policy.name} and codec {layer.key_codec.name}"
-            raise UnsupportedError(
-                f"{who} decide after each draft, but other layers attend to this layer's slots "
-                "after all of them; use keep_all or a window with another codec, or do not draft"
-            )
+        layer.require_recordable()
         if layer.by_token and not routed:
             raise UnsupportedError(
                 f"rejected draft tokens must be cropped, and policy {layer.policy.name} decides "

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from kvkeep import cache as core
 from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_recordable
-from kvkeep.hf.replay import Forwards
+from kvkeep.hf.kinds import Forwards
 from kvkeep.host import ModelCache
 from kvkeep.layer.history import Prompt
 
@@ -41,11 +41,10 @@ class RecordsDrafts(ModelCache):
     config: PreTrainedConfig
     drafting = False
     prompt = Prompt()
-    _latent: bool
     _feeding: tuple[int, int] | None = None
     """The thread that started the last forward, and the columns that are fed when it ends."""
 
-    _fed_since: Forwards  # since recording began, or the last crop
+    fed_since: Forwards  # since recording began, or the last crop
     _uncropped = False  # whether a forward came since recording began, or the last crop
 
     def activate_past_recording(self) -> None:
@@ -54,10 +53,10 @@ class RecordsDrafts(ModelCache):
         a crop between them, except for a draft model's cache.
 
         Raises:
-            UnsupportedError: a policy decides after each token, and the model is not attached,
-                caches a latent, or attends to a layer's slots in other layers too.
+            UnsupportedError: a policy decides after each token, and the model is not attached, or
+                of a kind that computes all drafts before a decision.
         """
-        require_recordable(self.layers, routed=is_routed(self.config), latent=self._latent)
+        require_recordable(self, routed=is_routed(self.config))
         self._record_past(True)
 
     def end_recording(self) -> None:
@@ -70,12 +69,7 @@ class RecordsDrafts(ModelCache):
             return
         first, last = self._layers[0], self._layers[-1]
         if first.fed == last.fed:
-            if (
-                first.cursor.record_past
-                or last.cursor.record_past
-                or self.prompt.columns
-                or self.recurrent is not None
-            ):
+            if first.record_past or last.record_past or self.prompt.columns:
                 self.end_recording()
             else:
                 self._uncropped = False
@@ -93,7 +87,7 @@ class RecordsDrafts(ModelCache):
     def crop(self, tokens_to_remove: int) -> None:
         """See `kvkeep.cache.Cache.crop`. Assisted generation calls this after every step."""
         removed = -int(tokens_to_remove)
-        if removed > 0 and self.recurrent is not None and self._fed_since:
+        if removed > 0 and self.fed_since:
             self._replay(self.fed - removed)
             removed = 0
         super().crop(-removed)
@@ -104,7 +98,7 @@ class RecordsDrafts(ModelCache):
         """Return to the point after `columns` columns: to the last mark before it, from which the
         tokens that follow are read again."""
         least = self.fed - min(layer.rollback_limit for layer in self.layers)
-        again = self._fed_since.again(columns, least)
+        again = self.fed_since.again(columns, least)
         if again[0].start >= least:
             super().crop(again[0].start - self.fed)
         else:  # of a prompt from which tokens were evicted
@@ -117,7 +111,6 @@ class RecordsDrafts(ModelCache):
                     one.run(self)
 
     def _forget_forwards(self) -> None:
-        if self._fed_since:
-            marked, self._fed_since = self._fed_since.marked, Forwards()
-            assert self.recurrent is not None
-            self.recurrent.unmark(marked)
+        if self.fed_since:
+            marked, self.fed_since = self.fed_since.marked, Forwards()
+            self.carried.unmark(marked)

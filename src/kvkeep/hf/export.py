@@ -11,22 +11,19 @@ from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
 from kvkeep.errors import KVKeepError, SpecError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.graph.export_op import Description, LayerTensors
 from kvkeep.graph.program import Header, Program
 from kvkeep.hf.attach import attach_routed, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache, cache_name
-from kvkeep.hf.config import (
-    base_config,
-    decoder_config,
-    is_routed,
-    layer_kinds,
-    require_plain_steps,
-)
+from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.fingerprint import fingerprint
-from kvkeep.hf.multimodal import require_counted
+from kvkeep.hf.kinds import layer_kinds, require
+from kvkeep.hf.kinds.multimodal import require_counted
 from kvkeep.hf.parallel import is_parallel
 from kvkeep.host import Specs
+from kvkeep.planes import Chunks
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
 
@@ -60,7 +57,7 @@ def export(
             f"each process has a part of this {type(model).__name__}, and a program runs in one; "
             "export a model that was loaded whole"
         )
-    require_plain_steps(model.config, "an exported program", "run the model itself")
+    require(model, Feature.EXPORTED, "run the model itself")
     require_counted(model, None, "exported programs")
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
@@ -114,14 +111,12 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.cache = Cache(model, spec)
-        if self.cache.recurrent is not None:
-            raise UnsupportedError(
-                f"{type(model).__name__} has recurrent layers, whose states kvkeep does not "
-                "export; export a model that only attends"
-            )
         kinds = layer_kinds(base_config(model))
         self.descriptions = [
-            Description(str(s), layer.limit or 0, index, len(kinds), kind.window, kind.chunked)
+            Description(
+                *(str(s), layer.limit or 0, index, len(kinds)),
+                *(kind.window, isinstance(kind.window, Chunks)),
+            )
             for index, (s, layer, kind) in enumerate(
                 zip(self.cache.specs, self.cache.layers, kinds, strict=True)
             )

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.calls import CALL, Settings, counted, is_plain, plain_call
 from kvkeep.hf.fingerprint import activation_in
@@ -102,7 +103,7 @@ def begun_alike(
     found: Cache | None = cache
     if found is None or mask is None:
         return found
-    if found.recurrent is not None:  # padding behind tokens would change its states
+    if found.why_not(Feature.HOLES):
         return None
     call.moved = found
     for layer in found.layers:

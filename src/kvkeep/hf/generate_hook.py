@@ -23,14 +23,7 @@ from kvkeep.hf.cache_argument import (
     rename_cache,
 )
 from kvkeep.hf.calls import CALL, BlockPrompt, Call, Settings, brings_tensors, in_force
-from kvkeep.hf.config import (
-    ATTACHMENT,
-    base_config,
-    decoder_config,
-    is_latent,
-    is_routed,
-    layer_kinds,
-)
+from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.continuing import (
     Fed,
     feeds_last_again,
@@ -41,7 +34,8 @@ from kvkeep.hf.demands import Demands
 from kvkeep.hf.drafts import layers_restored
 from kvkeep.hf.filling import activate_later, begun_alike, compress_prompt, filled, invoked
 from kvkeep.hf.inputs import check_learned_prefix, check_rows
-from kvkeep.hf.multimodal import resume
+from kvkeep.hf.kinds import layer_kinds
+from kvkeep.hf.kinds.multimodal import resume
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
@@ -142,7 +136,6 @@ def prepare_cache(
         weights=bool(generation_config.output_attentions),
         columns=max_cache_length,
         routed=is_routed(decoder_config(base_config(model))),
-        latent=is_latent(base_config(model)),
     )
     if isinstance(given, Cache):
         demands.require(given)
@@ -288,11 +281,11 @@ def _expect_fed(
 def _require_whole_text(cache: Cache, *, all_given: bool) -> None:
     """Raise UnsupportedError if drafts could not be verified with a cache that holds tokens.
     `all_given`: the call gives these tokens too."""
-    if cache.recurrent is not None and any(layer.policy.evicts for layer in cache.layers):
+    if cache.carried and any(layer.policy.evicts for layer in cache.layers):
         raise UnsupportedError(
-            f"this cache holds {cache.fed} tokens, and recurrent layers could not return to that "
-            "point after the first drafts if tokens were evicted since; use keep_all, give an "
-            "empty cache, or do not draft"
+            f"this cache holds {cache.fed} tokens, and the states that it carries could not return "
+            "to that point after the first drafts if tokens were evicted since; use keep_all, give "
+            "an empty cache, or do not draft"
         )
     if not all_given:
         raise UnsupportedError(

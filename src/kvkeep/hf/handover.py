@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ class MaskedLayer(Protocol):
     @property
     def window(self) -> int | None:
         """The layer's own sliding window, in tokens."""
-
-    @property
-    def chunked(self) -> bool:
-        """Whether that window begins at a multiple of its size."""
 
     @property
     def history(self) -> History:
@@ -56,8 +52,9 @@ class AttendedLayer(Protocol):
         """Attention of one chunk; see `LayerCache.run`."""
 
 
+@runtime_checkable
 class ReadLayer(Protocol):
-    """What the attention function asks of a layer whose slots other layers attend to."""
+    """What the attention function asks of a layer whose slots other layers may attend to."""
 
     @property
     def unread(self) -> int:
@@ -84,15 +81,16 @@ class MaskLength(int):
 @dataclass(eq=False)
 class Handed:
     """The tag that `update` puts on new keys and values: the layer whose step the attention
-    function runs on them, and whether it did (`taken`), since it may do so only once. `versions`
-    are the version counters of both tensors, where torch keeps them. `shared` is the same layer if
-    others, which are given the same tensors, attend to its slots after it."""
+    function runs on them, and whether it did (`taken`), since it may do so only once, and then as
+    often as layers without keys of their own read it (`ReadLayer`). `versions` are the version
+    counters of both tensors, where torch keeps them."""
 
     layer: AttendedLayer
     traced: Traced | None
     versions: tuple[int, int] | None = None
     taken: bool = False
-    shared: ReadLayer | None = None
+    written: ClassVar[bool] = False
+    """Whether the slots hold the keys before the attention function runs."""
     weights: bool = False
     """Whether the attention function must return attention weights."""
     plain: bool = False

@@ -11,32 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, compiled_steps, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import (
-    base_config,
-    changing_ropes,
-    decoder_config,
-    is_latent,
-    is_routed,
-    layer_geometries,
-    layer_kinds,
-    odd_steps,
-    recurrent_numbers,
-)
+from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_routed
 from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.key_rotation import as_applied
+from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
+from kvkeep.hf.kinds.multimodal import require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.hf.multimodal import require_counted, telling, why_not_counted
 from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
-from kvkeep.hf.recurrent import TransformersStates
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host import (
@@ -90,22 +80,13 @@ class TransformersHost(Host):
         return is_parallel(self.model)
 
     def rotaries(self) -> list[Rotary | None]:
-        if is_latent(self._config):
-            raise UnsupportedError(f"{self.name} keeps a latent, whose positions are not moved")
+        require(self._config, Feature.MOVED, "use it without policies and blocks that move keys")
         return as_applied(unwrapped(self.model), rotaries_of(self._config))
 
-    @torch.no_grad()
     def recurrent_specs(self) -> dict[str, StateSpec]:
-        numbers = recurrent_numbers(self._config)
-        if not numbers:
-            return {}
-        states = TransformersStates(numbers)
-        own = DynamicCache(config=self._text)
-        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        decoder = self.model.get_decoder()
-        decoder(input_ids=one, use_cache=True, **as_cache(decoder, own))
-        states.cache = own
-        return states.specs
+        model = unwrapped(self.model)
+        specs = (kind.state_specs(model) for kind in kinds_of(model))
+        return next(filter(None, specs), {})
 
     @property
     def changing_rotary(self) -> str:
@@ -202,11 +183,7 @@ class TransformersHost(Host):
     ) -> Any:
         at = torch.arange(cache.fed, cache.fed + ids.shape[1])
         if position is not None:
-            if cache.recurrent is not None:
-                raise UnsupportedError(
-                    f"{self.name} has recurrent layers, which compute tokens in their order, not "
-                    "at given positions; feed the whole text"
-                )
+            require(self._config, Feature.PLACED, "feed the whole text")
             require_counted(unwrapped(self.model), cache, "blocks of text")
             at = position
             # An attached model takes positions from what its mask function returns, which is this.
@@ -266,7 +243,7 @@ class TransformersHost(Host):
 
     @property
     def narrows(self) -> bool:
-        return bool(self._stack()) and not odd_steps(self._config)
+        return bool(self._stack()) and not why_not(kinds_of(self._config), Feature.NARROWED)
 
     @contextmanager
     def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:
@@ -303,8 +280,6 @@ class TransformersHost(Host):
 
     def _stack(self) -> list[nn.Module]:
         """The decoder's layers; empty if it has no list of them."""
-        if recurrent_numbers(self._config):
-            return []  # a recurrent layer cannot leave out tokens
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 

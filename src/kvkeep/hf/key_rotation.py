@@ -15,8 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import decoder_config, decoder_of, layer_kinds
-from kvkeep.hf.rehearsal import cheap_forwards, without_weights
+from kvkeep.hf.config import decoder_config, decoder_of
+from kvkeep.hf.kinds import layer_kinds
+from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
 
 _AT, _RELATIVE = 3, 1e-4

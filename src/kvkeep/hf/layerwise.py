@@ -16,18 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.hf.attach import attach_routed, unwrapped
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import (
-    decoder_config,
-    decoder_of,
-    is_routed,
-    layer_kinds,
-    recurrent_numbers,
-    require_plain_steps,
-)
+from kvkeep.hf.config import decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
+from kvkeep.hf.kinds import layer_kinds, require
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
@@ -61,11 +56,6 @@ class Decoder(Layerwise):
         inner = unwrapped(model)
         _require_layerwise(inner)
         self._base, self.decoder = inner, decoder_of(inner)
-        if recurrent_numbers(inner.config):
-            raise UnsupportedError(
-                f"{type(inner).__name__} has recurrent layers, through which kvkeep computes no "
-                "gradients; train a model that only attends"
-            )
         kinds = layer_kinds(inner.config)
         self._modules = _layers_of(self.decoder, len(kinds))
         check_tokens(inner, input_ids)
@@ -197,7 +187,7 @@ def _require_trainable_adapters(model: Any) -> None:
 def _require_layerwise(model: Any) -> None:
     """Raise UnsupportedError or StateError if the model computes something that running it layer
     by layer would omit."""
-    require_plain_steps(model.config, "training through a cache", "train it without kvkeep")
+    require(model, Feature.TRAINED, "train it without kvkeep")
     if getattr(decoder_config(model.config), "output_router_logits", False):
         raise UnsupportedError(
             "the model's config asks for router logits, for an auxiliary loss which is not "
@@ -259,7 +249,7 @@ class _TextLayer:
 
     def __init__(self, text: Layerwise, history: History, kind: LayerKind) -> None:
         self._text, self.history = text, history
-        self.window, self.chunked = kind.window, kind.chunked
+        self.window = kind.window
         self.attention: LayerStep | None = None
 
     @property

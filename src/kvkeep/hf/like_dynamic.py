@@ -12,8 +12,9 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.errors import ShapeError, UnsupportedError
-from kvkeep.hf.multimodal import shares_positions
-from kvkeep.hf.recurrent import states_in
+from kvkeep.features import Feature
+from kvkeep.hf.kinds import states_in
+from kvkeep.hf.kinds.multimodal import shares_positions
 from kvkeep.host import LayerKind, Specs
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.layer.beginning import begin_with_tokens, check_tokens
@@ -29,7 +30,7 @@ class LikeDynamic:
 
     config: PreTrainedConfig
     layers: list[LayerCache]
-    recurrent: RecurrentStates | None
+    carried: RecurrentStates
     _layers: list[LayerCache]
     _kinds: list[LayerKind]
     _index: dict[int | None, int]
@@ -108,17 +109,16 @@ class LikeDynamic:
                 )
         for one, layer in zip(given, self.layers, strict=True):
             begin_with_tokens(layer, *one, columns, real)
-        if self.recurrent is not None:
-            self.recurrent.restore(states_in(cache), columns)
+        if self.carried:
+            self.carried.restore(states_in(cache), columns)
 
     def _pairs_of(self, cache: Any) -> list[_Pair]:
         """The keys and values of each layer that attends."""
         if isinstance(cache, DynamicCache):
             listed = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in cache.layers]
-        elif self.recurrent is not None:
+        elif reason := self.carried.lacks.get(Feature.PAIRS):
             raise UnsupportedError(
-                f"{self.config.model_type} has recurrent layers, whose states keys and values do "
-                "not tell; give the DynamicCache that the model filled"
+                f"{self.config.model_type} {reason}; give the DynamicCache that the model filled"
             )
         elif isinstance(cache, Iterable) and not isinstance(cache, Tensor | transformers.Cache):
             listed = [tuple(pair) for pair in cache]

@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import own_implementation
 from kvkeep.hf.handover import MaskedLayer, MaskLength
+from kvkeep.planes import Chunks
 
 _AT_ONCE = 1 << 22
 """Most elements of a mask that are checked at once."""
@@ -96,7 +97,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
                     "compare with causal attention; call the model uncompiled"
                 )
             asked = request | {"use_vmap": use_vmap, "device": device}
-            own = _own_mask(local_size, layer.chunked, attention_mask, asked)
+            own = _own_mask(local_size, layer, attention_mask, asked)
             newest = _Asked(q_length, int(kv_length), asked).newest(own)
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
@@ -196,12 +197,12 @@ class _Asked(NamedTuple):
 
 
 def _own_mask(
-    window: int | None, chunked: bool, attention_mask: Tensor | None, request: dict[str, Any]
+    window: int | None, layer: MaskedLayer, attention_mask: Tensor | None, request: dict[str, Any]
 ) -> Callable[..., Any]:
     """The mask function of causal attention within a layer's own window."""
     if window is None:
         return causal_mask_function
-    if not chunked:
+    if not isinstance(layer.window, Chunks):
         return sliding_window_causal_mask_function(window)
     rows, device = request["batch_size"], request["device"]
     left = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -9,32 +9,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import (
-    ATTACHMENT,
-    changing_ropes,
-    decoder_config,
-    is_latent,
-    is_routed,
-    is_shared,
-    recurrent_numbers,
-)
+from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.kinds import kinds_of, why_not
+from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.layers_cache import LayersCache
-from kvkeep.hf.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
 
 
 def unpackable(model: PreTrainedModel) -> str:
     """Why a forward of the model cannot compute tokens of several sequences; empty if it can."""
     text = decoder_config(model.config)
-    if is_latent(model.config):
-        return "it expands a latent cache itself, for all tokens of a forward alike"
-    if recurrent_numbers(model.config):
-        return "its recurrent layers would carry a state from one sequence to the next"
-    if is_shared(model.config):
-        return "some of its layers reuse the keys and values of others"
+    if reason := why_not(kinds_of(model), Feature.PACKED):
+        return f"it {reason}"
     changing = next(iter(changing_ropes(model.config)), "")
     if changing:
         return (

@@ -1,46 +1,36 @@
 """A rehearsal checks, before a model's first forward, whether its attention can use a cache.
 
-A copy of the decoder is built from its config, with the same classes and layers, but without
-weights: each weight is one number, expanded to the weight's shape. In its place, products use a
-matrix of rank one, so that neither time nor memory depends on the width of the model. Everything
-else is computed: masks, routing of experts, rotary embeddings, and the calls of the cache and of
-the attention function. So the copy is a model of the same kind, and what it computes through a
-cache, chunk by chunk, can be compared with what it computes without one. The model itself is not
-changed.
+A copy of the decoder without weights (`weightless.py`) is a model of the same kind, so what it
+computes through a cache, chunk by chunk, can be compared with what it computes without one. The
+model itself is not changed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.attention import Attend
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import decoder_config, recurrent_numbers
+from kvkeep.hf.config import decoder_config
 from kvkeep.hf.handover import Handed
-from kvkeep.hf.latent import LatentStep
+from kvkeep.hf.weightless import EAGER, cheap_forwards, without_weights
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
 _ROWS, _CHUNKS = 3, (2, 1)
 _OWN_CHUNKS, _OWN_WINDOW = (2, 2, 1), 2  # so that the texts are longer than the window
-_EAGER, _SDPA = "eager", "sdpa"
+_SDPA = "sdpa"
 _RELATIVE = 1e-3
 """Largest difference of results that rounding explains, as a part of the largest result."""
-
-_SMALL = 1 << 16
-"""Most elements of a buffer that is allocated in full, so that a forward may write to it."""
 
 _passed: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """The configs with which decoders have passed a rehearsal."""
@@ -88,7 +78,7 @@ def _own_fault(decoder: PreTrainedModel) -> str:
     try:
         copied = without_weights(decoder, window=_OWN_WINDOW)
         used = decoder_config(decoder.config)._attn_implementation
-        decoder_config(copied.config)._attn_implementation = _SDPA if used == _SDPA else _EAGER
+        decoder_config(copied.config)._attn_implementation = _SDPA if used == _SDPA else EAGER
         expected = copied(input_ids=ids, use_cache=False)[0]
     except Exception as error:
         return f"it cannot be tried without weights: {_said(error)}"
@@ -113,7 +103,7 @@ def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
     except KVKeepError as error:
         return str(error).partition("; ")[0]
     except Exception as error:
-        text._attn_implementation = _EAGER
+        text._attn_implementation = EAGER
         try:
             _forwards(decoder, lambda config: DynamicCache(config=config))
         except Exception:
@@ -135,7 +125,7 @@ class _CountingCache(Cache):
         self._given: Counter[int] = Counter()
         self._attended: Counter[int] = Counter()
         self._read: Counter[int] = Counter()
-        self._begun: list[tuple[int, LatentStep]] = []
+        self._begun: list[tuple[int, Handed]] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -148,10 +138,11 @@ class _CountingCache(Cache):
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, place, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
-        if isinstance(self._handed, LatentStep):
-            self._begun.append((layer_idx, self._handed))
-        elif handed is None:
-            self._attended[layer_idx] += 1
+        if handed is None:
+            if self._handed is None:
+                self._attended[layer_idx] += 1
+            else:  # a step of which the attention function is told in another way
+                self._begun.append((layer_idx, self._handed))
         else:
             layer = _CheckedLayer(
                 self.layers[layer_idx],
@@ -160,7 +151,6 @@ class _CountingCache(Cache):
                 lambda: self._read.update([layer_idx]),
             )
             handed.layer = cast(LayerCache, layer)
-            handed.shared = layer
         return found
 
     def require_complete(self) -> None:
@@ -180,11 +170,9 @@ class _CountingCache(Cache):
                 raise UnsupportedError(
                     f"{read} layers reuse the keys of layer {index} where its config says {readers}"
                 )
-        if self.recurrent is not None:
-            kept = {int(name.partition(".")[0]) for name in self.recurrent.tensors()}
-            for place, number in enumerate(recurrent_numbers(self.config)):
-                if number and place not in kept:
-                    raise UnsupportedError(f"layer {place} keeps its state outside of the cache")
+        kept = {int(name.partition(".")[0]) for name in self.carried.tensors()}
+        for place in sorted(self.carried.places - kept):
+            raise UnsupportedError(f"layer {place} keeps its state outside of the cache")
         for counted in (self._given, self._attended, self._read):
             counted.clear()
 
@@ -248,116 +236,14 @@ def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> 
     """What a decoder returns for each chunk of token ids (B, n): (B, n, D)."""
     for ids in chunks:
         if isinstance(cache, _CountingCache):
-            cache.begin_forward(decoder, {"input_ids": ids})
+            for kind in cache.kinds:
+                kind.begin(cache, decoder, {"input_ids": ids})
         yield decoder(input_ids=ids, **as_cache(decoder, cache), use_cache=True)[0]
         if isinstance(cache, _CountingCache):
             cache.require_complete()
             cache.end_forward()
 
 
-@contextmanager
-def cheap_forwards() -> Iterator[None]:
-    """Run the enclosed code without matrix products, gradients or autocast, and without changing
-    the state of the random number generator."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        _Products(),  # type: ignore[no-untyped-call]
-    ):
-        yield
-
-
-def without_weights(decoder: PreTrainedModel, *, window: int | None = None) -> PreTrainedModel:
-    """A decoder of the same class and config, whose weights use no memory. Its buffers are those of
-    the decoder.
-
-    Args:
-        window: the size of its sliding windows and chunks, if it has any; None: as in its config.
-    """
-    config = deepcopy(decoder.config)
-    text = decoder_config(config)
-    text._attn_implementation = _EAGER
-    for name in ("sliding_window", "attention_chunk_size"):
-        if window is not None and getattr(text, name, None) is not None:
-            setattr(text, name, window)
-    with torch.device("meta"):
-        copied: PreTrainedModel = type(decoder)(config).eval()
-    originals = dict(decoder.named_modules())
-    for path, module in copied.named_modules():
-        original = originals.get(path)
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                module._parameters[name] = nn.Parameter(_expanded(weight), requires_grad=False)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = _as_in(original, name, buffer)
-        for name, other in vars(module).items():
-            if isinstance(other, Tensor) and other.is_meta:
-                setattr(module, name, _as_in(original, name, other))
-    return copied
-
-
-def _expanded(like: Tensor) -> Tensor:
-    number = 0.5 if like.is_floating_point() else 0
-    return torch.full((), number, dtype=like.dtype, device="cpu").expand(like.shape)
-
-
-def _as_in(original: nn.Module | None, name: str, like: Tensor) -> Tensor:
-    """A copy of a module's tensor, to which a forward may write, if it has numbers."""
-    found = getattr(original, name, None)
-    if type(found) is Tensor and found.shape == like.shape and not found.is_meta:
-        return found.detach().to("cpu", copy=True)
-    filled = _expanded(like)
-    return filled.clone() if like.numel() <= _SMALL else filled
-
-
 def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
     count = torch.Size(shape).numel()
     return torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device).view(shape)
-
-
-def _is_expanded(x: Tensor) -> bool:
-    return x.numel() > 1 and not any(x.stride())
-
-
-_PRODUCTS: dict[str, int] = {
-    "aten::mm": 0,
-    "aten::addmm": 1,
-    "aten::bmm": 0,
-    "aten::baddbmm": 1,
-    "aten::_grouped_mm": 0,
-    "transformers::grouped_mm_fallback": 0,
-}
-"""Operators of matrix products, and the place of the left matrix among their arguments."""
-
-
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives weights without memory the meaning of matrices of rank one, and of embeddings in which
-    tokens differ."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func._schema.name
-        if name == "aten::embedding" and _is_expanded(args[0]) and not args[0].is_meta:
-            return _embedded(args[0], args[1])
-        left = _PRODUCTS.get(name)
-        if left is None or args[left].is_meta or not _is_expanded(args[left + 1]):
-            return func(*args, **(kwargs or {}))
-        return _product(args[left], args[left + 1], args[0] if left else None)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., K) times a matrix (..., K, M) of rank one."""
-    k, m = (torch.arange(size, dtype=x.dtype, device=x.device) for size in weight.shape[-2:])
-    reads = (1.7 * k).cos() * (2 / len(k)) ** 0.5
-    product: Tensor = (x @ reads)[..., None] * (0.9 * m + 0.3).sin()
-    return product if bias is None else product + bias
-
-
-def _embedded(weight: Tensor, ids: Tensor) -> Tensor:
-    width = torch.arange(1, weight.shape[1] + 1, dtype=weight.dtype, device=weight.device)
-    return (0.37 * (ids[..., None] + 1) * width).sin()

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.config import decoder_config, layer_kinds
+from kvkeep.hf.config import decoder_config
+from kvkeep.hf.kinds import layer_kinds
 from kvkeep.rotary import Rotary
 
 

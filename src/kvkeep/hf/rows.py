@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.graph.custom_ops import LayerTicket
-from kvkeep.hf.config import layer_kinds
+from kvkeep.hf.kinds import layer_kinds
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
@@ -32,11 +32,10 @@ class RowsOf(AttendingLayer):
 
     Args:
         window: the layer's own sliding window, in tokens; None if it has none.
-        chunked: whether that window begins at a multiple of its size.
     """
 
-    def __init__(self, window: int | None, chunked: bool = False) -> None:
-        self.window, self.chunked = window, chunked
+    def __init__(self, window: int | None) -> None:
+        self.window = window
         self._layer: PackedLayer | None = None
 
     def use(self, layer: PackedLayer | None) -> None:
@@ -68,7 +67,7 @@ class RowsCache(LayersCache):
     """What a model takes as `cache` in a compiled step of several sequences."""
 
     def __init__(self, config: Any) -> None:
-        layers = [RowsOf(kind.window, kind.chunked) for kind in layer_kinds(config)]
+        layers = [RowsOf(kind.window) for kind in layer_kinds(config)]
         super().__init__(layers, [LayerTicket(layer) for layer in layers])
 
     def use(self, layers: Sequence[PackedLayer | None]) -> None:

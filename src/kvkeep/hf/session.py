@@ -423,7 +423,7 @@ class Session:
 
     @property
     def _can_crop(self) -> bool:
-        return self.cache.recurrent is None and all(
+        return not self.cache.carried and all(
             layer.policy.rollback and not layer.policy.evicts for layer in self.cache.layers
         )
 

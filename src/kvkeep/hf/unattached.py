@@ -48,9 +48,10 @@ def require_fitting_mask(layer: LayerCache, spec: CacheSpec, k: Tensor, *, alike
             f"{spec} changes how attention is computed, which an unattached model does itself; "
             "call kvkeep.attach(model) first"
         )
-    if layer.chunked and layer.fed + k.shape[2] > (layer.window or 0):
+    window = layer.window
+    if window and layer.chunked and layer.fed + k.shape[2] > window:
         raise UnsupportedError(
-            f"chunked attention of {layer.window} tokens, whose chunks begin where padding ends, "
+            f"{window.words}, whose chunks begin where padding ends, "
             "which an unattached model does not tell its cache; call kvkeep.attach(model) first"
         )
     exact = _is_exact(layer)

@@ -15,7 +15,6 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config, is_routed
 from kvkeep.hf.demands import require_whole
 from kvkeep.hf.handover import Handed
-from kvkeep.hf.latent import LatentStep
 from kvkeep.layer.layer import LayerCache
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -40,7 +39,7 @@ def ask_for_weights(decoder: PreTrainedModel, cache: Cache, options: dict[str, A
         require_whole(cache.layers)
 
 
-def explicit_step(handed: Handed | LatentStep, dropout: float) -> Explicit | None:
+def explicit_step(handed: Handed, dropout: float) -> Explicit | None:
     """The attention for a step that returns weights or applies dropout; None for any other step.
 
     Raises:

@@ -37,7 +37,7 @@ class ModelCache(Cache):
         rotaries: returns each layer's rotary embedding; called only if a policy needs it.
         identity: identifies the model's weights, as `kvkeep.host.fingerprint.sampled` does; called
             only if a policy was calibrated for a model. None: the model is not known.
-        recurrent: the states of the other layers; None: there are none.
+        carried: the states of the other layers; None: there are none.
 
     Attributes:
         specs: each layer's spec.
@@ -60,7 +60,7 @@ class ModelCache(Cache):
         capacity: int | None = None,
         rotaries: Callable[[], Sequence[Rotary | None]],
         identity: Callable[[], str] | None = None,
-        recurrent: RecurrentStates | None = None,
+        carried: RecurrentStates | None = None,
     ) -> None:
         self.specs: list[CacheSpec] = per_layer(spec, kinds)
         self.places = [
@@ -75,7 +75,6 @@ class ModelCache(Cache):
                 layers.append(
                     one.layer(
                         window=kind.window,
-                        chunked=kind.chunked,
                         capacity=capacity,
                         rotary=rotary[index],
                         index=index,
@@ -87,7 +86,7 @@ class ModelCache(Cache):
                 if isinstance(spec, str | CacheSpec):
                     raise fitting_some(one, kinds, error) from error
                 raise
-        Cache.__init__(self, layers, recurrent)
+        Cache.__init__(self, layers, carried)
 
     def begin(self, columns: int) -> None:
         """Check, before a forward of so many columns, that it may begin."""

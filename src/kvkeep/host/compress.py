@@ -159,7 +159,6 @@ def reread(
                 _reached(runs, len(one.position[0, 0]), tokens),
                 end,
                 layer.window,
-                layer.chunked,
             )
             for one, layer in zip(held, cache.layers, strict=True)
         ]

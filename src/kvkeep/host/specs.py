@@ -17,16 +17,15 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 @dataclass(frozen=True)
 class LayerKind:
     """The attention of a layer with keys and values of its own: the model library's name for its
-    type, its sliding window in tokens (None: it has none), its place among all layers of the model,
-    which also counts the others (None: the same as among those with keys and values), and how many
-    layers without them reuse its own. In `chunked` attention the window begins at a multiple of its
-    size: a query at position p sees positions from p // window * window on."""
+    type, its sliding window in tokens (None: it has none; in chunked attention
+    `kvkeep.planes.Chunks`), its place among all layers of the model, which also counts the others
+    (None: the same as among those with keys and values), and how many layers without them reuse its
+    own."""
 
     name: str
     window: int | None
     place: int | None = field(default=None, compare=False)
     readers: int = field(default=0, compare=False)
-    chunked: bool = False
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:
@@ -35,7 +34,7 @@ def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) 
     suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
-            spec.layer(window=kind.window, chunked=kind.chunked, capacity=2**20)
+            spec.layer(window=kind.window, capacity=2**20)
         except SpecError:
             suggested[kind.name] = "keep_all+int8"
             refused.append(kind.name)

@@ -15,6 +15,7 @@ from kvkeep.errors import KVKeepError, OutOfMemoryError
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
+from kvkeep.planes import Chunks
 from kvkeep.rotary import Rotary
 
 _TOKENS = 16
@@ -87,7 +88,9 @@ def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[s
 
 def _computed(one: Host, other: Host) -> list[str]:
     """What two models compute differently."""
-    windows, others = ([(k.window, k.chunked) for k in host.kinds] for host in (one, other))
+    windows, others = (
+        [(k.window, isinstance(k.window, Chunks)) for k in host.kinds] for host in (one, other)
+    )
     if windows != others:
         return ["its layers have other windows"]
     turns = zip(one.rotaries(), other.rotaries(), strict=True)

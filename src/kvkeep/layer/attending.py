@@ -18,8 +18,6 @@ class AttendingLayer(ABC):
     padded = False
     window: int | None
     """The layer's own sliding window, in tokens."""
-    chunked: bool
-    """Whether that window begins at a multiple of its size."""
 
     @abstractmethod
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:

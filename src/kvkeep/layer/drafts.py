@@ -91,6 +91,15 @@ class Drafts(Writing):
 
     # -- recording --------------------------------------------------------------------------
 
+    def require_recordable(self) -> None:
+        """Raise UnsupportedError if the layer cannot decide about drafts as it would without."""
+        if self.readers and self._journaled:
+            raise UnsupportedError(
+                f"policy {self.policy.name} and codec {self.key_codec.name} decide after each "
+                "draft, but other layers attend to this layer's slots after all of them; use "
+                "keep_all or a window with another codec, or do not draft"
+            )
+
     def _divides(self, n: int) -> bool:
         """Whether a step of n tokens is made in pieces. Layers that attend to this layer's slots
         after its step see its whole chunk, which then evicts nothing before the crop."""

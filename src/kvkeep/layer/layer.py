@@ -26,7 +26,7 @@ from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import StepInputs, driven
 from kvkeep.layer.turn import Turn
-from kvkeep.planes import LAST, Planes, slot_count
+from kvkeep.planes import LAST, Chunks, Planes, own_window, slot_count
 from kvkeep.policy import Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
@@ -77,7 +77,8 @@ class LayerCache(Drafts):
                 f"policy {policy.name} divides a chunk into steps of {policy.step}, but other "
                 "layers attend to this layer's slots after each chunk; leave out step"
             )
-        sight = Sight(policy, window, chunked)
+        self.window, self.rotary = own_window(window, chunked), rotary
+        sight = Sight(policy, self.window)
         evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):
             raise SpecError(
@@ -89,7 +90,6 @@ class LayerCache(Drafts):
         self.policy = policy = policy.in_layer(0, 1)
         self.key_codec = key_codec
         self.value_codec = value_codec = value_codec.for_values()
-        self.window, self.chunked, self.rotary = window, chunked, rotary
         self.readers, self.sight = readers, sight._replace(policy=policy)
         self._planes_of_policy = tuple(policy.planes)
         slots = new_slots(
@@ -275,6 +275,11 @@ class LayerCache(Drafts):
         """The policy, codecs and window as text; states fit only layers of the same kind."""
         kind = f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
         return f"{kind} chunked" if self.chunked else kind
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the layer's own window begins at a multiple of its size."""
+        return isinstance(self.window, Chunks)
 
     # -- contents ---------------------------------------------------------------------------
 

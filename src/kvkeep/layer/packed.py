@@ -32,7 +32,7 @@ class PackedLayer(AttendingLayer):
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
         self._layers, self._counts = layers, counts
-        self.window, self.chunked = layers[0].window, layers[0].chunked
+        self.window = layers[0].window
         self._ready: dict[int, Ready] = {}  # by the sequence
         self._result = NOT_MADE  # of their call
 

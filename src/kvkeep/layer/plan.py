@@ -21,7 +21,7 @@ from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs
 from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
-from kvkeep.planes import hides_chunks, limits
+from kvkeep.planes import Chunks, limits
 from kvkeep.policy import Arrivals, Policy
 from kvkeep.policy.base import rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
@@ -92,7 +92,7 @@ class StepPlan:
         self._left = torch.zeros(len(parts), dtype=torch.int64)
         records = LayerRecords(
             *(policy, rule, slots.codecs, history.geometry.value_width),
-            *(layer.window, layer.chunked, history.pads, self._left),
+            *(layer.window, history.pads, self._left),
         )
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)
@@ -109,7 +109,8 @@ class StepPlan:
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
         # A share of the tokens fed, and a window that begins anew, are looked up each time.
-        self._follows = policy.share is None and not layer.chunked
+        self._window = layer.window
+        self._follows = policy.share is None and not isinstance(layer.window, Chunks)
         self._reach, self._budget = policy.reach, policy.budget
         self._in_blocks, self._free = slots.block > 1, 0
         self._threads = torch.get_num_threads()
@@ -219,8 +220,8 @@ class StepPlan:
         self._dense = self._pads is None
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
-            hides = self._sight.chunked and hides_chunks(reach, window or 0, *after)
-            self._dense = not (hides or limits(reach, window, *after, chunked=self._sight.chunked))
+            hides = isinstance(window, Chunks) and window.hides(reach, *after)
+            self._dense = not (hides or limits(reach, window, *after))
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
         if drops > 1 or (self._before and (drops or self.evicts)):
             return False

@@ -18,7 +18,7 @@ from kvkeep.layer.slots import Codecs, StepPart
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import address_of
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Reach, slot_count, unsliced
+from kvkeep.planes import POSITION, Chunks, OwnWindow, Reach, slot_count, unsliced
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
 from kvkeep.policy.rule import Rule
@@ -53,8 +53,7 @@ class LayerRecords(NamedTuple):
     rule: Rule
     codecs: Codecs
     value_width: int
-    window: int | None
-    chunked: bool
+    window: OwnWindow | None
     pads: Tensor | None
     left: Tensor
 
@@ -99,7 +98,8 @@ class LayerRecords(NamedTuple):
         scores = [planes[name] for name in self.rule.enter]
         score = (scores[0].data_ptr(), *scores[0].stride()[:2]) if scores else (0, 0, 0)
         pads = 0 if self.pads is None or part.row is not None else self.pads.data_ptr()
-        own = (policy.reach, None if self.chunked or self.window is None else Reach(self.window))
+        chunked = isinstance(self.window, Chunks)
+        own = (policy.reach, None if chunked or self.window is None else Reach(self.window))
         reaches = [reach for reach in own if reach is not None]
         call = call_of_step(
             q, heads, self.value_width, len(part.before) + 1, Options(inputs.scale, inputs.softcap)
@@ -113,7 +113,7 @@ class LayerRecords(NamedTuple):
                 RANKING.pack(
                     *(score[0], places[0], 0, 0, *score[1:], *places[1:3], 0),
                     *(rows, position_heads, 0, 1, 0, *policy.protection[1:]),
-                    *(self.window or 0, self.chunked),
+                    *(self.window or 0, chunked),
                 ),
                 self._rule(scores),
                 _NUMBER.pack(pads),

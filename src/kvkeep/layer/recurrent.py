@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import RollbackError, StateError
+from kvkeep.features import Feature, Lacks, unsupported
 
 
 class StateSpec(NamedTuple):
@@ -31,13 +32,35 @@ class StateSpec(NamedTuple):
         return f"is {tuple(x.shape)} {x.dtype}, not {(rows, *self.shape)} {self.dtype}"
 
 
+_HAS = "has recurrent layers"
+
+LACKS: Lacks = {
+    **unsupported(_HAS, Feature.COMPILED, Feature.GRAPHED, Feature.NARROWED, Feature.HOLES),
+    Feature.PACKED: f"{_HAS}, which would carry a state from one sequence to the next",
+    Feature.EXPORTED: f"{_HAS}, whose states kvkeep does not export",
+    Feature.TRAINED: f"{_HAS}, through which kvkeep computes no gradients",
+    Feature.JOINED: f"{_HAS}, whose states at a text's end cannot be joined",
+    Feature.PLACED: f"{_HAS}, which compute tokens in their order, not at given positions",
+    Feature.PAIRS: f"{_HAS}, whose states keys and values do not tell",
+    Feature.UNTRIED: f"{_HAS}, whose states may lie elsewhere than in a cache",
+}
+"""What models with recurrent layers lack."""
+
+
 class RecurrentStates(ABC):
     """The states of all layers of a model that are recurrent or convolutional, such as those of
     state-space models, linear attention and short convolutions.
 
     A state is made of tensors whose size does not depend on how many tokens were fed. It cannot be
     truncated: it returns only to points that were marked, where it was copied.
+
+    Attributes:
+        lacks: the features that a model with these states lacks.
+        places: the places of the layers with states among all layers of the model, if known.
     """
+
+    lacks: ClassVar[Lacks] = LACKS
+    places: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.columns: int | None = 0
@@ -55,7 +78,7 @@ class RecurrentStates(ABC):
         tokens."""
 
     @abstractmethod
-    def empty(self) -> RecurrentStates:
+    def empty(self) -> Self:
         """States of the same layers, before the first token."""
 
     @property
@@ -124,9 +147,13 @@ class RecurrentStates(ABC):
         gone = set(self._marks if columns is None else columns)
         self._marks = {at: kept for at, kept in self._marks.items() if at not in gone}
 
+    def returns_to(self, columns: int) -> bool:
+        """Whether the states can return to the point after `columns` columns."""
+        return columns in (0, self.columns) or columns in self._marks
+
     def require_mark(self, columns: int) -> None:
         """Raise RollbackError if the states cannot return to the point after `columns` columns."""
-        if columns in (0, self.columns) or columns in self._marks:
+        if self.returns_to(columns):
             return
         known = ", ".join(map(str, sorted(self._marks)))
         copied = f"copied only after {known}" if known else "never copied"
@@ -162,7 +189,7 @@ class RecurrentStates(ABC):
         self.load(_rows(self.tensors(), index))
         self._marks = {at: _rows(kept, index) for at, kept in self._marks.items()}
 
-    def fork(self) -> RecurrentStates:
+    def fork(self) -> Self:
         """An independent copy. Marks are shared, because they are never changed."""
         other = self.empty()
         if self.columns != 0:
@@ -186,6 +213,33 @@ class RecurrentStates(ABC):
     def marked_bytes(self) -> int:
         """Bytes of the copies at marks."""
         return sum(x.nbytes for kept in self._marks.values() for x in kept.values())
+
+
+class NoStates(RecurrentStates):
+    """The states of a model whose layers all attend: there are none."""
+
+    lacks: ClassVar[Lacks] = {}
+
+    def __bool__(self) -> bool:
+        return False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        return None
+
+    def empty(self) -> Self:
+        return type(self)()
+
+    def require(self, columns: int) -> None:
+        return None
+
+    def mark(self) -> None:
+        return None
+
+    def returns_to(self, columns: int) -> bool:
+        return True
 
 
 def _rows(tensors: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:

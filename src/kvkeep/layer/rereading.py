@@ -10,7 +10,7 @@ from kvkeep.codec import Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.step import StepInputs, require_causal
-from kvkeep.planes import POSITION, Reach, chunk_start
+from kvkeep.planes import POSITION, Chunks, OwnWindow, Reach
 
 
 class Rereading(AttendingLayer):
@@ -20,21 +20,19 @@ class Rereading(AttendingLayer):
         held: all tokens of one row, in the order of their positions.
         runs: the tokens to attend to, as ranges of them in ascending order.
         start: the position of the chunk's first token.
-        window: the layer's own sliding window in tokens; None: it has none, and the weights are
-            recorded.
-        chunked: whether that window begins at a multiple of its size.
+        window: the layer's own sliding window; None: it has none, and the weights are recorded.
     """
+
+    window: OwnWindow | None
 
     def __init__(
         self,
         held: Held,
         runs: list[tuple[int, int]],
         start: int,
-        window: int | None,
-        chunked: bool = False,
+        window: OwnWindow | None,
     ) -> None:
-        self.window, self.chunked = window, chunked
-        self._start = start
+        self.window, self._start = window, start
         # In the order of the runs, as if they had been the only tokens before the chunk.
         self._past = tuple(
             _segment(*(x[:, :, first:end] for x in held[:3])) for first, end in runs if first < end
@@ -57,8 +55,9 @@ class Rereading(AttendingLayer):
         segments = (*self._past, _segment(k, v, position.reshape(1, 1, -1)))
         position, window = position.flatten(), self.window
         view = View(segments, position, False)
-        if window is not None and self.chunked:
-            view = view._replace(bounds=torch.stack([chunk_start(position, window), position]))
+        if isinstance(window, Chunks):
+            first = position + 1 - window.behind(position)
+            view = view._replace(bounds=torch.stack([first, position]))
         elif window is not None:
             view = view._replace(reaches=(Reach(window),))
         observed = window is None

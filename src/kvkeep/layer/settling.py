@@ -8,7 +8,7 @@ from kvkeep.checks import Checks
 from kvkeep.codec import Codec
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.sight import Sight
-from kvkeep.planes import part, positions_of
+from kvkeep.planes import OwnWindow, part, positions_of
 from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 
@@ -20,8 +20,7 @@ class Settling:
     policy: Policy
     key_codec: Codec
     value_codec: Codec
-    window: int | None
-    chunked: bool
+    window: OwnWindow | None
     rotary: Rotary | None
     readers: int
     sight: Sight
@@ -62,7 +61,6 @@ class Settling:
             position=cursor.chunk,
             newest=cursor.history.newest,
             window=self.window,
-            chunked=self.chunked,
             rotary=self.rotary,
             state=cursor.history.memory,
             keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),

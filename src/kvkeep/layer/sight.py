@@ -11,7 +11,7 @@ from kvkeep.attention import Segment, View
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.history import History
-from kvkeep.planes import Reach, chunk_start, hides_chunks, limits
+from kvkeep.planes import Chunks, OwnWindow, Reach, limits
 from kvkeep.policy import Policy
 
 
@@ -20,21 +20,19 @@ class Sight(NamedTuple):
 
     Args:
         policy: its reach limits what a query sees.
-        window: the layer's own sliding window in tokens; None if it has none.
-        chunked: whether the window begins at a multiple of its size.
+        window: the layer's own sliding window; None if it has none.
     """
 
     policy: Policy
-    window: int | None
-    chunked: bool
+    window: OwnWindow | None
 
     def reachable(self, cursor: Cursor) -> int:
         """How many of the slots in use the next query can reach; `extend` drops the others."""
         reach, length = self.policy.reach, cursor.slots.length
         if reach is None or cursor.tentative:
             return length
-        if self.chunked and reach == Reach(self.window or 0):
-            held = (cursor.history.newest + 1) % reach.size
+        if isinstance(self.window, Chunks) and reach == Reach(self.window):
+            held = self.window.behind(cursor.history.newest + 1) - 1
             return min(length, held if isinstance(held, int) else int(held.max()))
         return min(length, reach.size - 1 + reach.fixed)
 
@@ -81,11 +79,11 @@ class Sight(NamedTuple):
                 own.
         """
         reach, window, n = self.policy.reach, self.window, queries.shape[-1]
-        reaches = limits(reach, window, n, length, fed, chunked=self.chunked)
+        reaches = limits(reach, window, n, length, fed)
         first: Tensor | None = None
-        if self.chunked and window is not None:
-            hidden = hides_chunks(reach, window, n, length, fed) or (empty and fed > window)
-            first = chunk_start(queries, window) if hidden else None
+        if isinstance(window, Chunks):
+            hidden = window.hides(reach, n, length, fed) or (empty and fed > window)
+            first = queries + 1 - window.behind(queries) if hidden else None
         if first is None and until is None:
             return View(segments, queries, empty, reaches)
         last = queries if until is None else torch.maximum(queries, until)
@@ -96,7 +94,7 @@ class Sight(NamedTuple):
         """Raise UnsupportedError if what a query sees depends on the order of the tokens."""
         if self.window is None and self.policy.reach is None:
             return
-        limit = f"policy {self.policy.name}" if self.window is None else self.in_words
+        limit = f"policy {self.policy.name}" if self.window is None else self.window.words
         raise UnsupportedError(
             f"causal=False, but {limit} drops what lies too far before a query, so not every query "
             "can see all tokens; use a layer without a window, and keep_all or a policy that "
@@ -107,10 +105,4 @@ class Sight(NamedTuple):
     def own_limit(self) -> str:
         """The layer's own window in words, if it is the policy's reach too; otherwise empty."""
         own = self.window is not None and self.policy.reach == Reach(self.window)
-        return self.in_words if own else ""
-
-    @property
-    def in_words(self) -> str:
-        """The layer's own window, for messages."""
-        kind = "chunked attention" if self.chunked else "a sliding window"
-        return f"{kind} of {self.window} tokens"
+        return self.window.words if own and self.window else ""

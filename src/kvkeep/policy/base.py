@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError, StateError
 from kvkeep.geometry import Geometry
-from kvkeep.planes import Planes, PlaneSpec, Reach
+from kvkeep.planes import OwnWindow, Planes, PlaneSpec, Reach
 from kvkeep.policy.protection import Protection
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
@@ -52,8 +52,7 @@ class Observation(NamedTuple):
         queries: the chunk's queries (B, Hq, n, Dk); None if the caller computed attention itself.
         position: the chunk's positions, (n,), or (B, n) with -1 for padding.
         newest: the newest position, one int for all rows, or int64 (B, 1, 1) if rows differ.
-        window: the layer's own sliding window in tokens; None: it has none.
-        chunked: whether that window begins at a multiple of its size.
+        window: the layer's own sliding window; None: it has none.
         scale: the factor on q . k; None if the caller computed attention itself.
         rotary: the model's rotary embedding; None if its keys have none.
         state: tensors (B, ...) that the policy keeps for each row, by name; it may replace them,
@@ -65,8 +64,7 @@ class Observation(NamedTuple):
     queries: Tensor | None = None
     position: Tensor | None = None
     newest: int | Tensor = -1
-    window: int | None = None
-    chunked: bool = False
+    window: OwnWindow | None = None
     scale: float | None = None
     rotary: Rotary | None = None
     state: dict[str, Tensor] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.errors import StateError
 from kvkeep.native_library import LIBRARY
-from kvkeep.planes import LAST, POSITION, Planes
+from kvkeep.planes import LAST, POSITION, Chunks, Planes
 from kvkeep.policy.base import Observation
 from kvkeep.policy.protection import Protection
 
@@ -47,8 +47,7 @@ def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protect
     dead = position < 0
     if seen.window is not None:  # the next query is at newest + 1
         after = seen.newest + 1
-        behind = after % seen.window + 1 if seen.chunked else seen.window
-        dead |= position <= after - behind
+        dead |= position <= after - seen.window.behind(after)
     return result.masked_fill(protected, torch.inf).masked_fill(dead, -torch.inf)
 
 
@@ -109,7 +108,7 @@ def least_worthy(
         count,
         *kept,
         seen.window or 0,
-        seen.chunked,
+        isinstance(seen.window, Chunks),
     )
     if LIBRARY.kv_lowest(ranking):
         raise MemoryError(f"no scratch memory to rank {slots} slots")

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
-from kvkeep.batch import Settings
+from kvkeep.generate import SamplingParams
 from kvkeep.serve import replies
 from kvkeep.serve.admission import Admission
 from kvkeep.serve.engine import Engine, RequestState, failed
@@ -183,12 +183,12 @@ class _Completions:
                 async with self.admission.parsing(client.name):
                     left = (waiting.when() or 0) - clock()
                     waiting.reschedule(None)
-                    request, ids, settings = await _in_thread(lambda: self._parsed(body))
+                    request, ids, params = await _in_thread(lambda: self._parsed(body))
                     waiting.reschedule(clock() + left)
                 reply = Reply(request)
                 state = self.engine.submit(
                     ids,
-                    settings,
+                    params,
                     reply.emit,
                     n=request.n,
                     show_cache=request.stream_options.include_cache,
@@ -204,7 +204,7 @@ class _Completions:
         except TimeoutError:
             raise self.admission.waited_too_long() from None
 
-    def _parsed(self, body: bytearray) -> tuple[Request, Tensor, Settings]:
+    def _parsed(self, body: bytearray) -> tuple[Request, Tensor, SamplingParams]:
         """A request without its prompt, the prompt's token ids, and how to generate its answers."""
         request = read(body, self.kind)
         body.clear()

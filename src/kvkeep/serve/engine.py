@@ -12,9 +12,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from kvkeep.batch import Answer, Batch, NewToken, Settings
-from kvkeep.batch.answer import Prompt
 from kvkeep.errors import CapacityError, UnsupportedError
+from kvkeep.generate import Answer, Batch, NewToken, SamplingParams
+from kvkeep.generate.answer import Prompt
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
 from kvkeep.serve.events import Event, Picture, Started, TextDelta, TokenLogprob, Usage
@@ -257,7 +257,7 @@ class Engine:
     def submit(
         self,
         ids: Tensor,
-        settings: Settings,
+        params: SamplingParams,
         emit: Callable[[Event], None],
         *,
         n: int = 1,
@@ -268,7 +268,7 @@ class Engine:
         """Answer a request as soon as there is room for it.
 
         Args:
-            ids, settings: from `prompts.encode`.
+            ids, params: from `prompts.encode`.
             emit: called with each event from another thread; the last is `Usage` or an error. It is
                 not called for a request that was cancelled.
             n: how many answers.
@@ -283,7 +283,7 @@ class Engine:
             namespace = "/".join(filter(None, (self.namespace, namespace)))
 
         def add(batch: Batch) -> list[Answer]:
-            return batch.add(ids, settings, n=n, queue=queue, namespace=namespace)
+            return batch.add(ids, params, n=n, queue=queue, namespace=namespace)
 
         pictures = self._pictures(namespace) if show_cache else None
         state = RequestState(add, emit, self.metrics, pictures)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
-from kvkeep.batch import Answer
+from kvkeep.generate import Answer
 from kvkeep.host import ModelCache
 from kvkeep.page.picture import Taken, cut, picture, taken
 from kvkeep.serve.events import Picture

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kvkeep.batch import Settings
+from kvkeep.generate import SamplingParams
 from kvkeep.host import Host, TokenTexts
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import ChatCompletionRequest, Request, RequestError
@@ -39,7 +39,7 @@ class Prompts:
         self.most_bytes = limits.prompt_of(context)
         self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
 
-    def encode(self, request: Request) -> tuple[Tensor, Settings]:
+    def encode(self, request: Request) -> tuple[Tensor, SamplingParams]:
         """The token ids of a request's prompt, int64 (n,), and how its answers are generated.
 
         Raises:
@@ -69,7 +69,7 @@ class Prompts:
                 f"{self._host.vocabulary - 1}",
                 param="logit_bias",
             )
-        return torch.tensor(ids), request.settings(len(ids), self._most_tokens(request, len(ids)))
+        return torch.tensor(ids), request.params(len(ids), self._most_tokens(request, len(ids)))
 
     def texts(self) -> Callable[[Sequence[int]], list[str]]:
         """Returns a function that takes the next token ids of one text and returns the text of

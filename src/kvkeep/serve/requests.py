@@ -20,9 +20,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from kvkeep.batch import Sampling, Settings
 from kvkeep.errors import KVKeepError, SpecError
-from kvkeep.host.sampling import bias, penalty
+from kvkeep.generate.sampling import SamplingParams, bias, penalty
 
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
@@ -248,7 +247,7 @@ class GenerationRequest(_Object):
         """A copy without the prompt, which may be large and is not needed once it is tokenised."""
         return self.model_copy(update={self.prompt_field: [], "tools": []})
 
-    def settings(self, prompt_tokens: int, max_new_tokens: int) -> Settings:
+    def params(self, prompt_tokens: int, max_new_tokens: int) -> SamplingParams:
         """How the answers are generated.
 
         Raises:
@@ -262,18 +261,20 @@ class GenerationRequest(_Object):
             processors.append(bias({int(token): added for token, added in self.logit_bias.items()}))
         temperature = self.temperature if self.temperature >= _LEAST_TEMPERATURE else 0.0
         try:
-            sampling = Sampling(
-                temperature, self.top_k, self.top_p, self.min_p, self.seed, processors
+            return SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=self.seed,
+                processors=processors,
+                stop=self.stop,
+                logprobs=self.top_logprobs is not None,
+                top_logprobs=self.top_logprobs or 0,
             )
         except SpecError as error:  # its message begins with the option's name
             raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
-        return Settings(
-            max_new_tokens,
-            sampling,
-            self.stop,
-            logprobs=self.top_logprobs is not None,
-            top_logprobs=self.top_logprobs or 0,
-        )
 
 
 class ChatCompletionRequest(GenerationRequest):

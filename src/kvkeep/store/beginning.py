@@ -49,8 +49,7 @@ def begin(cache: ModelCache, text: ModelCache) -> None:
     """
     for layer, own in zip(cache.layers, text.layers, strict=True):
         begin_with(layer, own)
-    if cache.recurrent is not None and text.recurrent is not None:
-        cache.recurrent.restore(text.recurrent.tensors(), text.fed)
+    cache.carried.restore(text.carried.tensors(), text.fed)
     cache.routed, cache.activation = text.routed, text.activation
 
 

@@ -70,8 +70,8 @@ class ModelGeometry:
     def of_cache(cls, cache: Cache) -> ModelGeometry:
         """The geometry of a cache that was fed something."""
         geometries = [layer.history.geometry for layer in cache.layers]
-        states = {} if cache.recurrent is None else cache.recurrent.specs
-        return cls.of(cache.layers, list(filter(None, geometries)), cache.routed, states)
+        known = list(filter(None, geometries))
+        return cls.of(cache.layers, known, cache.routed, cache.carried.specs)
 
     @property
     def state_bytes(self) -> int:

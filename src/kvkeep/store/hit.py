@@ -37,7 +37,7 @@ class Hit(AbstractContextManager["Hit"]):
         geometry = self._geometry
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
             return False
-        if (cache.recurrent is None) != (not geometry.states):
+        if bool(cache.carried) != bool(geometry.states):
             return False
         return all(
             planes_of(layer, own.of_row) == own.planes and not _scores(layer.policy)
@@ -67,10 +67,9 @@ class Hit(AbstractContextManager["Hit"]):
             history = History()
             history.columns, history.geometry = self.length, own
             layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self.stretches])
-        if cache.recurrent is not None:
-            specs = geometry.states
-            state = {name: x.to(specs[name].device) for name, x in self._state.items()}
-            cache.recurrent.restore(state, self.length)
+        specs = geometry.states
+        state = {name: x.to(specs[name].device) for name, x in self._state.items()}
+        cache.carried.restore(state, self.length)
         cache.routed = geometry.routed
 
     def release(self) -> None:

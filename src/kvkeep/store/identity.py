@@ -94,8 +94,7 @@ def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
     probe = host.new_cache()
     feed(host, tokens[:1], probe)
     found = ModelGeometry.of_cache(probe).of_rows
-    states = {} if probe.recurrent is None else probe.recurrent.specs
-    return ModelGeometry.of(cache.layers, found, probe.routed, states)
+    return ModelGeometry.of(cache.layers, found, probe.routed, probe.carried.specs)
 
 
 def require_known(host: Host) -> None:
@@ -174,7 +173,7 @@ def feed(
     """
     ids = tokens.to(host.device)[None]
     first, stop = cache.fed, cache.fed + len(tokens)
-    marks = block is not None and cache.recurrent is not None
+    marks = block is not None and bool(cache.carried)
     while (at := cache.fed) < stop:
         borders = [stop]
         if chunk is not None:

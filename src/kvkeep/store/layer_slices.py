@@ -182,11 +182,9 @@ def pieces_of(
 
 def marks_of(cache: Cache, row: int = 0) -> Marks:
     """The states of recurrent layers in a row, at the marks of a cache."""
-    if cache.recurrent is None:
-        return {}
     return {
         at: {name: x if len(x) == 1 else x[row : row + 1].clone() for name, x in mark.items()}
-        for at, mark in cache.recurrent.marks.items()
+        for at, mark in cache.carried.marks.items()
     }
 
 

@@ -240,8 +240,7 @@ class PrefixStore(TextStore):
         elif cache.fed > found and not compressed_tokens(cache):
             text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
-            if cache.recurrent is not None:  # the store has these states now
-                cache.recurrent.unmark()
+            cache.carried.unmark()  # the store has these states now
         return Reading(cache, found)
 
     def find(
@@ -371,8 +370,7 @@ class PrefixStore(TextStore):
         if len(flat(tokens)) == cache.fed:
             cache.mark()
         kept = self.offer(*text, cache, priority=priority, wait=wait)
-        if cache.recurrent is not None:  # the store has these states now
-            cache.recurrent.unmark()
+        cache.carried.unmark()  # the store has these states now
         return kept
 
     def outline(

@@ -36,6 +36,5 @@ def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
             old.value_codec,
             Concat(),
             window=old.window,
-            chunked=old.chunked,
         )
     return cache

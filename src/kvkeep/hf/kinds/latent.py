@@ -7,14 +7,20 @@ function attends, to what the model made of them, and lets the policy observe an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import local
+from typing import Any, ClassVar
 from weakref import ref
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from kvkeep.attention import Attend, Held, Options, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.features import Feature, Lacks, unsupported
+from kvkeep.hf.handover import Handed
+from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
@@ -24,8 +30,55 @@ from kvkeep.spec import CacheSpec
 
 _of_thread = local()  # `step` refers to the step that the last `update` began
 
+_EXPANDS = "expands a latent cache itself"
 
-class LatentStep:
+
+class Latent(Kind):
+    """DeepSeek's MLA: one latent for all heads, which the model expands to keys and values."""
+
+    lacks: ClassVar[Lacks] = {
+        **unsupported(
+            _EXPANDS, Feature.COMPILED, Feature.GRAPHED, Feature.EXPORTED, Feature.TRAINED
+        ),
+        **unsupported(_EXPANDS, Feature.NARROWED),
+        Feature.PACKED: f"{_EXPANDS}, for all tokens of a forward alike",
+        Feature.DRAFTS: "expands the latents of all drafts at once",
+        Feature.MOVED: "keeps a latent, whose positions are not moved",
+        Feature.SIZES: "keeps a latent, whose size its heads do not tell",
+    }
+
+    def has(self, text: PreTrainedConfig) -> bool:
+        return getattr(text, "kv_lora_rank", None) is not None
+
+    def require_specs(self, specs: Sequence[CacheSpec]) -> None:
+        """Raise SpecError if a policy reads what a cache of latents does not hold."""
+        for spec in dict.fromkeys(specs):
+            policy = spec.policy
+            why, remedy = "", "use h2o, snapkv, tova, keydiff or window"
+            if policy.weighs_values:
+                why = "weighs values"
+            elif Need.ROTARY in policy.needs or Need.QUERIES in policy.needs:
+                why = "computes attention of its own"
+            elif policy.ragged:
+                why = "divides slots among heads"
+            elif policy.step is not None:
+                why, remedy = "divides a chunk into steps", f"leave out step={policy.step}"
+            if why:
+                raise SpecError(
+                    f"policy {policy.name} {why}, but the model caches a latent, one for all "
+                    f"heads, of which it makes keys and values itself; {remedy}"
+                )
+
+    @staticmethod
+    def begin_step(
+        cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
+    ) -> tuple[Handed, tuple[Tensor, Tensor]]:
+        """Write the latents of new tokens, and return those of all that are held."""
+        step = LatentStep(layer, keys, values, cache.noted_positions(keys.shape[2]))
+        return step, step.latents
+
+
+class LatentStep(Handed):
     """A step of a layer that holds latents, one kv head for all query heads.
 
     Args:
@@ -33,24 +86,17 @@ class LatentStep:
         latent, rotated: of the new tokens, (B, 1, n, R) each: the latent, and the rotary part of
             the key.
         position: the tokens' positions; see `LayerCache.extend`.
-        weights: whether the attention function must return attention weights.
-
-    Attributes:
-        taken: whether the attention function has ended the step.
     """
 
-    traced = None
+    layer: LayerCache
+    written = True
     _begun: tuple[View, Held] | None  # until then
 
     def __init__(
-        self,
-        layer: LayerCache,
-        latent: Tensor,
-        rotated: Tensor,
-        position: Tensor,
-        weights: bool,
+        self, layer: LayerCache, latent: Tensor, rotated: Tensor, position: Tensor
     ) -> None:
-        self.layer, self.position, self.weights, self.taken = layer, position, weights, False
+        super().__init__(layer, None)
+        self.position = position
         view = layer.extend(latent, rotated, position)
         self._begun = view, view.in_order(latent.dtype, rotated.dtype, moved=False)
         _of_thread.step = ref(self)
@@ -100,23 +146,3 @@ def begun_step(mask: object) -> LatentStep | None:
         return step if asked.position is step.position and asked.until is None else None
     own = step.position.view(-1, 1, 1, step.position.shape[-1]).to(mask.device)
     return step if mask.dtype == own.dtype and mask.equal(own) else None
-
-
-def require_fitting(specs: list[CacheSpec]) -> None:
-    """Raise SpecError if a policy reads what a cache of latents does not hold."""
-    for spec in dict.fromkeys(specs):
-        policy = spec.policy
-        why, remedy = "", "use h2o, snapkv, tova, keydiff or window"
-        if policy.weighs_values:
-            why = "weighs values"
-        elif Need.ROTARY in policy.needs or Need.QUERIES in policy.needs:
-            why = "computes attention of its own"
-        elif policy.ragged:
-            why = "divides slots among heads"
-        elif policy.step is not None:
-            why, remedy = "divides a chunk into steps", f"leave out step={policy.step}"
-        if why:
-            raise SpecError(
-                f"policy {policy.name} {why}, but the model caches a latent, one for all heads, of "
-                f"which it makes keys and values itself; {remedy}"
-            )

@@ -1,0 +1,36 @@
+"""What not every model can do with a cache. Whatever is special about a model says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+
+class Feature(Enum):
+    """Something that a model may lack. The value names it in messages."""
+
+    PACKED = "a forward of several sequences"
+    COMPILED = "a compiled graph"
+    GRAPHED = "a CUDA graph"
+    EXPORTED = "an exported program"
+    TRAINED = "training through a cache"
+    JOINED = "a join of texts"
+    PLACED = "a forward at given positions"
+    """Tokens at other positions than the next ones."""
+    MOVED = "a move of keys"
+    """Keys turned to other positions, and queries predicted for them."""
+    NARROWED = "a forward whose later layers compute some tokens only"
+    DRAFTS = "drafts under a policy that decides after each token"
+    HOLES = "padding behind tokens"
+    SIZES = "a number of bytes before the first token"
+    PAIRS = "a cache made of keys and values"
+    UNTRIED = "attention that was not tried before the first forward"
+
+
+Lacks = Mapping[Feature, str]
+"""Why a model lacks features, each as a clause about the model: "has ..., which ..."."""
+
+
+def unsupported(clause: str, *features: Feature) -> Lacks:
+    """Features that do not support a model, because it is as the clause says."""
+    return {one: f"{clause}, which {one.value} does not support" for one in features}

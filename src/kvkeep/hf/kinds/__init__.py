@@ -1,0 +1,112 @@
+"""The kinds of models, and what the config of a model says by them.
+
+A new kind is a module here, with a class that overrides what differs from `Kind`, and its name in
+`_KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvkeep.errors import UnsupportedError
+from kvkeep.features import Feature
+from kvkeep.geometry import Geometry
+from kvkeep.hf.config import base_config, decoder_config, refused
+from kvkeep.hf.kinds.base import Kind
+from kvkeep.hf.kinds.latent import Latent
+from kvkeep.hf.kinds.latent import begun_step as begun_step
+from kvkeep.hf.kinds.plain import Plain
+from kvkeep.hf.kinds.recurrent import Forwards as Forwards
+from kvkeep.hf.kinds.recurrent import KeepsStates as KeepsStates
+from kvkeep.hf.kinds.recurrent import Recurrent
+from kvkeep.hf.kinds.recurrent import states_in as states_in
+from kvkeep.hf.kinds.shared import Shared
+from kvkeep.hf.kinds.windows import Windows, type_of_all
+from kvkeep.host import LayerKind
+
+_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent())
+
+
+def kinds_of(model: Any) -> tuple[Kind, ...]:
+    """The special kinds of a model, or of the model with this config; empty if it has none."""
+    text = decoder_config(base_config(model))
+    return tuple(kind for kind in _KINDS if kind.has(text))
+
+
+def why_not(kinds: Iterable[Kind], feature: Feature) -> str:
+    """Why a model of these kinds lacks a feature, as a clause about it; empty if it has it."""
+    return next((kind.lacks[feature] for kind in kinds if feature in kind.lacks), "")
+
+
+def require(model: Any, feature: Feature, remedy: str) -> None:
+    """Raise UnsupportedError if a model, or the model with this config, lacks a feature."""
+    reason = why_not(kinds_of(model), feature)
+    if reason:
+        name = decoder_config(base_config(model)).model_type
+        raise UnsupportedError(f"{name} {reason}; {remedy}")
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
+    """The kind of each layer of a model that attends to keys and values of its own.
+
+    Raises:
+        UnsupportedError: some layer caches something else than keys and values or a recurrent
+            state, or no layer attends.
+    """
+    text = decoder_config(config)
+    if config.is_encoder_decoder or text.is_encoder_decoder:
+        raise refused(
+            text, "it is an encoder-decoder, whose cross attention has a cache of its own"
+        )
+    if getattr(text, "cross_attention_layers", None):
+        raise refused(text, "some of its layers attend to images and cache those")
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None:
+        raise refused(text, "its config does not say how many layers it has")
+    names = getattr(text, "layer_types", None)
+    if names is None:
+        names = [type_of_all(text)] * count
+    types: dict[str, LayerKind | None] = {}
+    for kind in _KINDS:
+        types |= kind.types(text)
+    unknown = sorted(set(names) - set(types))
+    if unknown:
+        raise refused(
+            text, f"its layers of type {', '.join(unknown)} do not cache plain keys and values"
+        )
+    found = [types[name] for name in names]
+    for kind in _KINDS:
+        found = list(kind.arranged(text, names, found))
+    layers = [replace(one, place=place) for place, one in enumerate(found) if one is not None]
+    if not layers:
+        raise refused(text, "none of its layers attends, so there are no keys and values")
+    return layers
+
+
+def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geometry]:
+    """Heads, widths and dtype of each layer's keys and values, of one row.
+
+    Args:
+        processes: among which the heads are split; see `kvkeep.hf.parallel.head_processes`.
+
+    Raises:
+        UnsupportedError: the model's config does not say how wide its keys are.
+    """
+    text = decoder_config(config)
+    require(text, Feature.SIZES, "feed tokens, and read live_bytes")
+    own = text.dtype
+    dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+
+    def geometry(layer: PreTrainedConfig) -> Geometry:
+        query_heads = layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
+        heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
+        return Geometry(1, heads // processes, width, width, dtype)
+
+    places = [kind.place for kind in layer_kinds(config)]
+    return [geometry(text.per_layer_config[place]) for place in places if place is not None]

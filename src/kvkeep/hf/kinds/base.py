@@ -1,0 +1,90 @@
+"""The contract of a kind of models: what is special about them, and what follows for their caches.
+
+A model may be of several kinds. The cache, `attach` and what is built on them ask the kinds, and
+know none of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvkeep.features import Lacks
+from kvkeep.hf.handover import Handed
+from kvkeep.host import LayerKind
+from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.recurrent import RecurrentStates, StateSpec
+from kvkeep.spec import CacheSpec
+
+BeginStep = Callable[[Any, LayerCache, Tensor, Tensor], tuple[Handed, tuple[Tensor, Tensor]]]
+"""Begins the step of a layer of a cache, given new keys and values, (B, H, n, D) each, if not by
+`hand_over`; returns the step, and what `update` returns."""
+
+
+class Handle(Protocol):
+    """A change of a model."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
+class Kind:
+    """What models are like that are of no special kind; other kinds override what differs.
+
+    Attributes:
+        lacks: the features that models of this kind lack.
+        begin_step: see `BeginStep`; None: `hand_over` does it.
+    """
+
+    lacks: ClassVar[Lacks] = {}
+    begin_step: ClassVar[BeginStep | None] = None
+
+    # -- what a model is like, by the config of its decoder ---------------------------------
+
+    def has(self, text: PreTrainedConfig) -> bool:
+        """Whether a model is of this kind."""
+        return False
+
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+        """The types of layers that this kind adds, as `layer_types` of a config names them, and how
+        such a layer attends; None: it does not."""
+        return {}
+
+    def arranged(
+        self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
+    ) -> Sequence[LayerKind | None]:
+        """The attention of a model's layers, where they depend on each other.
+
+        Args:
+            names: each layer's type.
+            layers: how each would attend by itself.
+        """
+        return layers
+
+    # -- its cache --------------------------------------------------------------------------
+
+    def require_specs(self, specs: Sequence[CacheSpec]) -> None:
+        """Raise SpecError if a spec does not fit the kind."""
+
+    def states(self, text: PreTrainedConfig) -> RecurrentStates | None:
+        """The states of layers that do not attend, for a new cache; None: there are none."""
+        return None
+
+    def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
+        """What these states are like; see `Host.recurrent_specs`."""
+        return {}
+
+    # -- an attached model ------------------------------------------------------------------
+
+    def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
+        """Change a model that is going to be attached; returns what `detach` removes."""
+        return ()
+
+    def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
+        """Called before a forward of an attached decoder, with its arguments, which may change."""
+
+    def end(self, cache: Any) -> None:
+        """Called after the forward."""
