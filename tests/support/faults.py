@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         "window-of-a-layer-one-longer",
         "policy/ranking.py",
-        "dead |= position <= after - behind",
-        "dead |= position < after - behind",
+        "dead |= position <= after - seen.window.behind(after)",
+        "dead |= position < after - seen.window.behind(after)",
         "policy/test_ranking.py policy/test_edges.py",
     ),
     Fault(
@@ -432,15 +432,15 @@ FAULTS = (
     Fault(
         "chunk-begins-late",
         "layer/sight.py",
-        "first = chunk_start(queries, window) if hidden else None",
+        "first = queries + 1 - window.behind(queries) if hidden else None",
         "first = queries - (queries - 1) % window if hidden else None",
         "layer/test_reach.py",
     ),
     Fault(
         "chunk-needs-no-mask-with-a-budget",
         "planes.py",
-        "return n > 1 or kept != Reach(size) or length - 1 > (fed - 1) % size",
-        "return n > 1 or length - 1 > (fed - 1) % size",
+        "return n > 1 or kept != Reach(self) or length - 1 > (fed - 1) % self",
+        "return n > 1 or length - 1 > (fed - 1) % self",
         "layer/test_reach.py",
     ),
     Fault(
