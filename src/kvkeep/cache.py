@@ -374,7 +374,7 @@ class Cache:
     def fed(self) -> int:
         """Columns ever fed, padding included."""
         layers = self._layers if not self.lent else self.layers
-        return layers[0].fed if layers else 0
+        return layers[0].cursor.history.columns if layers else 0
 
     @property
     def tokens(self) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from kvkeep.blocks.join import windowed
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import Host, ModelCache, Narrowed
+from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION, part, slot_count
@@ -92,8 +94,8 @@ def blend(
 
 
 class _LayerProxy:
-    """Takes the place of a layer during one forward. Until the layer's step runs, `fed` does not
-    count the candidates."""
+    """Takes the place of a layer during one forward. Until the layer's step runs, its cursor does
+    not count the candidates."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor) -> None:
         self._layer, self.candidates, self._stepped = layer, candidates, False
@@ -102,8 +104,18 @@ class _LayerProxy:
         return getattr(self._layer, name)
 
     @property
+    def cursor(self) -> Cursor:
+        cursor = self._layer.cursor
+        if self._stepped:
+            return cursor
+        before = copy(cursor)
+        before.history = self._layer.history
+        before.history.columns -= len(self.candidates)
+        return before
+
+    @property
     def fed(self) -> int:
-        return self._layer.fed - (0 if self._stepped else len(self.candidates))
+        return self.cursor.history.columns
 
 
 class _LaterLayer(_LayerProxy):

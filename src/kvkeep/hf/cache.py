@@ -173,7 +173,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             )
         if layer_idx == 0 or self.routed is None:
             self.begin(key_states.shape[2], key_states)
-        if layer.fed != self._start:
+        if layer.cursor.history.columns != self._start:
             raise UnsupportedError(
                 f"layer {place} is given keys more than once in a forward; use transformers' "
                 "own cache for this model"
@@ -413,7 +413,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
         # A forward feeds one layer after another.
         layers = self._layers if not self.lent else self.layers
-        return layers[self._index.get(layer_idx, 0)].fed
+        return layers[self._index.get(layer_idx, 0)].cursor.history.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
@@ -423,7 +423,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
         else:
             self._end_recording()
-            kept, fed = layer.sight.reachable(layer.cursor), layer.fed
+            kept, fed = layer.sight.reachable(layer.cursor), layer.cursor.history.columns
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)

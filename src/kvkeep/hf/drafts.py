@@ -67,8 +67,8 @@ class RecordsDrafts(ModelCache):
     def _end_recording(self) -> None:
         if not self._uncropped or self.drafting:
             return
-        first, last = self._layers[0], self._layers[-1]
-        if first.fed == last.fed:
+        first, last = self._layers[0].cursor, self._layers[-1].cursor
+        if first.history.columns == last.history.columns:
             if first.record_past or last.record_past or self.prompt.columns:
                 self.end_recording()
             else:

@@ -87,10 +87,6 @@ class Cursor:
         """Whether the newest tokens may be taken back."""
         return self.record_past and self.history.columns > self.prompt.columns
 
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """See `History.next_positions`."""
-        return self.history.next_positions(n, device, real, self.holes_after)
-
     # -- one change -------------------------------------------------------------------------
 
     def begin(self) -> None:

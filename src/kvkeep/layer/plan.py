@@ -350,7 +350,8 @@ class StepPlan:
         """Ask the policy for its plane of the new token."""
         k, v, position = inputs[1:4]
         if position is None:
-            position = self.cursor.next_positions(1, k.device)
+            history, after = self.cursor.history, self.cursor.holes_after
+            position = history.next_positions(1, k.device, holes_after=after)
         planes = self._policy.enter(Arrivals(k, v, position, None, self._rotary))
         given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
         self._first = planes[given][:, :, 0].float().contiguous()

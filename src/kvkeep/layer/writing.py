@@ -127,7 +127,8 @@ class Writing(ReadAgain, Step):
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `History.next_positions`."""
-        return self.cursor.next_positions(n, device, real)
+        cursor = self.cursor
+        return cursor.history.next_positions(n, device, real, cursor.holes_after)
 
     def phases(self, inputs: StepInputs) -> Phases:
         """A step like `run`, whose attention the caller computes. Closed early, it is undone."""
