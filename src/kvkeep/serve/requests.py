@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -18,14 +19,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvkeep.errors import KVKeepError, SpecError
 from kvkeep.generate.sampling import SamplingParams, bias, penalty
 
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
-_CODES = {"missing": "missing_required_parameter", "unsupported": "unsupported_parameter"}
 _NAMED_WHOLE = ("logit_bias", "prompt", "stop")  # errors name the field, not the item in it
 _TAGS = ("(text)", "(list)")  # of a text or a list; pydantic puts them into the paths of errors
 
@@ -61,15 +60,17 @@ class RequestError(KVKeepError):
 # -- types of fields ---------------------------------------------------------------------------
 
 
+class _UnsupportedError(ValueError):
+    """A value that would change the answer, of a field that is not supported."""
+
+
 def _only(*allowed: Any) -> AfterValidator:
     """Refuses all values but a few of this type: False is not 0."""
 
     def check(given: Any) -> Any:
         if (type(given), given) not in [(type(one), one) for one in allowed]:
             give = " or ".join(map(json.dumps, [*allowed, None]))
-            raise PydanticCustomError(
-                "unsupported", "give {give}, all else is not supported", {"give": give}
-            )
+            raise _UnsupportedError(f"give {give}, all else is not supported")
         return given
 
     return AfterValidator(check)
@@ -90,7 +91,7 @@ def _loaded(given: Any) -> Any:
 def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise PydanticCustomError("unnamed", "give a function with a name")
+        raise ValueError("give a function with a name")
     return tool
 
 
@@ -98,14 +99,14 @@ def _single(given: Any) -> Any:
     """The only prompt of a list, which may be text or token ids."""
     if isinstance(given, list) and given and isinstance(given[0], str | list):
         if len(given) > 1:
-            raise PydanticCustomError("several", "give one text, or the token ids of one")
+            raise ValueError("give one text, or the token ids of one")
         return given[0]
     return given
 
 
 def _few(given: Any) -> Any:
     if isinstance(given, dict) and len(given) > 1024:
-        raise PydanticCustomError("many", "give at most 1024 tokens")
+        raise ValueError("give at most 1024 tokens")
     return given
 
 
@@ -359,18 +360,21 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a valid number")
 
 
-def _refused(problem: ErrorDetails) -> RequestError:
+def _refused(problem: Mapping[str, Any]) -> RequestError:
     """The refusal for an error of pydantic: it names the field, its value and what to give."""
     path = [part for part in problem["loc"] if part not in (*_TAGS, "[key]")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
     param = path[0] if path and path[0] in _NAMED_WHOLE else where
-    code = _CODES.get(problem["type"])
     if problem["type"] == "missing":
-        message = f"{where} is missing; give it"
-    else:
-        wanted = problem["msg"][0].lower() + problem["msg"][1:]
-        message = f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}"
-    return RequestError(message, param=str(param) or None, code=code)
+        message, code = f"{where} is missing; give it", "missing_required_parameter"
+        return RequestError(message, param=str(param), code=code)
+    error = problem.get("ctx", {}).get("error")  # what a validator here raised
+    wanted = str(error or problem["msg"][0].lower() + problem["msg"][1:])
+    return RequestError(
+        f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}",
+        param=str(param) or None,
+        code="unsupported_parameter" if isinstance(error, _UnsupportedError) else None,
+    )
 
 
 def _shown(value: Any) -> str:
