@@ -63,8 +63,8 @@ def run(
         copied.repeat(rows)
         batches = {"shared": frozen.fork(rows), "separate": copied}
         found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), turns)
-    shared = {"forks": forks, "tokens": tokens, "new": new, "bytes": held}
-    shared["ratio"] = held / (one + forks * new * one // tokens)
+    ratio = held / (one + forks * new * one // tokens)
+    shared = {"forks": forks, "tokens": tokens, "new": new, "bytes": held, "ratio": ratio}
     told = [
         {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
         | times
