@@ -58,7 +58,7 @@ def found_at(path: str) -> object:
 
 
 def key(path: str) -> object:
-    """Equal for all paths of one thing: `kvkeep.Batch` and `kvkeep.generate.batch.Batch`."""
+    """The same for all paths of one thing, such as `kvkeep.Batch` and `kvkeep.generate.Batch`."""
     thing = found_at(path)
     return path if isinstance(thing, str | int | float) else id(thing)
 

@@ -15,21 +15,20 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.generate import SamplingParams
 from kvkeep.hf.attach import unwrapped
 
-_UNSERVED = (
-    "cache_implementation",
-    "compile_config",
-    "guidance_scale",
-    "max_time",
-    "num_return_sequences",
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "output_scores",
-    "prefill_chunk_size",
-    "token_healing",
-)
-"""Fields of a generation config that `kvkeep.generate` does not serve, unless they are 1 or
-unset."""
+_PLAIN = {
+    "cache_implementation": None,
+    "compile_config": None,
+    "guidance_scale": 1,
+    "max_time": None,
+    "num_return_sequences": 1,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_logits": False,
+    "output_scores": False,
+    "prefill_chunk_size": None,
+    "token_healing": False,
+}
+"""The only values that are served, of fields of a generation config, beside None."""
 
 
 def sampling_params(
@@ -48,10 +47,8 @@ def sampling_params(
     given = options.pop("logits_processor", None)
     library: Any = unwrapped(model)
     config, own = library._prepare_generation_config(None, **options)
-    unserved = [
-        *own,
-        *(name for name in _UNSERVED if getattr(config, name, None) not in (None, False, 1)),
-    ]
+    changed = [name for name, x in _PLAIN.items() if getattr(config, name, None) not in (None, x)]
+    unserved = [*own, *changed]
     if unserved or config.get_generation_mode() not in (
         GenerationMode.GREEDY_SEARCH,
         GenerationMode.SAMPLE,
