@@ -111,8 +111,8 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
             carried=next(filter(None, (kind.states(self.config) for kind in self.kinds)), None),
         )
-        begun = (kind.begin_step for kind in self.kinds)
-        self._begin_step: BeginStep | None = next(filter(None, begun), None)
+        begun = (kind.begin_step for kind in self.kinds if kind.begins_steps)
+        self._begin_step: BeginStep | None = next(begun, None)
         # The place of each layer that attends among all layers of the model, and its index here.
         self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
         # Which layers of the model have a window, are recurrent only, or are neither.

@@ -20,8 +20,7 @@ from kvkeep.layer.recurrent import RecurrentStates, StateSpec
 from kvkeep.spec import CacheSpec
 
 BeginStep = Callable[[Any, LayerCache, Tensor, Tensor], tuple[Handed, tuple[Tensor, Tensor]]]
-"""Begins the step of a layer of a cache, given new keys and values, (B, H, n, D) each, if not by
-`hand_over`; returns the step, and what `update` returns."""
+"""See `Kind.begin_step`."""
 
 
 class Handle(Protocol):
@@ -36,11 +35,11 @@ class Kind:
 
     Attributes:
         lacks: the features that models of this kind lack.
-        begin_step: see `BeginStep`; None: `hand_over` does it.
+        begins_steps: whether `begin_step` begins the steps of layers, in place of `hand_over`.
     """
 
     lacks: ClassVar[Lacks] = {}
-    begin_step: ClassVar[BeginStep | None] = None
+    begins_steps: ClassVar[bool] = False
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 
@@ -85,6 +84,13 @@ class Kind:
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Called before a forward of an attached decoder, with its arguments, which may change."""
+
+    def begin_step(
+        self, cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
+    ) -> tuple[Handed, tuple[Tensor, Tensor]]:
+        """Begin the step of a layer of a cache with new keys and values, (B, H, n, D) each. Returns
+        the step, and what the cache's `update` returns."""
+        raise NotImplementedError(f"{type(self).__name__} begins no steps")
 
     def end(self, cache: Any) -> None:
         """Called after the forward."""

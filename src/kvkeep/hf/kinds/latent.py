@@ -36,6 +36,7 @@ _EXPANDS = "expands a latent cache itself"
 class Latent(Kind):
     """DeepSeek's MLA: one latent for all heads, which the model expands to keys and values."""
 
+    begins_steps: ClassVar[bool] = True
     lacks: ClassVar[Lacks] = {
         **unsupported(
             _EXPANDS, Feature.COMPILED, Feature.GRAPHED, Feature.EXPORTED, Feature.TRAINED
@@ -69,9 +70,8 @@ class Latent(Kind):
                     f"heads, of which it makes keys and values itself; {remedy}"
                 )
 
-    @staticmethod
     def begin_step(
-        cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
+        self, cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
     ) -> tuple[Handed, tuple[Tensor, Tensor]]:
         """Write the latents of new tokens, and return those of all that are held."""
         step = LatentStep(layer, keys, values, cache.noted_positions(keys.shape[2]))
