@@ -1,6 +1,5 @@
 """What kvkeep asks of a model library, and how the host of a model is found."""
 
-from importlib import import_module
 from typing import Any
 
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
@@ -46,8 +45,6 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TokenTexts":  # until kvkeep.serve imports it from there
-        return import_module("kvkeep.generate").TokenTexts
     if name in _MOVED:
-        raise AttributeError(f"kvkeep.host.{name} is kvkeep.generate.{_MOVED[name]}")
+        raise AttributeError(f"kvkeep.host.{name} is now kvkeep.generate.{_MOVED[name]}")
     raise AttributeError(f"module 'kvkeep.host' has no attribute {name!r}")

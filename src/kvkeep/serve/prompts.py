@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kvkeep.generate import SamplingParams
-from kvkeep.host import Host, TokenTexts
+from kvkeep.generate import SamplingParams, TokenTexts
+from kvkeep.host import Host
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.requests import ChatCompletionRequest, Request, RequestError
 
