@@ -323,6 +323,16 @@ class LayerCache(Drafts):
         self.cursor.record_past = on
 
     @property
+    def evicted(self) -> list[Tensor] | None:
+        """The positions that each eviction freed, see `ReplayPolicy`; None: they are not recorded.
+        It can be set, to a list that records them."""
+        return self.cursor.evicted
+
+    @evicted.setter
+    def evicted(self, decisions: list[Tensor] | None) -> None:
+        self.cursor.evicted = decisions
+
+    @property
     def offset(self) -> Tensor | None:
         """By how much the model's next rotary position exceeds `seen`, int64 (B,); None: by
         nothing. See `mark_embedded`."""
