@@ -227,15 +227,15 @@ def dispatch_several(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """`dispatch` for one token of each of several sequences, q (1, Hq, 1, Dk), whose options are
     alike but for the mass. On CUDA those without the mass are one launch."""
-    found: dict[int, tuple[Tensor, Tensor | None]] = {}
+    outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
     some = [index for index, (_, _, options) in enumerate(calls) if not options.need_mass]
     if len(some) > 1 and several_at_once(calls[0][0]):
         q = torch.cat([calls[index][0] for index in some], dim=2)
         views, options = [calls[index][1] for index in some], calls[some[0]][2]
         if triton_packed.refuses_packed(q, views, options) is None:
             out = triton_packed.run_packed(q, views, options)
-            found = {index: (out[:, :, i : i + 1], None) for i, index in enumerate(some)}
-    return [found[i] if i in found else dispatch(*call) for i, call in enumerate(calls)]
+            outputs = {index: (out[:, :, i : i + 1], None) for i, index in enumerate(some)}
+    return [outputs[i] if i in outputs else dispatch(*call) for i, call in enumerate(calls)]
 
 
 def _each_part(

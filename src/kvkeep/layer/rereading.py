@@ -1,4 +1,4 @@
-"""Rereading: a layer that reads a part of its text again, to learn which slots that takes."""
+"""Rereading: a layer that reads part of a text a second time, to record its attention weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvkeep.planes import POSITION, Reach, chunk_start
 
 
 class Rereading(AttendingLayer):
-    """Attends to some tokens that a layer holds, and to its own chunk. Nothing is written.
+    """Attends to some of a layer's tokens and to its own chunk. Nothing is written.
 
     Args:
-        held: all tokens of one row, in the order of their positions.
-        runs: the tokens to attend to, as ranges of them in ascending order.
-        start: the position of the chunk's first token.
-        window: the layer's own sliding window in tokens; None: it has none, and the weights are
+        held: all tokens of one row, in ascending order of position.
+        runs: the tokens to attend to, as index ranges in ascending order.
+        start: position of the chunk's first token.
+        window: the layer's own sliding window in tokens; None: no window, and the weights are
             recorded.
         chunked: whether that window begins at a multiple of its size.
     """
@@ -35,12 +35,12 @@ class Rereading(AttendingLayer):
     ) -> None:
         self.window, self.chunked = window, chunked
         self._start = start
-        # In the order of the runs, as if they had been the only tokens before the chunk.
+        # In the order of the runs, as if no other token had preceded the chunk.
         self._past = tuple(
             _segment(*(x[:, :, first:end] for x in held[:3])) for first, end in runs if first < end
         )
         self.largest: Tensor | None = None
-        """The largest weight that each token of the runs received, fp32 (1, H, tokens)."""
+        """The largest weight that each token of `runs` received, fp32 (1, H, tokens)."""
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the chunk: int32 (n,)."""
