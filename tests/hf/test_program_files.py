@@ -56,7 +56,7 @@ def test_files_that_are_none(saved, tmp_path):
             kvkeep.Program.load(target)
     with zipfile.ZipFile(target, "w") as archive:
         archive.writestr("archive/x", "y")
-    with pytest.raises(SavedCacheError, match="no kvkeep program"):
+    with pytest.raises(SavedCacheError, match="not a kvkeep program"):
         kvkeep.Program.load(target)
 
 
@@ -324,7 +324,7 @@ def test_pickles_and_other_headers(saved):
         (header(format=FORMAT + 1), f"of format {FORMAT + 1}"),
         (header(rows="2"), "rows is '2'"),
         (lambda name, data: None if "models/" in name else data, "holds no archive/models"),
-        (lambda name, data: None if name.endswith("kvkeep.json") else data, "no kvkeep program"),
+        (lambda name, data: None if name.endswith("kvkeep.json") else data, "not a kvkeep program"),
     ]
     for change, message in cases:
         with pytest.raises(SavedCacheError, match=message):
