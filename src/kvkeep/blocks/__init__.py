@@ -1,4 +1,4 @@
-"""KV blocks: texts that are computed once, each by itself, and reused at any place in a prompt."""
+"""KV blocks: texts that are computed once, each by itself, and reused anywhere in a prompt."""
 
 from kvkeep.blocks.join import join
 from kvkeep.blocks.parts import Block, Component, Part, Text
