@@ -189,7 +189,7 @@ def test_what_torch_would_make_code_of(saved, tmp_path, name, evil):
         assert changed != json.loads(data)
         return json.dumps(changed).encode()
 
-    with pytest.raises(SavedCacheError, match="which torch would make code"):
+    with pytest.raises(SavedCacheError, match="which torch would turn into code"):
         kvkeep.Program.load(rewritten(saved, change))
     assert not place.exists()
 
@@ -391,7 +391,7 @@ def _with_counts(*counts):
         (_described_as(spec="keep_all+int8@fixed:16"), "planes"),
         (_described_as(spec="kvzap:25%,scorer=/dev/zero@fixed:16"), "cannot be exported"),
         (_described_as(spec="pyramid(kvzap:25%,scorer=/dev/zero)@fixed:16"), "fixed"),
-        (_described_as(spec="window:9@fixed:16"), "other specs"),
+        (_described_as(spec="window:9@fixed:16"), "specs in its header"),
         (_described_as(capacity="16"), "capacity is '16'"),
         (_described_as(more=1), "more"),
         (_with_counts(5, 0, 17), "holds 17 slots"),
@@ -412,7 +412,7 @@ def test_operators_of_live_caches_are_refused(saved):
     def edit(node):
         node["target"] = "torch.ops.kvkeep.step.default"
 
-    with pytest.raises(SavedCacheError, match="which torch would make code"):
+    with pytest.raises(SavedCacheError, match="which torch would turn into code"):
         kvkeep.Program.load(rewritten(saved, _first("torch.ops.aten.add")(edit)))
 
 
