@@ -11,7 +11,7 @@ namespace {
 // contiguous.
 struct Lines {
     const char* at;
-    int64_t step, each, some;  // lines per place; places per pass; see the constructor
+    int64_t step, each, some;  // bytes between places; lines per place; places per pass
 
     Lines(Rows rows, int64_t count, int64_t passes, int64_t round = 0, int64_t rounds = 1) {
         const auto share = [](int64_t all, int64_t parts) { return (all + parts - 1) / parts; };
