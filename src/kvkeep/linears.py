@@ -172,11 +172,11 @@ class Weights:
     def known(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Weights:
         """The object for these tensors, created on first use."""
         number = id(weights[0])
-        found = cls._of_graphs.get(number)
-        if found is None or not found.are(weights, biases):
-            found = cls._of_graphs[number] = cls(weights, biases)
+        cached = cls._of_graphs.get(number)
+        if cached is None or not cached.are(weights, biases):
+            cached = cls._of_graphs[number] = cls(weights, biases)
             finalize(weights[0], cls._of_graphs.pop, number, None)
-        return found
+        return cached
 
     def are(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
         """Whether these are the same tensors at the same addresses."""

@@ -145,18 +145,16 @@ def _check_segment(
         _tensor(segment, name)
         expected = joined(codec.planes(dim, q.dtype), name)
         for plane, spec in expected.items():
-            found = _tensor(segment, plane)
+            x = _tensor(segment, plane)
             shape = (rows, heads, slots, *spec.shape)
-            typed = (
-                found.is_floating_point() if codec.layout == PLAIN else found.dtype == spec.dtype
-            )
-            if tuple(found.shape) != shape or not typed:
+            typed = x.is_floating_point() if codec.layout == PLAIN else x.dtype == spec.dtype
+            if tuple(x.shape) != shape or not typed:
                 kind = "floats" if codec.layout == PLAIN else spec.dtype
                 raise ShapeError(
-                    f"{what}: plane {plane!r} is {tuple(found.shape)} {found.dtype}, but queries "
+                    f"{what}: plane {plane!r} is {tuple(x.shape)} {x.dtype}, but queries "
                     f"{tuple(q.shape)} and the other planes need {shape} {kind}"
                 )
-            check_memory(f"{what}: plane {plane!r}", found, q.device)
+            check_memory(f"{what}: plane {plane!r}", x, q.device)
     _check_places(what, segment, rows, heads, slots, q)
     if segment.slots < own:
         raise ShapeError(
@@ -194,8 +192,8 @@ def _check_places(
 
 def _tensor(segment: Segment, name: str) -> Tensor:
     """A required plane of a segment."""
-    found = segment.planes.get(name)
-    if found is None or found.dim() < 3:
+    x = segment.planes.get(name)
+    if x is None or x.dim() < 3:
         there = {n: tuple(segment.planes[n].shape) for n in segment.planes}
         raise ShapeError(f"a segment needs a plane {name!r} (B, H, S, ...); it has {there}")
-    return found
+    return x

@@ -126,20 +126,20 @@ class _Recorded(torch.autograd.Function):
         view, count = ctx.view, len(ctx.view.segments)
         # A query that sees nothing has weights of zero: exp(x - inf) = 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        found: list[list[Tensor]] = [[], [], []]
+        by_kind: list[list[Tensor]] = [[], [], []]
         for index, segment in enumerate(view.segments):
             q, k, v = inputs[index::count]
             rows, _, n, _ = q.shape
             shape = (rows, k.shape[1], -1, n)
             of_queries = [x.reshape(*shape, x.shape[-1]) for x in (q, grad, out, lse)]
             gradients = _gradients(view, segment, of_queries, k, v, ctx.scale)
-            for kind, gradient in zip(found, gradients, strict=True):
+            for kind, gradient in zip(by_kind, gradients, strict=True):
                 kind.append(gradient)
         if sinks is not None:
             share = torch.exp(sinks.to(lse.dtype).reshape(1, -1, 1, 1) - lse)
             lost = (grad * out).sum(dim=-1, keepdim=True) * share
             sinks = -lost.sum(dim=(0, 2, 3)).to(sinks.dtype)
-        return None, None, sinks, *(gradient for kind in found for gradient in kind)
+        return None, None, sinks, *(gradient for kind in by_kind for gradient in kind)
 
 
 def _gradients(
@@ -183,10 +183,10 @@ def _kernel_gradients(
     """The gradients of q (B, H, m, D), k and v (B, H, s, D). `of_queries`: q, the result's
     gradient, the result and its log-sum-exp."""
     q, grad, out, lse, k, v = (x.contiguous() for x in (*of_queries, k, v))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse.squeeze(-1), 0.0, causal, attn_mask=mask, scale=scale
     )
-    return cast(tuple[Tensor, Tensor, Tensor], found)
+    return cast(tuple[Tensor, Tensor, Tensor], gradients)
 
 
 def _whole(q: Tensor, view: View, scale: float) -> Tensor:

@@ -46,8 +46,8 @@ def small(device: torch.device) -> bool:
     """Whether a program has only about 100 KB of shared memory, as on desktop GPUs."""
     if device.type != "cuda":
         return False
-    found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", _SMALL_SHARED)) < _SMALL_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _SMALL_SHARED)) < _SMALL_SHARED
 
 
 @cache

@@ -59,8 +59,8 @@ def reason() -> str:
         return "the kernels contain NVIDIA PTX instructions, and this is ROCm"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
-        found, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
-        return f"{torch.cuda.get_device_name()} has compute capability {found}, below {least}"
+        own, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
+        return f"{torch.cuda.get_device_name()} has compute capability {own}, below {least}"
     return ""
 
 

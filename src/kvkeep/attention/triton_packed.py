@@ -169,16 +169,16 @@ class _Packed:
     def _places(run: _Run, base: _Run) -> list[int]:
         """Offsets of a run's planes from the first run's planes, in elements, and the strides of
         their heads."""
-        found = []
+        offsets = []
         for own, other in ((run.k, base.k), (run.v, base.v)):
             for x, y in (
                 (own.plane, other.plane),
                 (own.scale, other.scale),
                 (own.zero, other.zero),
             ):
-                found.append((x.data_ptr() - y.data_ptr()) // x.element_size())
+                offsets.append((x.data_ptr() - y.data_ptr()) // x.element_size())
         strides = [x.stride(1) for c in (run.k, run.v) for x in (c.plane, c.scale)]
-        return found + strides
+        return offsets + strides
 
     def _kind(self, k: Coded, v: Coded) -> torch.dtype:
         plain = {x.plane.dtype for x in (k, v) if not x.code}

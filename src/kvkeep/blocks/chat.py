@@ -50,13 +50,13 @@ class Marks:
             with its kind ("a" start, "z" end) and character index.
         """
         pieces, last, length = list[str](), 0, 0
-        found: dict[int, list[tuple[str, int]]] = {}
+        marks: dict[int, list[tuple[str, int]]] = {}
         for match in self._pattern.finditer(rendered):
             pieces.append(rendered[last : match.start()])
             length += len(pieces[-1])
-            found.setdefault(int(match[2]), []).append((match[1], length))
+            marks.setdefault(int(match[2]), []).append((match[1], length))
             last = match.end()
-        return "".join([*pieces, rendered[last:]]), found
+        return "".join([*pieces, rendered[last:]]), marks
 
 
 def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark | Refused]]:
@@ -110,11 +110,11 @@ def _mark_of(
         return Refused(text, "it is empty")
     if index not in good:
         return Refused(text, "the template changes its text")
-    found = ends.get(index, [])
-    if [end for end, _ in found] != ["a", "z"]:
-        times = sum(end == "a" for end, _ in found)
+    own = ends.get(index, [])
+    if [end for end, _ in own] != ["a", "z"]:
+        times = sum(end == "a" for end, _ in own)
         return Refused(text, f"the template has it {times} times")
-    return Mark(found[0][1], found[1][1])
+    return Mark(own[0][1], own[1][1])
 
 
 def _replaced(value: Any, text_of: Callable[[Marked], str]) -> Any:

@@ -113,9 +113,9 @@ def marked(part: Part | Sequence[Part]) -> Marked:
     Raises:
         SpecError: a value is not a part.
     """
-    found = Marked()
-    found.add(part)
-    return found
+    whole = Marked()
+    whole.add(part)
+    return whole
 
 
 def listed(content: Part | Sequence[Part]) -> Sequence[Part]:

@@ -64,18 +64,18 @@ def tokenized(
         ]
     offsets = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2)
     taken: list[Mark] = []
-    found: list[BlockTokens] = []
+    blocks: list[BlockTokens] = []
     for mark in marks:
         if isinstance(mark, Refused):
-            found.append(BlockTokens(mark.text, None, mark.reason))
+            blocks.append(BlockTokens(mark.text, None, mark.reason))
             continue
         block = _tokens_of(text, mark, offsets, shortest)
         if any(one.start <= mark.start and mark.stop <= one.stop for one in taken):
             block = block.refuse("it is inside a block that is reused")
         elif not block.refused:
             taken.append(mark)
-        found.append(block)
-    return ids, found
+        blocks.append(block)
+    return ids, blocks
 
 
 def _tokens_of(text: str, mark: Mark, offsets: Tensor, shortest: int) -> BlockTokens:

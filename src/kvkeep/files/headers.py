@@ -41,8 +41,8 @@ def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
             continue
         value, inner = fields[name], get_args(declared)
         outer: Any = get_origin(declared) or declared
-        found = isinstance(value, inner if outer is UnionType else outer)
-        if not found or isinstance(value, bool) > (bool in (declared, *inner)):
+        fits = isinstance(value, inner if outer is UnionType else outer)
+        if not fits or isinstance(value, bool) > (bool in (declared, *inner)):
             raise TypeError(f"{name} is {value!r:.50}, not {declared}")
         items = value.values() if outer is dict else value if outer is list else ()
         if not all(isinstance(item, inner[-1]) for item in items):

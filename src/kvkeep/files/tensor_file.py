@@ -61,8 +61,8 @@ class Entry(NamedTuple):
         if place % self.dtype.itemsize:
             raise ValueError(f"a tensor of {self.dtype} begins at byte {place}, not aligned")
         count = math.prod(self.shape)
-        found = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
-        return found.view(self.shape)
+        flat = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
+        return flat.view(self.shape)
 
 
 class HeaderError(ValueError):
@@ -133,18 +133,18 @@ def header_bytes(data: bytes | bytearray | memoryview[int], most: int) -> int:
     Raises:
         ValueError: there are fewer than eight bytes, or the header is longer than `most`.
     """
-    found = int.from_bytes(data[:_ALIGNED], "little")
-    if len(data) < _ALIGNED or found > most:
-        raise ValueError(f"its header would have {found} bytes, at most {most} are read")
-    return found
+    length = int.from_bytes(data[:_ALIGNED], "little")
+    if len(data) < _ALIGNED or length > most:
+        raise ValueError(f"its header would have {length} bytes, at most {most} are read")
+    return length
 
 
 def checksum(x: Tensor) -> str:
     """The XXH3 checksum of a tensor's bytes in contiguous order."""
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for piece in _pieces(x):
-        found.update(piece)
-    digest: str = found.hexdigest()
+        hasher.update(piece)
+    digest: str = hasher.hexdigest()
     return digest
 
 

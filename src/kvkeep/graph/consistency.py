@@ -124,15 +124,15 @@ class _Compared(Interpreter):
     """Runs a graph and compares the shape and dtype of each tensor with the recorded ones."""
 
     def run_node(self, n: Node) -> Any:
-        found, recorded = super().run_node(n), n.meta.get("val")
-        if isinstance(found, Tensor) and isinstance(recorded, Tensor):
-            fits = found.dtype == recorded.dtype and found.dim() == recorded.dim()
+        result, recorded = super().run_node(n), n.meta.get("val")
+        if isinstance(result, Tensor) and isinstance(recorded, Tensor):
+            fits = result.dtype == recorded.dtype and result.dim() == recorded.dim()
             if not fits or any(
                 statically_known_true(a != b)
-                for a, b in zip(found.shape, recorded.shape, strict=True)
+                for a, b in zip(result.shape, recorded.shape, strict=True)
             ):
                 raise ValueError(
-                    f"{n.name} is {tuple(found.shape)} {found.dtype}, not "
+                    f"{n.name} is {tuple(result.shape)} {result.dtype}, not "
                     f"{tuple(recorded.shape)} {recorded.dtype}"
                 )
-        return found
+        return result

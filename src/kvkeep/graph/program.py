@@ -363,9 +363,9 @@ def _copied(archive: ZipFile, path: Path) -> tuple[Header, BytesIO]:
 def _header(fields: Any, path: Path) -> Header:
     """The header from its parsed JSON."""
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        found = fields.get("format") if isinstance(fields, dict) else None
+        version = fields.get("format") if isinstance(fields, dict) else None
         raise SavedCacheError(
-            f"{path} is a program of format {found}; this kvkeep reads {FORMAT}; export it again"
+            f"{path} is a program of format {version}; this kvkeep reads {FORMAT}; export it again"
         )
     try:
         return typed(Header, fields)

@@ -35,10 +35,10 @@ def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.c
         acc = acc * fade + tl.sum(x * share[:, None], axis=0)
         total = total * fade + tl.sum(share, axis=0)
         top = higher
-    found = total != 0  # NaN is propagated
-    acc = tl.where(found, acc / tl.where(found, total, 1.0), 0.0)
+    seen = total != 0  # NaN is propagated
+    acc = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
     tl.store(OUT + query * DV + d, acc, mask=d < DV)
-    tl.store(LSE + query, tl.where(found, top + tl.log2(total), -float("inf")))
+    tl.store(LSE + query, tl.where(seen, top + tl.log2(total), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["n", "slots", "mass_slots", "mass_first", "top_first", "tops",

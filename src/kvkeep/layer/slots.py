@@ -249,9 +249,9 @@ class LayerSlots(ABC):
         self.thaw()
         position = self.evictable()[POSITION]
         at = position.flatten(1).to(torch.int64)
-        found = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
+        goes = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
         with torch.inference_mode():
-            self.keep(POSITION, position.masked_fill_(found.view(position.shape), HOLE))
+            self.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
 
     def free_hidden(self) -> None:
         """Free the hidden slots."""

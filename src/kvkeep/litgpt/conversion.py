@@ -77,13 +77,13 @@ def as_transformers(gpt: GPT, kind: str) -> tuple[dict[str, Tensor], dict[str, A
     fields = _fields(gpt.config, kind)
     if fields is None:
         return None
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     try:
         held = {name: x.detach() for name, x in named_weights(gpt).items()}
-        _COPY[kind](gpt.config, found, held)
+        _COPY[kind](gpt.config, weights, held)
     except (KeyError, NotImplementedError, RuntimeError, ValueError):  # of another type
         return None
-    return found, fields
+    return weights, fields
 
 
 def _fields(config: Config, kind: str) -> dict[str, Any] | None:

@@ -107,15 +107,15 @@ def attentions(gpt: GPT) -> list[Any]:
     Raises:
         UnsupportedError: an attention is not LitGPT's own, such as an adapter's.
     """
-    found = [block.attn for block in gpt.transformer.h]
-    for index, module in enumerate(found):
+    modules = [block.attn for block in gpt.transformer.h]
+    for index, module in enumerate(modules):
         if type(module) not in _ATTENTION:
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise UnsupportedError(
                 f"kvkeep cannot attach this GPT: the attention of layer {index} is a {kind}; use "
                 "the models of litgpt.model or litgpt.lora"
             )
-    return found
+    return modules
 
 
 def route(gpt: GPT, traced: Traced | None = None) -> None:
@@ -160,8 +160,8 @@ def run(gpt: GPT, ids: Tensor, forward: Forward) -> Tensor:
                 x = x[:, chosen.indices.to(x.device)]
                 forward.position = chosen.positions.to(torch.int32)
             x = block(gpt, index, x, forward.position)
-        found: Tensor = gpt.transformer.ln_f(x)
-        return found
+        normed: Tensor = gpt.transformer.ln_f(x)
+        return normed
 
 
 @contextmanager
@@ -209,6 +209,6 @@ def block(gpt: GPT, index: int, x: Tensor, position: Tensor) -> Tensor:
 
 def logits(gpt: GPT, x: Tensor) -> Tensor:
     """The logits (..., V) for outputs of `ln_f`, (..., width)."""
-    found: Tensor = gpt.lm_head(x)
+    unbounded: Tensor = gpt.lm_head(x)
     most = gpt.config.final_logit_softcapping
-    return found if most is None else do_softcapping(found, most)
+    return unbounded if most is None else do_softcapping(unbounded, most)

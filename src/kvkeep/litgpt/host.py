@@ -233,8 +233,8 @@ class _Layerwise(Layerwise):
             return block(self.model, index, hidden, position)
 
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
-        found: Tensor = self.model.transformer.ln_f(output)
-        return found
+        normed: Tensor = self.model.transformer.ln_f(output)
+        return normed
 
     def logits(self, columns: slice, output: Tensor) -> Tensor:
         return logits(self.model, self.hidden(columns, output))

@@ -136,11 +136,11 @@ def put_on(gpt: GPT, adapter: Adapter) -> lora.GPT:
     # Compare before allocating: the file declares the sizes of its tensors.
     planned = adapter_weights(_planned(gpt, adapter.settings))
     _require_same(adapter.weights, planned, adapter.directory)
-    found = _with_adapter(gpt, adapter.settings)
+    model = _with_adapter(gpt, adapter.settings)
     with torch.no_grad():
-        for name, x in adapter_weights(found).items():
+        for name, x in adapter_weights(model).items():
             x.copy_(adapter.weights[name])
-    return found.eval()
+    return model.eval()
 
 
 def _planned(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
@@ -182,9 +182,9 @@ def _require_settings(settings: Mapping[str, Any], directory: Path) -> None:
             )
 
 
-def _require_same(found: Mapping[str, Tensor], own: Mapping[str, Tensor], directory: Path) -> None:
+def _require_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor], directory: Path) -> None:
     """Raise UnsupportedError if tensors differ in names or shapes from a model's adapter."""
-    shapes = [{name: tuple(x.shape) for name, x in one.items()} for one in (found, own)]
+    shapes = [{name: tuple(x.shape) for name, x in one.items()} for one in (given, own)]
     if shapes[0] != shapes[1]:
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))[:3]
         raise UnsupportedError(

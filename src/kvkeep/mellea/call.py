@@ -63,7 +63,7 @@ class Call:
         """A cache of all tokens (n,) but the last."""
         if self.blocks_of(tokens) is not None:
             return self.join(model, spec=spec, capacity=capacity)
-        cache, found = self.caching.store.read(
+        cache, stored = self.caching.store.read(
             model,
             tokens[:-1],
             prompt=tokens,
@@ -72,7 +72,7 @@ class Call:
             chunk=chunk,
             capacity=capacity,
         )
-        self.read(cache, cache.fed, found)
+        self.read(cache, cache.fed, stored)
         return cache
 
     def prefill_rows(

@@ -128,9 +128,9 @@ def encoded(
         with _reading(reader):
             return render(reader)
 
-    text, found = located(with_marks)
+    text, locations = located(with_marks)
     # A component may read a text more often than it renders it, so some reads have no location.
-    read = list(zip(readers[0].keys, found, strict=True))
+    read = list(zip(readers[0].keys, locations, strict=True))
     placed = {key for key, place in read if isinstance(place, Mark)}
     lost = {
         key: Refused(formatter.print(part).strip(), _LOST)

@@ -95,15 +95,15 @@ class Chain:
 
     def from_previous(self) -> Message:
         """Receive a message from the process with the preceding chunks."""
-        found = self._exchange(self._before, None, True)
-        assert found is not None
-        return found
+        received = self._exchange(self._before, None, True)
+        assert received is not None
+        return received
 
     def swap_with_next(self, message: Message | None) -> Message:
         """Send a message, unless it is None, to the next process, and receive one."""
-        found = self._exchange(self._after, message, True)
-        assert found is not None
-        return found
+        received = self._exchange(self._after, message, True)
+        assert received is not None
+        return received
 
     def swap_with_previous(self, message: Message, expects: bool) -> Message | None:
         """Send a message to the previous process, and receive one if `expects`."""
@@ -121,8 +121,8 @@ class Chain:
         given = [] if message is None else message.tensors.values()
         taken = self._swap(peer, given, [x for one in awaited for x in one.tensors.values()])
         for one in awaited:
-            found = (x.to(self.device) for x in taken)
-            return one._replace(tensors=dict(zip(one.tensors, found, strict=True)))
+            on_device = (x.to(self.device) for x in taken)
+            return one._replace(tensors=dict(zip(one.tensors, on_device, strict=True)))
         return None
 
     def _swap(self, peer: int, given: Iterable[Tensor], like: Iterable[Tensor]) -> list[Tensor]:
@@ -139,9 +139,9 @@ class Chain:
         """Broadcast the first process's number."""
         if self._group is None:
             return number
-        found = torch.tensor([number], device=self._carrier)
-        dist.broadcast(found, self._ranks[0], self._group)
-        return int(found)
+        x = torch.tensor([number], device=self._carrier)
+        dist.broadcast(x, self._ranks[0], self._group)
+        return int(x)
 
     def together(self) -> AbstractContextManager[None]:
         """A context whose errors are raised in all processes; see `together`."""

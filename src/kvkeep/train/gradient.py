@@ -99,7 +99,7 @@ def backward(
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
     way = cache, chunk, attention_mask, on_layer, offload
     with _walk(model, input_ids, *way, group=group) as (decoder, walk, store):
-        found = head_for(decoder, labels, loss_weights, num_items, head)
+        objective = head_for(decoder, labels, loss_weights, num_items, head)
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
         # The shards of FSDP2's parameters, collected before any are gathered.
         trained, outside = [*decoder.model.parameters(), *own], [*decoder.outside_layers, *own]
@@ -109,7 +109,7 @@ def backward(
         with walk.chain.summed(trained):
             with restored_on_failure(outside), walk.chain.together():
                 loss, gradients = loss_and_gradients(
-                    decoder, found, walk.chunks, walk.outputs, store, scale
+                    decoder, objective, walk.chunks, walk.outputs, store, scale
                 )
             try:
                 walk.backward(gradients)
@@ -133,10 +133,10 @@ def loss(
 ) -> Tensor:
     """The loss that `backward` would return, without computing gradients."""
     with _walk(model, input_ids, **way, group=group) as (decoder, walk, store):
-        found = head_for(decoder, labels, loss_weights, num_items, head)
+        objective = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward(trained=False)
         with walk.chain.together():
-            own = loss_and_gradients(decoder, found, walk.chunks, walk.outputs, store, None)[0]
+            own = loss_and_gradients(decoder, objective, walk.chunks, walk.outputs, store, None)[0]
         return walk.chain.sum(own)
 
 
