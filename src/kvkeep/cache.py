@@ -280,8 +280,8 @@ class Cache:
             )
         if (self.recurrent is None) != (snapshot.recurrent is None):
             raise SpecError(
-                "a snapshot with recurrent states belongs to a cache of the same model; restore it "
-                "to such a cache"
+                "a snapshot with recurrent states needs a cache of the same model; restore it to a "
+                "cache of that model"
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.require_room(state)
@@ -327,7 +327,7 @@ class Cache:
         if self._changing:
             raise StateError(
                 "a change of rows was interrupted, so layers have different rows; reset() the "
-                "cache and feed again, or restore() a snapshot"
+                "cache and feed the tokens again, or restore() a snapshot"
             )
         for layer in self.layers:
             layer.mend()

@@ -11,7 +11,7 @@ CODES = {"plain": 0, "int8": 3, "int4": 4, "fp8": 5, "int2": 6}
 and `int2`: two and four codes per byte, the first in the low bits; `fp8`: E4M3 bits.
 
 The Triton kernels take these numbers as constants (`kernels/codes.py`); the native library takes
-those of `int8`, `int4` and `int2` as a KvType (`native/abi.h`)."""
+the numbers of `int8`, `int4` and `int2` as a KvType (`native/abi.h`)."""
 
 _IN_A_BYTE = {"int4": 2, "int2": 4}
 

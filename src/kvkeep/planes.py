@@ -50,7 +50,7 @@ class PlaneSpec:
 
 class Reach(NamedTuple):
     """The positions that a query sees: the last `size`, its own included, the first `sinks`, and
-    those from `keep_from` to `keep_to` (exclusive)."""
+    positions from `keep_from` to `keep_to` (exclusive)."""
 
     size: int
     sinks: int = 0

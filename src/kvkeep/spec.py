@@ -79,7 +79,7 @@ class CacheSpec:
         policy = _policy(policy_text, text)
         codecs = codec_text.split("/") if "+" in rest else [Plain.name]
         if len(codecs) > 2:
-            raise SpecError(f"{len(codecs)} codecs in {text!r}; give one, or keys/values")
+            raise SpecError(f"{len(codecs)} codecs in {text!r}; give one codec, or keys/values")
         storage = StorageSpec()
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
@@ -182,8 +182,8 @@ def parse_specs(text: str) -> CacheSpec | PerType:
     found = split_specs(text)
     if len(found) > 1:
         raise SpecError(
-            f"{len(found)} specs in {text!r}; give one, or one for each type of layer, each type "
-            "once: full_attention=keep_all;sliding_attention=window:512"
+            f"{len(found)} specs in {text!r}; give one spec, or one for each type of layer, each "
+            "type once: full_attention=keep_all;sliding_attention=window:512"
         )
     if not found or not _TYPED.match(found[0]):
         return CacheSpec.parse("".join(found))
@@ -303,7 +303,9 @@ def _policy(text: str, whole: str) -> Policy:
         load(name)
     if not bracket or name not in POLICIES or not POLICIES[name].wraps:
         if name in POLICIES and POLICIES[name].wraps:
-            raise SpecError(f"policy {name} in {whole!r} wraps no other; write {name}(h2o:1024)")
+            raise SpecError(
+                f"policy {name} in {whole!r} wraps no other policy; write {name}(h2o:1024)"
+            )
         name, options = _component("policy", text, POLICIES, whole)
         return POLICIES[name](**dict(options))
     if not inner.endswith(")"):

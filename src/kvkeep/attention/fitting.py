@@ -55,7 +55,7 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     for reach in view.reaches:
         _check_reach(reach)
     if not view.segments:
-        raise ShapeError("a view without segments; give one that holds the chunk's own slots")
+        raise ShapeError("a view without segments; give a segment with the chunk's own slots")
     rows, query_heads, n, width = q.shape
     in_parts = view.in_parts
     _check_parts(view, rows)

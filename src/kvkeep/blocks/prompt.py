@@ -89,7 +89,7 @@ class Encoded:
     Attributes:
         input_ids: int64 (1, n).
         blocks: tokens of each marked block, in order; a nested block follows its container.
-        report: report of the last prefill, including those by `generate`; None before the first.
+        report: report of the last prefill, also by `generate`; None before the first prefill.
     """
 
     def __init__(self, ids: Tensor, blocks: Sequence[BlockTokens]) -> None:

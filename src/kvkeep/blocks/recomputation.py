@@ -196,12 +196,12 @@ def require_repairable(host: Host, cache: ModelCache) -> None:
     """Raise UnsupportedError if tokens in a cache of these specs cannot be recomputed."""
     if not host.attached:
         raise UnsupportedError(
-            "only an attached model computes tokens again; call kvkeep.attach(model)"
+            "only an attached model can recompute tokens; call kvkeep.attach(model)"
         )
     windows = windowed(cache)
     if windows:
         raise UnsupportedError(
-            f"{windows}, where tokens cannot be computed again; use recompute=0 with texts that "
+            f"{windows}, where tokens cannot be recomputed; use recompute=0 with texts that "
             "fit the window, or recompute='all'"
         )
     evicting = next((x.policy for x in cache.layers if x.policy.evicts), None)
@@ -216,7 +216,7 @@ def _require(host: Host, cache: ModelCache, tokens: Tensor, certain: Tensor) -> 
     require_repairable(host, cache)
     if tokens.shape != (cache.fed,):
         raise ShapeError(
-            f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}; give all of them"
+            f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}; give all tokens"
         )
     held = cache.layers[0].positions()[0, 0].cpu()
     if any(layer.storage.length for layer in cache.layers) or bool((held < 0).any()):

@@ -211,7 +211,7 @@ def _header(tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[s
     text += b" " * (-len(text) % _ALIGNED)
     if len(text) > MOST_HEADER:
         raise HeaderError(
-            f"a header of {len(text)} bytes, but {MOST_HEADER} are read; save fewer notes with it"
+            f"a header of {len(text)} bytes, but at most {MOST_HEADER} are read; save fewer notes"
         )
     return len(text).to_bytes(8, "little") + text
 

@@ -210,7 +210,7 @@ def require_fitting(layer: LayerCache) -> None:
             "storage, such as keep_all@fixed:4096"
         )
     if not layer.fed or not layer.storage.length:
-        raise StateError("the cache holds no prompt of its own; feed one first")
+        raise StateError("the cache holds no prompt of its own; feed a prompt first")
     if layer.cursor.record_past or layer.slots.aside is not None:
         raise StateError(
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "

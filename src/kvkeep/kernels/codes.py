@@ -99,7 +99,7 @@ def _ptx(code, part, wanted):  # type: ignore[no-untyped-def]
 def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
     """Unscaled numbers of TYPE: the PART-th code of each word, counted from the low bits.
 
-    Codes are converted by placing their bits in those of a float, which takes fewer instructions
+    Codes are converted by placing their bits in a float's bits, which takes fewer instructions
     than a conversion. Numbers of 4-bit codes are too large by 16; 2-bit codes are relative to their
     middle.
     """

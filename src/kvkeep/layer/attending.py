@@ -14,8 +14,8 @@ from kvkeep.layer.step import StepInputs
 class AttendingLayer(ABC):
     """The part of a layer that a model calls in a chunk.
 
-    To the model the layer holds nothing before the chunk, so positions and masks are those of a
-    new text. Its attention may read slots of other layers.
+    To the model the layer holds nothing before the chunk, so positions and masks are a
+    new text's. Its attention may read slots of other layers.
     """
 
     padded = False

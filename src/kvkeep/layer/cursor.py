@@ -31,7 +31,7 @@ class State(Enum):
 
 class Before(NamedTuple):
     """A layer's state before a token, without what later steps leave unchanged. `planes`: copies of
-    the positions and the policy's planes; `mark` and `hidden`: those of the slots."""
+    the positions and the policy's planes; `mark` and `hidden`: the slots' values."""
 
     history: History
     mark: tuple[int, ...]
@@ -177,7 +177,7 @@ class Cursor:
 
     @property
     def entries(self) -> int:
-        """Number of journal entries, those of steps that were taken back excluded."""
+        """Number of journal entries, without entries of steps that were taken back."""
         fed = self.history.columns
         return sum(before.history.columns < fed for before in self.journal)
 

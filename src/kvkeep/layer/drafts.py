@@ -151,7 +151,7 @@ class Drafts(Writing):
         position = position.to(device)
         if bool(((until > position[..., last]) & (until > position)).any()):
             raise UnsupportedError(
-                "some tokens see later ones, such as those of an image, but while drafts are "
+                "some tokens see later tokens, as within an image, but while drafts are "
                 f"recorded policy {self.policy.name} and codec {self.key_codec.name} take tokens "
                 "one by one; feed the prompt before, or do not draft"
             )

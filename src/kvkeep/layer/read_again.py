@@ -47,8 +47,8 @@ class ReadAgain(Settling):
         with cursor.turn:
             if not cursor.unread:
                 raise StateError(
-                    f"a layer attends to the slots of another, which {self.readers} may do after "
-                    "each of its steps; feed that layer first"
+                    "a layer attends to another layer's slots, but all its "
+                    f"{self.readers} readings after the last step are done; feed that layer first"
                 )
             self._checks.queries(q, k[:, :, -q.shape[2] :], inputs.sinks, inputs.softcap)
             self.check_gradients(q)

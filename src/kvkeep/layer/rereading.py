@@ -45,7 +45,7 @@ class Rereading(AttendingLayer):
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the chunk: int32 (n,)."""
         if real is not None:
-            raise UnsupportedError("a text is read again without padding")
+            raise UnsupportedError("the second reading of a text has no padding")
         return torch.arange(self._start, self._start + n, dtype=torch.int32, device=device)
 
     def run(self, inputs: StepInputs) -> Tensor:

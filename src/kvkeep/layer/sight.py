@@ -98,7 +98,7 @@ class Sight(NamedTuple):
             return
         limit = f"policy {self.policy.name}" if self.window is None else self.in_words
         raise UnsupportedError(
-            f"causal=False, but {limit} drops what lies too far before a query, so not every query "
+            f"causal=False, but {limit} drops slots too far before a query, so not every query "
             "can see all tokens; use a layer without a window, and keep_all or a policy that "
             "scores, such as h2o:1024"
         )

@@ -56,8 +56,8 @@ def require_causal(inputs: StepInputs) -> None:
     """Raise UnsupportedError if a query sees later tokens, for callers that do not support it."""
     if inputs.until is not None:
         raise UnsupportedError(
-            "some tokens see later ones, such as those of an image, which neither packed forwards, "
-            "compiled and graphed steps, training nor compressing support; feed them to a cache of "
+            "some tokens see later tokens, as within an image, but packed forwards, compiled and "
+            "graphed steps, training and compressing do not support this; feed them to a cache of "
             "one sequence by a plain forward"
         )
 

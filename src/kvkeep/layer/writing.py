@@ -105,7 +105,7 @@ class Writing(ReadAgain, Step):
             remedy = "" if self.readers else "use step(), or "
             raise StateError(
                 f"{n} tokens are given at once while record_past is set, but policy "
-                f"{self.policy.name} decides after each; {remedy}give one at a time"
+                f"{self.policy.name} decides after each token; {remedy}give one at a time"
             )
         cursor.note(self._planes_of_policy)
 

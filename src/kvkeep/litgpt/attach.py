@@ -210,7 +210,7 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
     if not wanted.expand(at.shape).equal(at.to(torch.int32)):
         raise ShapeError(
             f"input_pos {at.tolist()} does not follow the {cache.fed} columns of the cache, which "
-            f"go on at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
+            f"continue at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
         )
     return wanted
 

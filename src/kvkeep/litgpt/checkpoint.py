@@ -84,7 +84,9 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
         ) from error
     found = found.get("model", found) if isinstance(found, dict) else found
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise UnsupportedError(f"{path} is no state dict of tensors; convert the checkpoint again")
+        raise UnsupportedError(
+            f"{path} is not a state dict of tensors; convert the checkpoint again"
+        )
     return found
 
 

@@ -53,7 +53,7 @@ def cached(part: _S) -> _S:
 
 @final
 class Reader:
-    """Renders parts, with marks around those that are to be reused.
+    """Renders parts, with marks around the parts to be reused.
 
     Args:
         formatter: renders parts as Mellea does.

@@ -124,7 +124,7 @@ class Walk:
         return after
 
     def backward(self, gradients: list[Kept]) -> None:
-        """Add the gradients of all parameters, given those of the last layer's outputs by chunk."""
+        """Add the gradients of all parameters, given the gradients of the last layer's outputs."""
         if not self.chunks:
             return
         for index, slots, given in self._with_slots():
