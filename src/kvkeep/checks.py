@@ -98,9 +98,7 @@ def check_memory(what: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise ShapeError(f"{what} on {x.device}, the queries on {device}; move them to one device")
     if x.layout != torch.strided:
-        raise ShapeError(
-            f"{what} in layout {x.layout}; give a strided tensor, such as from to_dense()"
-        )
+        raise ShapeError(f"{what} in layout {x.layout}; give a strided tensor: call to_dense()")
     if type(x.numel()) is not int or not x.numel() or torch.compiler.is_compiling():
         return
     try:

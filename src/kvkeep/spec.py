@@ -303,9 +303,7 @@ def _policy(text: str, whole: str) -> Policy:
         load(name)
     if not bracket or name not in POLICIES or not POLICIES[name].wraps:
         if name in POLICIES and POLICIES[name].wraps:
-            raise SpecError(
-                f"policy {name} in {whole!r} wraps no other policy; write {name}(h2o:1024)"
-            )
+            raise SpecError(f"policy {name} in {whole!r} wraps no policy; write {name}(h2o:1024)")
         name, options = _component("policy", text, POLICIES, whole)
         return POLICIES[name](**dict(options))
     if not inner.endswith(")"):

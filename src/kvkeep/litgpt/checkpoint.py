@@ -84,9 +84,7 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
         ) from error
     found = found.get("model", found) if isinstance(found, dict) else found
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise UnsupportedError(
-            f"{path} is not a state dict of tensors; convert the checkpoint again"
-        )
+        raise UnsupportedError(f"{path} is not a state dict of tensors; convert it again")
     return found
 
 
