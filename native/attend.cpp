@@ -14,13 +14,13 @@ namespace {
 
 // -- the plan --------------------------------------------------------------------------------
 
-constexpr int64_t FEWEST_SLOTS = 256;        // in a run of a tile that is split
-constexpr int64_t MOST_WEIGHTS = 1 << 24;      // in memory for the mass, unless one query has more
+constexpr int64_t FEWEST_SLOTS = 256;        // slots per run of a tile that is split
+constexpr int64_t MOST_WEIGHTS = 1 << 24;      // stored for the mass, unless one query has more
 
-// How a chain is divided into runs.
+// The division of a chain into runs.
 struct ChainPlan {
-    int64_t segment, segments, slots;       // its first segment, how many it has, and their slots
-    KvRows holders;                         // the rows whose slots it holds
+    int64_t segment, segments, slots;       // its first segment, number of segments, and slots
+    KvRows holders;                         // the rows that have the chain
     int64_t rows, row_tiles, parts, first;  // rows per tile; tiles; parts per tile; its first run
 };
 
@@ -41,10 +41,10 @@ struct Plan {
     int64_t tokens, token_tiles, threads;
     std::vector<ChainPlan> chains;
     std::vector<KvRun> runs;
-    std::vector<int64_t> chains_of_rows, first_chain;  // the chains of each row, one row after the
-                                                       // other, and where each row's begin
-    int64_t records = 0;    // most of any run
-    int64_t slots = 0;      // of all chains
+    std::vector<int64_t> chains_of_rows, first_chain;  // the chains of each row, row after row, and
+                                                       // the start of each row's chains
+    int64_t records = 0;    // most records of a run
+    int64_t slots = 0;      // slots of all chains
     bool alone = true;      // each tile is one run, so nothing is merged
 
     Plan(const KvCall& call, Range range) : range(range) {
@@ -118,7 +118,7 @@ struct Plan {
                         run.head = head;
                         run.row0 = plan.holders.first + row_tile * plan.rows;
                         run.row1 = std::min(run.row0 + plan.rows, plan.holders.end);
-                        // The newest tokens see most slots, so they are computed first.
+                        // The newest tokens see the most slots, so they are computed first.
                         run.query0 = range.first + (token_tiles - 1 - tile) * tokens;
                         run.query1 = std::min(run.query0 + tokens, range.end);
                         run.slot0 = blocks * part / plan.parts * KV_BLOCK;
@@ -198,7 +198,7 @@ struct Job {
     Plan plan;
     KvKernel* kernel = instructions().run;
     int64_t record_floats = call.value_width + 2;
-    std::unique_ptr<float[]> large;  // scratch memory that is too large to keep between calls
+    std::unique_ptr<float[]> large;  // scratch memory too large to keep between calls
     std::vector<Softmax> softmax;  // (row, query head, token of the range), for the mass
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
@@ -237,7 +237,7 @@ struct Job {
 
     static int64_t slots(const KvRun& run) { return run.slot1 - run.slot0; }
 
-    // Each thread computes runs until none is left.
+    // Each thread takes runs until none are left.
     void work() {
         for (int64_t i; (i = next++) < (int64_t)plan.runs.size();) {
             KvRun run = plan.runs[i];
@@ -294,14 +294,15 @@ struct Job {
                        token - plan.range.first];
     }
 
-    // Where the mass of one row and kv head begins; null: it is not needed.
+    // Start of the mass of one row and kv head; null: not needed.
     float* mass_of(int64_t row, int64_t head) const {
         if (!call.masses) return call.mass + (row * call.heads + head) * plan.slots;
         float* const own = call.masses[row];
         return own ? own + head * call.slots_of[row] : nullptr;
     }
 
-    // Adds up the mass of each slot over the queries of one row and kv head, or finds the largest.
+    // Computes the mass of each slot over the queries of one row and kv head: the sum, or the
+    // largest weight.
     void add_mass(int64_t row, int64_t head) {
         float* const mass = mass_of(row, head);
         if (!mass) return;
@@ -354,7 +355,7 @@ bool attend(const KvCall& call, Range range) {
     const int64_t threads = job.plan.threads, heads = call.heads * call.group;
     const int64_t records = call.rows * heads * (range.end - range.first);
     share(threads, threads, [&](int64_t) { job.work(); });
-    // For few numbers a parallel loop costs more than it saves.
+    // For few elements a parallel loop costs more than it saves.
     if (!job.plan.alone && !job.failed)
         share(records * call.value_width < (1 << 15) ? 1 : threads, call.rows * heads,
               [&](int64_t i) { job.finish(i / heads, i % heads); });
@@ -365,8 +366,8 @@ bool attend(const KvCall& call, Range range) {
     return !job.failed;
 }
 
-// For the mass all weights of a query are kept until its softmax is known, so the queries are
-// computed in ranges, to limit memory.
+// For the mass, all weights of a query are stored until its softmax is known, so queries are
+// computed in ranges to limit memory.
 bool attend(const KvCall& call) {
     if (!call.mass && !call.masses) return attend(call, {0, call.queries, false});
     int64_t of_query = call.rows * call.heads * call.group, slots = 0;

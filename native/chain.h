@@ -1,5 +1,5 @@
-// Chains: consecutive segments that are read as one. Runs and blocks count the slots of a chain, so
-// results are bitwise independent of how slots are divided into segments.
+// Chains: adjacent segments that are read as one. Runs and blocks count the slots of a chain, so
+// results do not depend, to the last bit, on how slots are divided into segments.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -12,30 +12,30 @@ int64_t element_bytes(const KvPlane& plane) {
     return plane.type == KV_F32 ? 4 : plane.type >= KV_I8 ? 1 : 2;
 }
 
-// The bytes of a slot of a plane.
+// Bytes of a slot in a plane.
 int64_t slot_bytes(const KvPlane& plane, int64_t width) {
     return plane.type == KV_I4 ? width / 2 : plane.type == KV_I2 ? width / 4
                                                                  : width * element_bytes(plane);
 }
 
-// The slots of the current block: in place, or, if the block spans several segments, gathered in
-// scratch memory.
+// The slots of the current block: in place, or gathered in scratch memory if the block spans
+// several segments.
 class Chain {
     const KvCall& call;
     const KvRun& run;
-    int64_t index, first = 0;  // the current segment, and its first slot, counted in the chain
+    int64_t index, first = 0;  // the current segment, and the chain's slot index of its first slot
     KvSegment gathered;
     char* memory;
 
   public:
     const KvSegment* segment;
-    int64_t at;  // the block's first slot in that segment
+    int64_t at;  // offset of the block's first slot in that segment
 
     Chain(const KvCall& call, const KvRun& run, float* scratch)
         : call(call), run(run), index(run.segment), memory((char*)scratch),
           segment(call.segments + run.segment), at(0) {}
 
-    // Move to slots `slot` to `slot + count` of the chain; blocks must be requested in order.
+    // Moves to slots `slot` to `slot + count` of the chain; blocks must be requested in order.
     void go(int64_t slot, int64_t count) {
         while (slot - first >= call.segments[index].slots) first += call.segments[index++].slots;
         segment = call.segments + index;
@@ -47,8 +47,8 @@ class Chain {
     void gather(int64_t count) {
         char* to = memory;
         gathered = *segment;
-        // Where scales are by channel, the block begins as far behind the first of its scales as it
-        // does in its segment.
+        // With scales by channel, the gathered block must have the same offset from the first of
+        // its scales as in its segment.
         const int64_t skipped = at % std::max(gathered.k.block, gathered.v.block);
         const auto slots = [&](KvPlane& plane, int64_t width) {
             collect(&plane, width, 1, at, count, skipped, to);
@@ -69,8 +69,8 @@ class Chain {
         at = skipped;
     }
 
-    // Copies `count` entries of `plane`, a plane of `gathered` with an entry for each `block` slots,
-    // to scratch memory, and points it there so that the first becomes entry `into`.
+    // Copies `count` entries of `plane`, a plane of `gathered` with one entry per `block` slots, to
+    // scratch memory, and points the plane there so that the first copied entry has index `into`.
     void collect(KvPlane* plane, int64_t width, int64_t block, int64_t from, int64_t count,
                  int64_t into, char*& to) {
         if (!plane->data) return;
@@ -87,7 +87,7 @@ class Chain {
                 memcpy(to, data + (from + j) * source.slot * element, bytes);
             left -= some;
         }
-        // Holds only this run's rows and head.
+        // The copy holds only this run's rows and head.
         *plane = {start - into * bytes, 0, 0, bytes / element, plane->type};
     }
 };

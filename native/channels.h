@@ -1,14 +1,14 @@
-// Codes whose scales belong to channels: each element of the width has a scale of its own, which the
-// tokens of a block share. Queries are multiplied by the scales once for each block.
+// Codes with scales by channel: each element of the width has its own scale, which the tokens of a
+// block share. Queries are multiplied by the scales once for each block.
 #pragma once
 #include "coded.h"
 
 namespace {
 
-constexpr int64_t FEWEST_TOKENS = 16;  // of a block, for which it pays to multiply queries by scales
+constexpr int64_t FEWEST_TOKENS = 16;  // tokens of a block for which multiplying the queries pays
 
-// Calls f(block, from, to) for each block of tokens that slots `slot` to `slot + count` lie in; its
-// slots are from .. to - 1, counted from `slot`.
+// Calls f(block, from, to) for each block of tokens that overlaps slots `slot` to `slot + count`;
+// its slots are from .. to - 1, counted from `slot`.
 template <class F>
 void each_channel_block(int64_t tokens, int64_t slot, int64_t count, F f) {
     for (int64_t from = 0; from < count;) {
@@ -26,7 +26,7 @@ const uint16_t* scales_of_block(const KvPlane& plane, int64_t row, int64_t head,
 
 // -- to floats -------------------------------------------------------------------------------
 
-// As `decode`.
+// Like `decode`, with scales by channel.
 template <int BITS>
 void decode_channels(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows codes,
                      Rows next, int64_t count, int64_t width, float* wide) {
@@ -61,7 +61,7 @@ bool channels_fit(const KvEncoded& x, int64_t width) {
     return x.block >= FEWEST_TOKENS && width % Codes<BITS>::PIECE == 0 && width <= MOST_WIDTH;
 }
 
-// Puts numbers x (width) in the order of the codes' lanes.
+// Reorders numbers x (width) to the lanes of the codes.
 template <int BITS>
 void in_lanes(const float* x, int64_t width, float* to) {
     for (const float* end = x + width; x < end; x += Codes<BITS>::PIECE, to += Codes<BITS>::PIECE) {
@@ -76,7 +76,7 @@ void in_lanes(const float* x, int64_t width, float* to) {
     }
 }
 
-// Scales or zeros of a block, in the order of the codes' lanes.
+// Scales or zero points of a block, in the order of the codes' lanes.
 template <int BITS>
 void channels_in_lanes(const uint16_t* halves, int64_t width, float* to) {
     float x[MOST_WIDTH];
@@ -84,8 +84,8 @@ void channels_in_lanes(const uint16_t* halves, int64_t width, float* to) {
     in_lanes<BITS>(x, width, to);
 }
 
-// A query times the scales of a block, in 16-bit numbers; returns their step. `added` is what the
-// zeros of the block and the middle of the codes add to each score.
+// A query times the scales of a block, as 16-bit numbers; returns their step. `added` is the
+// contribution of zero points and of the middle of the codes to each score.
 KV_INLINE float code_by_channel(const float* query, const float* scale, const float* middle,
                                 int64_t width, float of_middle, int16_t* to, float& added) {
     float product[MOST_WIDTH];
@@ -96,14 +96,14 @@ KV_INLINE float code_by_channel(const float* query, const float* scale, const fl
         exact += q * load<vf>(middle + d);
     }
     const Rounded rounded = round16(product, width, to);
-    // Codes are counted from their middle, which halves the error from rounding.
+    // Codes are counted from their middle, which halves the rounding error.
     added = sum(exact) - of_middle * (rounded.step * (float)rounded.sum);
     return rounded.step;
 }
 
-// Scores s (records, BLOCK) on `count` keys by channel, the first of which is `slot`. `queries`
-// (records, padded(width)) are floats in the order of the codes' lanes; `coded` is scratch memory of
-// the same size, `some` of that of s.
+// Scores s (records, BLOCK) for `count` keys with scales by channel, from slot `slot` on. `queries`
+// (records, padded(width)) are floats in the order of the codes' lanes; `coded` is scratch memory
+// of the same size, `some` of the size of s.
 template <int BITS>
 void channel_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows keys,
                     Rows values, int64_t count, int64_t width, const float* queries,

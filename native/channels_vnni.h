@@ -1,4 +1,4 @@
-// Scores on 4-bit codes with a scale for each channel, by products of bytes (AVX-512 VNNI).
+// Scores for 4-bit codes with scales by channel, by products of bytes (AVX-512 VNNI).
 #pragma once
 #include "channels.h"
 #include "coded_vnni.h"
@@ -6,8 +6,8 @@
 #if defined(KV_VNNI)
 namespace {
 
-// Sets query m of `to` to a query times the scales of a block. What the zeros add to each score is
-// its total, so keys have the scale 1 and the zero 1.
+// Sets query m of `to` to a query times the scales of a block. The zero points' contribution to
+// each score is the query's total, so keys get scale 1 and zero point 1.
 template <int BITS>
 KV_INLINE void code_bytes_by_channel(const float* query, const float* scale, const float* zero,
                                      int64_t width, int64_t m, ByteQueries<BITS>& to) {
@@ -17,22 +17,22 @@ KV_INLINE void code_bytes_by_channel(const float* query, const float* scale, con
     for (int64_t d = 0; d < width; d += W) {
         const vf q = load<vf>(query + d), x = q * load<vf>(scale + d);
         store(product + d, x);
-        const vi size = (vi)x & 0x7fffffff;  // ordered like the numbers
+        const vi size = (vi)x & 0x7fffffff;  // as integers these sort like the magnitudes
         most = size > most ? size : most;
         added += q * load<vf>(zero + d);
     }
     to.set_bytes(m, product, width, largest(most), sum(added));
 }
 
-// Whether widths are whole pieces.
+// Whether the width is a multiple of the piece size.
 template <int BITS>
 bool channels_fit_bytes(const KvEncoded& x, int64_t width) {
     return x.plane.type == KV_I4 && x.block >= FEWEST_TOKENS && width <= MOST_WIDTH &&
            width % ByteCodes<BITS>::PIECE == 0;
 }
 
-// As `channel_scores`; `queries` are in the order in which `byte_scores` meets elements, and `coded`
-// has room for one tile.
+// Like `channel_scores`; `queries` are in the element order of `byte_scores`, and `coded` has room
+// for one tile.
 template <int BITS>
 void channel_byte_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows keys,
                          Rows values, int64_t count, int64_t width, const float* queries,

@@ -1,5 +1,5 @@
-// Scores and sums of values computed from codes in integer arithmetic: queries and weights are
-// rounded to 16-bit numbers, whose error is far below that of the codes.
+// Scores and sums of values computed on codes in integer arithmetic: queries and weights are
+// rounded to 16-bit numbers, with an error far below that of the codes.
 #pragma once
 #include "codes.h"
 #include "values.h"
@@ -8,8 +8,8 @@ namespace {
 
 // -- scores ----------------------------------------------------------------------------------
 
-// A query in 16-bit numbers, in the memory of padded(width) floats: the numbers in the order of the
-// codes' lanes, the step of each group, and each group's factor for the zero of a key.
+// A query as 16-bit numbers, in the memory of padded(width) floats: the numbers in the order of the
+// codes' lanes, each group's step, and each group's factor for a key's zero point.
 struct CodedQuery {
     int16_t* codes;
     float *step, *zero;
@@ -33,7 +33,8 @@ void code_query(float* x, int64_t width, int64_t group, bool with_zero, CodedQue
                 to.codes[piece + k * 16 + i] = ordered[piece + i * C::PARTS + k];
 }
 
-// The products of MT queries with the loads of one unit of a key. LOADS: how many; 0: `any_loads`.
+// The products of MT queries with the loads of one unit of a key. LOADS: their number; 0:
+// `any_loads`.
 template <int BITS, int MT, int LOADS>
 KV_INLINE void dot_unit(const char* key, const int16_t* q, int64_t q_stride, int64_t any_loads,
                         s32 (&sum)[MT]) {
@@ -60,9 +61,8 @@ KV_INLINE void dot_unit(const char* key, const int16_t* q, int64_t q_stride, int
         for (int64_t i = 1; i < any_loads; ++i) piece(i);
 }
 
-// Adds the contribution of a unit to the scores s (MT rows of BLOCK) of MT queries. `low` and
-// `high` are the scales of the groups in its halves, `step` the steps of the queries (8 lanes
-// each).
+// Adds a unit's contribution to the scores s (MT rows of BLOCK) of MT queries. `low` and `high`:
+// scales of the groups in the unit's halves; `step`: steps of the queries (8 lanes each).
 template <int BITS, int MT, int LOADS>
 KV_OUTLINE void unit_scores(Rows keys, Ahead ahead, int64_t count, const int16_t* q,
                             int64_t q_stride, int64_t loads, const float* low, const float* high,
@@ -96,8 +96,8 @@ KV_OUTLINE void unit_scores(Rows keys, Ahead ahead, int64_t count, const int16_t
 
 constexpr int MOST_CODED_SCORES = W == 16 ? 8 : 4;
 
-// Scores s (records, BLOCK) on the keys of a block, whose scales and zeros are `scale` and `zero`
-// (groups, BLOCK); without zeros `zero` is the scales again.
+// Scores s (records, BLOCK) for the keys of a block with scales and zero points `scale` and `zero`
+// (groups, BLOCK); without zero points `zero` equals `scale`.
 template <int BITS>
 void coded_scores(Rows keys, Rows values, int64_t count, int64_t width, int64_t group,
                   const float* scale, const float* zero, float* queries, int64_t records,
@@ -141,10 +141,10 @@ void coded_scores(Rows keys, Rows values, int64_t count, int64_t width, int64_t 
 
 // -- values ----------------------------------------------------------------------------------
 
-// One record's weights for the values of a unit, for the groups of its two halves.
+// One record's weights for the values of a unit, for the groups of the unit's halves.
 struct CodedWeights {
     int16_t slot[2][BLOCK];
-    v8 step, zero;  // the value of 1, and what is added for the zeros
+    v8 step, zero;  // the value of 1, and the zero points' contribution
 
     // The weights of two neighbouring slots, alternating.
     template <bool SPLIT>
@@ -152,15 +152,15 @@ struct CodedWeights {
         const s32 low = load<int32_t>(weights.slot[0] + slot) - s32{};
         if (!SPLIT) return (s16)low;
         const s32 high = load<int32_t>(weights.slot[1] + slot) - s32{};
-#if defined(__AVX2__)  // GCC 12 builds the shuffle lane by lane
+#if defined(__AVX2__)  // GCC 12 would build the shuffle lane by lane
         return (s16)_mm256_blend_epi32((__m256i)low, (__m256i)high, 0xf0);
 #endif
         return (s16)__builtin_shufflevector(low, high, 0, 1, 2, 3, 12, 13, 14, 15);
     }
 };
 
-// A record's weights p (BLOCK) times the scales of a group (BLOCK), as 16-bit numbers; `zero` is
-// null if there is none.
+// A record's weights p (BLOCK) times the scales of a group (BLOCK), as 16-bit numbers. `zero`: null
+// without zero points.
 template <int BITS>
 KV_INLINE void weigh_group(const float* p, const float* scale, const float* zero, int16_t* to,
                            float& step, float& added) {
@@ -174,7 +174,7 @@ KV_INLINE void weigh_group(const float* p, const float* scale, const float* zero
     }
     const Rounded rounded = round16(weight, BLOCK, to);
     step = rounded.step;
-    // Codes are counted from their middle, which halves the error from rounding the weights.
+    // Codes are counted from their middle, which halves the error of rounding the weights.
     const float middle = -Codes<BITS>::MIDDLE * (step * (float)rounded.sum);
     added = zero ? sum(zeros) + (middle + Codes<BITS>::MIDDLE * sum(exact)) : middle;
 }
@@ -202,8 +202,8 @@ KV_INLINE s16 interleave(s16 a, s16 b) {
     return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// The index of an element's sum: the 8 lanes of part k of half h are at (h * PARTS + k) * 8 in
-// those of its load.
+// The index of an element's sum: the 8 lanes of part k of half h are at (h * PARTS + k) * 8 among
+// the sums of its load.
 template <int BITS>
 int64_t coded_lane(int64_t element) {
     constexpr int64_t PARTS = Codes<BITS>::PARTS, PIECE = Codes<BITS>::PIECE;
@@ -211,7 +211,7 @@ int64_t coded_lane(int64_t element) {
     return element / PIECE * PIECE + (i % 8 / 4 * PARTS + k) * 8 + i / 8 * 4 + i % 4;
 }
 
-// acc = acc * alpha + weights . values, for the sums FROM .. FROM + N - 1 of one load of each slot.
+// acc = acc * alpha + weights . values, for sums FROM .. FROM + N - 1 of one load of each slot.
 template <int BITS, int MT, int FROM, int N>
 KV_OUTLINE void coded_columns(Rows values, Ahead ahead, int64_t count,
                               const CodedWeights* weights, const float* alpha, float* acc,
@@ -221,7 +221,7 @@ KV_OUTLINE void coded_columns(Rows values, Ahead ahead, int64_t count,
     const char* at = values.first;
     for (int64_t j = 0; j < count; j += 2) {
         Ahead::pass(ahead, 2);
-        // With an odd number of slots the last one is paired with itself, with a weight of 0.
+        // If the number of slots is odd, the last slot is paired with itself at a weight of 0.
         const s16 a = load<s16>(at), b = load<s16>(j + 1 < count ? at + values.stride : at);
         at += 2 * values.stride;
         s16 weight[MT];
@@ -250,7 +250,7 @@ KV_OUTLINE void coded_columns(Rows values, Ahead ahead, int64_t count,
         }
 }
 
-// How many of the sums of a load fit the registers for MT records.
+// Number of sums of a load that fit the registers for MT records.
 constexpr int sums_at_once(int all, int records) {
     int sums = all;
     while (sums * records > (W == 16 ? 24 : 12)) sums /= 2;
@@ -260,7 +260,7 @@ constexpr int sums_at_once(int all, int records) {
 constexpr int MOST_CODED_VALUES = 6;
 
 // acc = acc * alpha + p . values, with acc (records, padded(width)) in the order of coded_lane and
-// p (records, BLOCK); `zero` is null if there is none.
+// p (records, BLOCK). `zero`: null without zero points.
 template <int BITS>
 void add_coded_values(Rows values, Rows next, int64_t count, int64_t width, int64_t group,
                       const float* scale, const float* zero, int64_t records, const float* p,

@@ -1,7 +1,7 @@
-// Scores and sums of values from codes by products of bytes, four at a time (AVX-512 VNNI). Codes
-// are unsigned bytes; queries and weights are signed bytes, or 16-bit numbers as two bytes each,
-// whose products are added up separately. 16 bits are exact to 2e-4 of the largest result. With
-// 4-bit codes queries have 8 bits: the error of such codes is far larger still.
+// Scores and sums of values on codes by products of four bytes (AVX-512 VNNI). Codes are unsigned
+// bytes; queries and weights are signed bytes, or 16-bit numbers as two bytes each, whose products
+// are summed separately. 16 bits are exact to 2e-4 of the largest result. With 4-bit codes queries
+// have 8 bits: the error of such codes is far larger.
 #pragma once
 #include "coded.h"
 #include "lanes.h"
@@ -13,7 +13,7 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 
-// In each 32-bit lane: sum += four bytes of `codes` (unsigned) times the four at `factors`
+// In each 32-bit lane: sum += four bytes of `codes` (unsigned) times the four bytes at `factors`
 // (signed), which are the same for all lanes.
 KV_INLINE void add_dot4(u32x16& sum, u8x64 codes, const int8_t* factors) {
 #if defined(__AVX512VNNI__)
@@ -27,7 +27,7 @@ KV_INLINE void add_dot4(u32x16& sum, u8x64 codes, const int8_t* factors) {
 #endif
 }
 
-KV_INLINE i8x16 lowest_bytes(vi x) {  // GCC 12 converts each number by itself
+KV_INLINE i8x16 lowest_bytes(vi x) {  // GCC 12 would convert each number separately
 #if defined(__AVX512F__)
     return (i8x16)_mm512_cvtepi32_epi8((__m512i)x);
 #else
@@ -35,17 +35,17 @@ KV_INLINE i8x16 lowest_bytes(vi x) {  // GCC 12 converts each number by itself
 #endif
 }
 
-// How codes of BITS bits lie in a piece of 16 bytes, and how precise their factors are.
+// Layout of BITS-bit codes in a piece of 16 bytes, and precision of their factors.
 template <int BITS>
 struct ByteCodes {
-    static constexpr int PARTS = 8 / BITS;             // codes of a byte
-    static constexpr int64_t PIECE = 16 * PARTS;       // elements
+    static constexpr int PARTS = 8 / BITS;             // codes per byte
+    static constexpr int64_t PIECE = 16 * PARTS;       // elements per piece
     static constexpr int MIDDLE = BITS == 4 ? 8 : 128; // the unsigned code of 0
     static constexpr int QUERY_BYTES = BITS == 4 ? 1 : 2;
 
     KV_INLINE u8x64 as_unsigned(u8x64 x) { return BITS == 8 ? x ^ 128 : x; }
 
-    // The elements K, K + PARTS, ... of unsigned codes.
+    // Elements K, K + PARTS, ... of unsigned codes.
     template <int K>
     KV_INLINE u8x64 part(u8x64 x) {
         if constexpr (BITS == 8) return x;
@@ -56,7 +56,7 @@ struct ByteCodes {
 // The largest 16-bit number with a high byte of at most 127 and a signed low byte.
 constexpr float MOST_TWO_BYTES = 32639;
 
-// Whether groups and widths are whole pieces.
+// Whether groups and widths are multiples of the piece size.
 bool fits_bytes(const KvEncoded& x, int64_t width) {
     if (x.plane.type != KV_I8 && x.plane.type != KV_I4) return false;
     const int64_t piece = x.plane.type == KV_I8 ? ByteCodes<8>::PIECE : ByteCodes<4>::PIECE;
@@ -65,10 +65,10 @@ bool fits_bytes(const KvEncoded& x, int64_t width) {
 
 // -- scores ----------------------------------------------------------------------------------
 
-// The queries of a tile, in the memory of padded(width) floats for each. First the bytes that meet
-// four bytes of a key: of each query four, or four high ones and four low ones. Then, for each
-// query and group, what the middle of unsigned codes adds to the sum, the step, and the sum of the
-// query, which is multiplied by a key's zero.
+// The queries of a tile, in the memory of padded(width) floats each. First the bytes that are
+// multiplied by four bytes of a key: four for each query, or four high and four low ones. Then, for
+// each query and group: the contribution of the unsigned codes' middle to the sum, the step, and
+// the query's sum, which is multiplied by a key's zero point.
 template <int BITS>
 struct ByteQueries {
     typedef ByteCodes<BITS> C;
@@ -83,7 +83,7 @@ struct ByteQueries {
           middle((uint32_t*)(codes + tile * width * C::QUERY_BYTES)),
           step((float*)(middle + tile * groups)), total(step + tile * groups) {}
 
-    // Sets query m of the tile to x (width), whose elements are in the order of `in_quads`.
+    // Sets query m of the tile to x (width), with elements in the order of `in_quads`.
     void set(int64_t m, const float* x, int64_t width, int64_t group) {
         int16_t rounded[MOST_WIDTH];
         for (int64_t g = 0; g < groups; ++g) {
@@ -104,8 +104,8 @@ struct ByteQueries {
         interleave(m, high, low, width);
     }
 
-    // As `set` in 8 bits for one group, the width: `most` has the bits of the largest magnitude in
-    // x, `zeros` is the query's total.
+    // Like `set`, in 8 bits, for one group of the whole width. `most`: the bits of the largest
+    // magnitude in x; `zeros`: the query's total.
     void set_bytes(int64_t m, const float* x, int64_t width, int32_t most, float zeros) {
         static_assert(C::QUERY_BYTES == 1, "");
         alignas(64) int8_t low[MOST_WIDTH];
@@ -127,7 +127,7 @@ struct ByteQueries {
     }
 
   private:
-    // Puts bytes of a query, the high ones of two, beside those of the other queries.
+    // Interleaves bytes of a query, the high ones if it has two, with those of the other queries.
     void interleave(int64_t m, const int8_t* high, const int8_t* low, int64_t width) {
         int8_t* to = codes + m * BYTES;
         for (int64_t i = 0; i < width; i += 4, to += tile * BYTES) {
@@ -137,16 +137,16 @@ struct ByteQueries {
     }
 };
 
-// Numbers in the order in which `byte_scores` meets elements.
+// Numbers in the element order of `byte_scores`.
 template <int BITS>
 KV_INLINE vf in_quads(vf x) {
     if constexpr (BITS == 8) return x;
     return __builtin_shufflevector(x, x, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
 }
 
-// Scores s (MT rows of BLOCK) of MT queries on the keys of a block, 16 keys in the lanes of a
-// vector. `scale` and `zero` (groups, BLOCK) are those of codes counted from their middle; `zero`
-// is null if there is none.
+// Scores s (MT rows of BLOCK) of MT queries for the keys of a block, 16 keys in the lanes of a
+// vector. `scale` and `zero` (groups, BLOCK) belong to codes counted from their middle; `zero` is
+// null without zero points.
 template <int BITS, int MT>
 KV_OUTLINE void byte_scores(Rows keys, Lines ahead, int64_t count, int64_t width, int64_t group,
                             const float* scale, const float* zero, float* queries, float* s) {
@@ -183,7 +183,7 @@ KV_OUTLINE void byte_scores(Rows keys, Lines ahead, int64_t count, int64_t width
         vi next[2][4];
         load_pieces(at, keys.stride, next);
         for (int64_t piece = 0; piece < pieces; piece += 2) {
-            // The next pieces are shuffled while these are multiplied.
+            // The next pieces are shuffled while the current ones are multiplied.
             vi x[2][4];
             memcpy(x, next, sizeof x);
             Lines::pass(ahead);
@@ -221,7 +221,7 @@ KV_OUTLINE void byte_scores(Rows keys, Lines ahead, int64_t count, int64_t width
 
 // -- values ----------------------------------------------------------------------------------
 
-// The bytes of two vectors' 16-bit numbers, the low ones: in each 128 bits those of a, then of b.
+// The low bytes of two vectors' 16-bit numbers: in each 128 bits those of a, then those of b.
 KV_INLINE u8x64 low_bytes(u16x32 a, u16x32 b) {
 #if defined(__AVX512BW__)
     return (u8x64)_mm512_packus_epi16((__m512i)(a & 255), (__m512i)(b & 255));
@@ -232,12 +232,12 @@ KV_INLINE u8x64 low_bytes(u16x32 a, u16x32 b) {
 #endif
 }
 
-// Where low_bytes puts the four bytes of slots 4 i to 4 i + 3.
+// The index where low_bytes puts the four bytes of slots 4 i to 4 i + 3.
 constexpr int64_t quad_place(int64_t i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
 // The weights of a tile's records for the values of a block, for each pair of a group and a record:
-// 16-bit numbers as two bytes, in quads of slots, the value of 1, what is added to the sum for the
-// middle of unsigned codes, and to the result for the zeros.
+// 16-bit numbers as two bytes, in quads of slots; the value of 1; the contribution of the unsigned
+// codes' middle to the sum; and the contribution of the zero points to the result.
 template <int MT>
 struct ByteWeights {
     static constexpr int64_t MOST = MOST_WIDTH / 16 * MT;
@@ -252,8 +252,8 @@ KV_INLINE u16x32 words(vf a, vf b) {  // the low 16 bits of each number
                                    56, 58, 60, 62);
 }
 
-// Weighs the records' weights p (MT rows of BLOCK) by the scales of each group (BLOCK); `zero` is
-// null if there is none. In several passes over W pairs, so that no pair waits for another's
+// Multiplies the records' weights p (MT rows of BLOCK) by the scales of each group (BLOCK). `zero`:
+// null without zero points. In several passes over W pairs, so that no pair waits for another's
 // reductions and division.
 template <int BITS, int MT>
 void weigh_bytes(const float* p, const float* scale, const float* zero, int64_t groups,
@@ -274,7 +274,7 @@ void weigh_bytes(const float* p, const float* scale, const float* zero, int64_t 
 #pragma GCC unroll 4
             for (int t = 0; t < 4; ++t) {
                 const vf x = load<vf>(weight + t * W) * load<vf>(scale + at + t * W);
-                size[t] = (vf)((vi)x & 0x7fffffff);  // ordered like the numbers; NaN is the largest
+                size[t] = (vf)((vi)x & 0x7fffffff);  // sorts like the magnitude; NaN is the largest
             }
             typedef LargestInteger L;
             lanes[place(i)] = L::join(L::join(size[0], size[1]), L::join(size[2], size[3]));
@@ -317,7 +317,7 @@ void weigh_bytes(const float* p, const float* scale, const float* zero, int64_t 
     }
 }
 
-// In each 128 bits: four bytes of each of four slots -> those of four slots for each byte.
+// In each 128 bits: four bytes of each of four slots -> for each byte, the four slots.
 KV_INLINE u8x64 turn_bytes(vi x) {
     const u8x64 y = (u8x64)x;
     return __builtin_shufflevector(y, y, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 16,
@@ -326,8 +326,8 @@ KV_INLINE u8x64 turn_bytes(vi x) {
                                    52, 56, 60, 49, 53, 57, 61, 50, 54, 58, 62, 51, 55, 59, 63);
 }
 
-// Four slots' codes of piece FIRST of the two at `at`, or of both, as unsigned bytes: byte 4 i + n
-// is byte i of slot n.
+// Four slots' codes of piece FIRST of the two at `at`, or of both pieces, as unsigned bytes: byte
+// 4 i + n is byte i of slot n.
 template <int BITS, int FIRST, int PIECES>
 KV_INLINE void load_quad(const char* at, int64_t stride, u8x64 (&x)[PIECES]) {
     const vi a = two_slots(at, at + stride), b = two_slots(at + 2 * stride, at + 3 * stride);
@@ -339,7 +339,7 @@ KV_INLINE void load_quad(const char* at, int64_t stride, u8x64 (&x)[PIECES]) {
             a, b, 4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31)));
 }
 
-// The index of an element's sum: the parts of a piece follow each other.
+// The index of an element's sum: the parts of a piece are consecutive.
 template <int BITS>
 int64_t byte_lane(int64_t element) {
     typedef ByteCodes<BITS> C;

@@ -9,11 +9,11 @@ typedef int16_t s16 __attribute__((vector_size(32)));
 typedef uint16_t u16 __attribute__((vector_size(32)));
 typedef int32_t s32 __attribute__((vector_size(32)));
 
-constexpr int64_t MOST_WIDTH = 512;  // so that sums of 16-bit queries times codes fit 32 bits
-constexpr float MOST_CODE = 32767;   // the largest 16-bit code of queries and weights
+constexpr int64_t MOST_WIDTH = 512;  // sums of 16-bit queries times codes must fit 32 bits
+constexpr float MOST_CODE = 32767;   // largest 16-bit code of queries and weights
 
-// Products of 16-bit lanes, with neighbours added. This has twice as many lanes as floats, and its
-// additions do not compete with multiplications for an execution port.
+// Products of 16-bit lanes, adjacent products added. The result has twice as many lanes as floats,
+// and its additions do not compete with multiplications for an execution port.
 KV_INLINE s32 dot_pairs(s16 a, s16 b) {
 #if defined(__AVX2__)
     return (s32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
@@ -23,12 +23,12 @@ KV_INLINE s32 dot_pairs(s16 a, s16 b) {
 #endif
 }
 
-// The layout of the codes in a 32-byte load: lane i of part k is element i * PARTS + k, so parts
-// are extracted by shifts and masks alone.
+// The layout of codes in a 32-byte load: lane i of part k is element i * PARTS + k, so that shifts
+// and masks alone extract the parts.
 template <int BITS>
 struct Codes {
     static constexpr int64_t PARTS = 16 / BITS, PIECE = 256 / BITS;
-    static constexpr int MIDDLE = BITS == 4 ? 8 : 0;  // the code of 0, if there is no zero plane
+    static constexpr int MIDDLE = BITS == 4 ? 8 : 0;  // code of 0 without a zero point
 
     template <int K>
     KV_INLINE s16 part(s16 x) {
@@ -55,8 +55,8 @@ KV_INLINE v8 by_halves(float low, float high) {
 
 int64_t group_count(int64_t width, int64_t group) { return (width + group - 1) / group; }
 
-// A unit is the loads of a slot whose sums are scaled together: those of one group, or, for 4-bit
-// codes, one load whose halves are a group each.
+// A unit: the loads of a slot whose sums are scaled together. It is one group, or, for 4-bit codes,
+// one load whose halves are a group each.
 struct Units {
     int64_t pieces, each, group, count;  // loads of a slot; loads and elements of a unit; units
 
@@ -86,7 +86,7 @@ bool fits(const KvEncoded& x, int64_t width) {
     return width % piece == 0 && width <= MOST_WIDTH && whole;
 }
 
-// Divides floats (2 n) into those at even and at odd indices (n each).
+// Splits floats (2 n) into even and odd indices (n each).
 inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     for (int64_t i = 0; i < n; i += 8) {
         const v8 a = load<v8>(from + 2 * i), b = load<v8>(from + 2 * i + 8);
@@ -95,8 +95,8 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
-// Loads the scales or zeros of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from `count`
-// on.
+// Loads the scales or zero points of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from
+// `count` on.
 void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot, int64_t count,
                  int64_t groups, float* table) {
     uint16_t halves[BLOCK * MOST_WIDTH / 16];
@@ -135,7 +135,7 @@ struct Rounded {
 KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limit = MOST_CODE) {
     vi most{}, added{};
     for (int64_t i = 0; i < count; i += W) {
-        // Non-negative floats are ordered like their bits.
+        // The bits of non-negative floats sort like their values.
         const vi size = load<vi>(x + i) & 0x7fffffff;
         most = size > most ? size : most;
     }
@@ -165,7 +165,7 @@ KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limi
 // -- to floats -------------------------------------------------------------------------------
 
 template <int BITS>
-KV_INLINE v8 code8(const uint8_t* x) {  // 8 consecutive codes as floats
+KV_INLINE v8 code8(const uint8_t* x) {  // 8 adjacent codes as floats
     typedef int8_t b8 __attribute__((vector_size(8)));
     typedef int32_t i8 __attribute__((vector_size(32)));
     if constexpr (BITS == 8) {

@@ -27,7 +27,7 @@ void load(const KvPlane& x, int64_t offset, int64_t width, float* to) {
     }
 }
 
-// Rounds to float16 and back; a non-finite number becomes NaN, so that it stays visible.
+// Rounds to float16 and back; a non-finite number becomes NaN, to stay visible.
 float rounded_half(float x, uint16_t* out) {
     if (!std::isfinite(x)) x = std::numeric_limits<float>::quiet_NaN();
     x = x > MOST_HALF ? MOST_HALF : x < -MOST_HALF ? -MOST_HALF : x;
@@ -35,8 +35,8 @@ float rounded_half(float x, uint16_t* out) {
     return F16::widen1(*out);
 }
 
-// The nearest code to x / scale + shift, ties to even, within bounds. If x / scale is not finite,
-// it counts as 0.
+// The code nearest to x / scale + shift, ties to even, within bounds. A non-finite x / scale counts
+// as 0.
 int code(float x, float scale, float shift, float low, float high) {
     float y = x / scale;
     y = (std::isfinite(y) ? y : 0.0f) + shift;
@@ -78,7 +78,7 @@ void encode_group(const KvEncoding& encoding, const float* x, int64_t count, int
     }
 }
 
-// The squared distance of a token to its decoded form. Scales that are no numbers give NaN.
+// The squared distance of a token to its decoded form; NaN if a scale is NaN.
 float squared_error(const KvEncoding& e, const float* x, const int* codes, const uint16_t* scale,
                     const uint16_t* zero) {
     double sum = 0;

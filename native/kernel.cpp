@@ -1,7 +1,7 @@
 // Computes one run: scores, online softmax and the sum of values, without copying the slots.
 //
-// The slots are read once, in blocks: the scores of a block, its softmax, its values. Each key or
-// value that was loaded is used for all queries of a tile before the next is loaded. Sources:
+// The slots are read once, in blocks: the scores of a block, its softmax, its values. Each loaded
+// key or value is used for all queries of a tile before the next is loaded. Sources:
 // online softmax (arXiv 1805.02867), FlashAttention (arXiv 2205.14135), Flash-Decoding for the
 // split over slots.
 //
@@ -16,8 +16,8 @@ namespace {
 
 // -- one block -------------------------------------------------------------------------------
 
-// Scales and caps a record's scores s (BLOCK), masks them by `mask` (BLOCK; -1 where a slot is
-// seen; null: all are), and returns the largest.
+// Scales and caps a record's scores s (BLOCK), masks them by `mask` (BLOCK; -1: the slot is seen;
+// null: all are seen), and returns the largest.
 KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
     vf high = lowest;
@@ -77,7 +77,7 @@ void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask 
 
 enum Visibility { NONE, SOME, ALL };
 
-// Which slots of a block the tokens of a run see in one row; fills `mask` (tokens, BLOCK) for SOME.
+// Which slots of a block a run's tokens see in one row; if SOME, fills `mask` (tokens, BLOCK).
 Visibility visibility(const Work& work, int64_t row, int32_t* mask) {
     const KvCall& call = work.call;
     const KvRun& run = work.run;
@@ -126,7 +126,7 @@ Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
             plane.slot * size, slot_bytes(plane, width)};
 }
 
-// Which slots of a block all rows of a run see; fills the mask.
+// Which slots of a block a run's rows see; fills the mask.
 Visibility visibility_of_rows(Work& work) {
     const KvRun& run = work.run;
     const int64_t row_size = work.tokens * BLOCK;
@@ -136,7 +136,7 @@ Visibility visibility_of_rows(Work& work) {
         const Visibility seen = visibility(work, row, own);
         any |= seen != NONE;
         every &= seen == ALL;
-        if (work.call.dense) {  // the rows are alike
+        if (work.call.dense) {  // all rows see the same slots
             for (int64_t i = row_size; i < (run.row1 - row) * row_size; ++i)
                 own[i] = own[i - row_size];
             break;

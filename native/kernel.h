@@ -2,19 +2,19 @@
 #pragma once
 #include "abi.h"
 
-// Queries of one head and some rows against a range of slots of one chain, which is a segment and
-// those that follow it.
+// Queries of one head and some rows against a range of slots of one chain, that is of a segment and
+// the segments that follow it.
 struct KvRun {
     int64_t segment, head;   // the chain's first segment; the kv head
     int64_t segments, past;  // segments of the chain; its slots before the chunk's own, if dense
-    int64_t row0, row1;      // rows; several only if they share the slots
+    int64_t row0, row1;      // rows; more than one only if they share the slots
     int64_t query0, query1;  // tokens of the chunk
     int64_t slot0, slot1;
     // One record for each row, query head of the group and token, in that order: value_width sums
     // of p v, then the largest score, then the sum of p, where p = exp(score - largest score).
     float* partial;
-    // For the mass, or null: the weights (record, slot1 - slot0), and for each block the score that
-    // has weight 1 (record, blocks).
+    // For the mass, or null: the weights (record, slot1 - slot0), and for each block the score
+    // whose weight is 1 (record, blocks).
     float *weights, *tops;
 };
 
@@ -23,13 +23,13 @@ static inline int64_t kv_records(const KvCall& call, const KvRun& run) {
     return (run.row1 - run.row0) * call.group * (run.query1 - run.query0);
 }
 
-constexpr int64_t KV_BLOCK = 64;     // slots whose scores are computed at a time
+constexpr int64_t KV_BLOCK = 64;     // slots whose scores are computed at once
 static inline int64_t kv_blocks(const KvRun& run) {
     return (run.slot1 - run.slot0 + KV_BLOCK - 1) / KV_BLOCK;
 }
 
-constexpr int64_t KV_RECORDS = 128;  // the most records of a run, unless one token's group has more
-constexpr int64_t KV_WIDTH_STEP = 32;  // widths are padded to a multiple of this in scratch memory
+constexpr int64_t KV_RECORDS = 128;  // most records of a run, unless one token's group has more
+constexpr int64_t KV_WIDTH_STEP = 32;  // scratch memory pads widths to a multiple of this
 
 static inline int64_t kv_padded(int64_t width) {
     return (width + KV_WIDTH_STEP - 1) / KV_WIDTH_STEP * KV_WIDTH_STEP;
@@ -51,7 +51,7 @@ static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
            kv_gathered(call) + kv_spread(key) + kv_spread(value);
 }
 
-// kv_attend, where the fields that the library sets are set.
+// kv_attend, after the fields that the library sets are set.
 int kv_attend_call(const KvCall& call);
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);

@@ -6,12 +6,12 @@
 #if KV_LANES == 16
 namespace {
 
-// What to prefetch in the `round`-th of several rounds over a block, by so many calls of `pass`:
-// each takes a share, because many prefetches in a row delay the loads behind them. If the rows are
-// contiguous, in memory order.
+// What to prefetch in the `round`-th of several rounds over a block, spread over the calls of
+// `pass`, because many prefetches in a row delay later loads. In memory order if the rows are
+// contiguous.
 struct Lines {
     const char* at;
-    int64_t step, each, some;  // lines of a place; places of a pass
+    int64_t step, each, some;  // bytes between places; lines per place; places per pass
 
     Lines(Rows rows, int64_t count, int64_t passes, int64_t round = 0, int64_t rounds = 1) {
         const auto share = [](int64_t all, int64_t parts) { return (all + parts - 1) / parts; };
@@ -34,8 +34,8 @@ struct Lines {
 
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 
-// The rows of a block in 32-byte units and by 16 slots: the rows as they are, or a copy with zeros
-// behind.
+// The rows of a block in 32-byte units and groups of 16 slots: in place, or a copy padded with
+// zeros.
 [[maybe_unused]] Rows even_rows(Rows rows, int64_t count, char* memory) {
     const int64_t bytes = (rows.bytes + 31) / 32 * 32;
     if (bytes == rows.bytes && count % 16 == 0) return rows;
@@ -44,7 +44,7 @@ typedef uint16_t u16x32 __attribute__((vector_size(64)));
     return {memory, bytes, bytes};
 }
 
-// 32 bytes of slot a, then of slot b.
+// 32 bytes of slot a, then 32 of slot b.
 KV_INLINE vi two_slots(const char* a, const char* b) {
 #if defined(__AVX512F__)
     return (vi)_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(load<__m256i>(a)),
@@ -70,7 +70,7 @@ KV_INLINE void transpose_quads(vi (&x)[4]) {
     x[0] = low(a, b), x[1] = high(a, b), x[2] = low(c, d), x[3] = high(c, d);
 }
 
-// Two pieces of 16 bytes of 16 slots: x[c][n] has piece c of slots n, n + 4, n + 8 and n + 12.
+// Two 16-byte pieces of 16 slots: x[c][n] has piece c of slots n, n + 4, n + 8 and n + 12.
 KV_INLINE void load_pieces(const char* at, int64_t stride, vi (&x)[2][4]) {
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n, at += stride) {

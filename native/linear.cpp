@@ -1,4 +1,4 @@
-// Divides the outputs of linear layers of one input among threads.
+// Divides the outputs of the linear layers of one input among threads.
 #include "linear.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_r
     const int64_t threads = threads_for(outputs * linears->inputs * size, linears->threads);
     const int64_t shares = std::min(threads, std::max<int64_t>(1, tiles));
     share(threads, shares, [&](int64_t i) {
-        // The share's tiles, counted through all layers.
+        // The share's tiles, counted over all layers.
         int64_t first = tiles * i / shares, end = tiles * (i + 1) / shares;
         char* to = (char*)out;
         for (int64_t l = 0; l < count && end > 0; ++l) {

@@ -2,12 +2,12 @@
 #pragma once
 #include "abi.h"
 
-// The kernel's own copy of x: rows of `kv_linear_stride` elements, 4 bytes each, in the order in
-// which the kernel reads weights, filled up with zeros.
+// Makes the kernel's own copy of x: rows of `kv_linear_stride` elements, 4 bytes each, in the order
+// in which the kernel reads weights, padded with zeros.
 typedef void KvLinearLoad(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows,
                           void* loaded);
 
-// Computes the outputs [first, end) of all rows. `loaded` is the copy of x; `out_row` the stride of
+// Computes outputs [first, end) of all rows. `loaded`: the copy of x; `out_row`: the row stride of
 // `out` in elements.
 typedef void KvLinearRun(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first,
                          int64_t end, void* out, int64_t out_row);
@@ -19,10 +19,10 @@ struct KvLinearKernel {
 extern const KvLinearKernel kv_linear_portable, kv_linear_avx2, kv_linear_avx512,
     kv_linear_avx512vnni, kv_linear_avx512bf16;
 
-constexpr int64_t KV_LINEAR_OUTPUTS = 48;  // of a block; a thread's share is a multiple of it
-constexpr int64_t KV_LINEAR_STEP = 32;  // the largest STEP of any instruction set
+constexpr int64_t KV_LINEAR_OUTPUTS = 48;  // outputs of a block; threads get whole blocks
+constexpr int64_t KV_LINEAR_STEP = 32;  // largest STEP of any instruction set
 
-// Elements from one row of the copy of x to the next.
+// Row stride of the copy of x, in elements.
 static inline int64_t kv_linear_stride(int64_t inputs) {
     return (inputs + KV_LINEAR_STEP - 1) / KV_LINEAR_STEP * KV_LINEAR_STEP;
 }

@@ -1,10 +1,10 @@
 // y = x W^T + b for a few rows x, which costs little more than reading W once.
 //
-// A tile of weights and rows is multiplied in registers: each weight that was loaded is used for
-// all rows of the tile, and each element of x for all its outputs. Inputs are taken in blocks, so
-// that x stays in the first-level cache and W in the second while other rows are computed. Every
-// output is summed in the same order, whatever the number of rows, so a row of a batch equals the
-// row alone.
+// A tile of weights and rows is multiplied in registers: each loaded weight is used for all rows of
+// the tile, and each element of x for all its outputs. Inputs are taken in blocks, so that x stays
+// in the first-level cache, and W in the second-level cache while further rows are computed. Every
+// output is summed in the same order for any number of rows, so a row of a batch equals the row
+// alone.
 //
 // Compiled once per instruction set, which KV_LINEAR names.
 #include <type_traits>
@@ -15,30 +15,30 @@
 
 namespace {
 
-constexpr int64_t INPUTS = 2048;  // of a block; a multiple of every STEP
+constexpr int64_t INPUTS = 2048;  // inputs per block; a multiple of every STEP
 constexpr int64_t OUTPUTS = KV_LINEAR_OUTPUTS;
 
-// Rows of x in a tile, and outputs for so many rows: their sums, the smaller side and one element of
-// the other fit the registers.
+// Rows of x in a tile, and outputs for each number of rows: their sums, the smaller side and one
+// element of the other fit the registers.
 constexpr int MOST_ROWS = 4;
 constexpr int outputs_at_once(int rows) {
     constexpr int of[2][MOST_ROWS] = {{8, 6, 4, 3}, {8, 8, 8, 6}};
     return of[W == 16][rows - 1];
 }
 
-// Whether to prefetch the next `outputs` rows of weights, of `bytes` each, where several are read side
-// by side: the hardware prefetcher does not recognise rows that are short, and reads ahead too little
-// of few rows.
+// Whether to prefetch the next `outputs` rows of weights, of `bytes` each, when several are read
+// side by side: the hardware prefetcher does not recognise short rows, and reads too little ahead
+// if there are few rows.
 constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 || bytes <= 2048; }
 
-// Bytes to prefetch ahead where weights are read in the order of memory. The hardware prefetcher
-// recognises it; but several rows of x delay the reads. Where a block of an output's inputs ends
-// before the output does, the block of the next output is prefetched.
+// Bytes to prefetch ahead if weights are read in memory order. The hardware prefetcher recognises
+// that order, but several rows of x delay the reads. If a block of an output's inputs ends before
+// the output does, the next output's block is prefetched.
 constexpr int64_t ahead_of(int rows) { return rows == 1 ? 1024 : 8192; }
 
-// Whether weights of type K that are read for the first time are read in the order of memory, one
-// output after the other. The sums of an output are then one chain of additions, which takes longer
-// than reading unless each of them takes in enough weights.
+// Whether weights of type K, when first read, are read in memory order, one output after the other.
+// An output's sums are then one chain of additions, which takes longer than reading unless each
+// addition takes in enough weights.
 template <class K>
 constexpr bool in_order(int rows) {
     constexpr int64_t bytes = STEP / K::PARTS * sizeof(typename K::T::Element);
@@ -55,7 +55,7 @@ template <class T_>
 struct Wide {
     typedef T_ T;
     typedef vf Vector;
-    typedef float Element;  // of the copy of x
+    typedef float Element;  // element of the copy of x
     static constexpr int PARTS = 2;
     template <int PART>
     KV_INLINE vf part(const typename T::Element* weight) {
@@ -80,7 +80,7 @@ struct Dots {
 };
 #endif
 
-// One part of a step of a tile: sum[n * M + m] += weights of output n times elements of row m.
+// One part of a tile's step: sum[n * M + m] += weights of output n times elements of row m.
 template <class K, int N, int M, int PART>
 KV_INLINE void add_part(vf* sum, const typename K::T::Element* const* weight,
                         const typename K::Element* x, int64_t x_row) {
@@ -116,8 +116,8 @@ KV_INLINE void add_step(vf* sum, const typename K::T::Element* const* weight,
     if constexpr (K::PARTS == 2) add_part<K, N, M, 1>(sum, weight, x, x_row);
 }
 
-// sums_of[m * OUTPUTS + n] += the product of row m and output n, over `count` inputs. `cold`: the
-// weights have not been read for other rows before.
+// sums_of[m * OUTPUTS + n] += product of row m and output n, over `count` inputs. `cold`: the
+// weights have not been read before, for other rows.
 template <class K, int N, int M>
 KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_row,
                          const typename K::Element* x, int64_t x_row, int64_t count, bool cold,

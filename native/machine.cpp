@@ -25,7 +25,7 @@ bool has_avx512() {
 #endif
 }
 
-#if !defined(KV_EMULATE)  // there its code is that of avx512bf16
+#if !defined(KV_EMULATE)  // emulation compiles its code as avx512bf16
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
@@ -85,7 +85,7 @@ bool use_instructions(const char* name) {
 }
 
 int64_t threads_for(int64_t bytes, int64_t most) {
-    constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer, another thread is slower
+    constexpr int64_t BYTES_PER_THREAD = 1 << 15;  // with fewer bytes, another thread is slower
     if (is_forked) return 1;
     return std::clamp<int64_t>(bytes / BYTES_PER_THREAD, 1, std::max<int64_t>(1, most));
 }

@@ -1,4 +1,4 @@
-// Machine resources of the schedulers: the instruction set, threads, and their scratch memory.
+// Machine resources: the instruction set, threads, and their scratch memory.
 #pragma once
 #include <cstdint>
 
@@ -12,18 +12,17 @@ struct Instructions {
     bool (*here)();
 };
 
-// The instruction set in use: the best one of this processor, unless another was chosen.
+// The instruction set in use: the processor's best, unless another was chosen.
 const Instructions& instructions();
 
-// Uses the instruction set `name` from now on; false if this processor lacks it.
+// Switches to instruction set `name`; false if this processor lacks it.
 bool use_instructions(const char* name);
 
-// The threads for work that reads so many bytes: at most `most`, and 1 in a forked process, which
-// lacks its parent's worker threads and would wait for them forever.
+// Number of threads for work that reads `bytes` bytes: at most `most`; 1 in a forked process, which
+// lacks its parent's worker threads and would deadlock waiting for them.
 int64_t threads_for(int64_t bytes, int64_t most);
 
-// A thread's scratch memory, in three pieces, which are kept for its next call. Null if there is
-// none.
+// A thread's scratch memory, in three pieces, kept for its next call. Null if allocation fails.
 float* scratch(int piece, int64_t floats);
 
 // Calls f(0), ..., f(count - 1), distributed over threads.

@@ -1,4 +1,4 @@
-// Chooses how keys are scored and values are summed: plain or coded, for few or many queries.
+// Chooses how to score keys and sum values: plain or coded, for few or many queries.
 #pragma once
 #include "chain.h"
 #include "channels.h"
@@ -23,7 +23,7 @@ struct Work {
     float *spread_key, *spread_value;   // a block of 2-bit codes in 4 bits
     int32_t* mask;                      // (rows, tokens, BLOCK)
     int64_t slot, count;
-    Rows key, value, next;  // keys and values of the block, and keys of the next
+    Rows key, value, next;  // keys and values of the block, and keys of the next block
 
     Work(const KvCall& call, const KvRun& run, float* scratch)
         : call(call),
@@ -47,7 +47,7 @@ struct Work {
         mask = (int32_t*)(total + records);
     }
 
-    // The segment of the current block, and its first slot there.
+    // The segment of the current block, and the block's first slot in it.
     const KvSegment& segment() const { return *chain.segment; }
     int64_t at() const { return chain.at; }
 };
@@ -87,7 +87,7 @@ void each_query(const Work& work, F f) {
     });
 }
 
-// How the keys of a run are scored, and how its values are summed. Both are chosen once per run and
+// The methods of scoring a run's keys and summing its values. Both are chosen once per run and
 // called for each block, so that no code is compiled for each pair of types.
 struct KeyMethod {
     void (*load)(const Work&);
@@ -95,7 +95,7 @@ struct KeyMethod {
 };
 struct ValueMethod {
     void (*add)(const Work&);
-    void (*write_sums)(const Work&);  // writes the sums to the run's records, in order
+    void (*write_sums)(const Work&);  // writes the sums to the run's records, in element order
 };
 
 template <class K>
@@ -153,8 +153,8 @@ Rows rows_of_floats(const float* floats, int64_t width) {
     return {(const char*)floats, padded(width) * 4, width * 4};
 }
 
-// Writes the sums to the run's records; that of element i is at LANE(i), where LANE is the same for
-// each 64 elements.
+// Writes the sums to the run's records. The sum of element i is at LANE(i), where LANE is the same
+// for each 64 elements.
 template <int64_t LANE(int64_t)>
 void write_sums(const Work& work) {
     const int64_t width = work.call.value_width;
@@ -225,7 +225,7 @@ void load_coded(const Work& work) {
     });
 }
 
-// Loads the block's scales, and after them its zeros if there are any; returns the zeros or null.
+// Loads the block's scales, then its zero points; returns the zero points, or null without them.
 const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     const KvRun& run = work.run;
     load_scales(x.scale, run.row0, run.head, work.at(), work.count, groups, scale);
@@ -266,7 +266,7 @@ void load_bytes(const Work& work) {
     });
 }
 
-// As load_groups, but the zeros are those of codes counted from their middle. Prefetches those of
+// Like load_groups, with zero points for codes counted from their middle. Also prefetches those of
 // the next block.
 template <int BITS>
 const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {

@@ -1,5 +1,5 @@
-// What the headers of GCC 11 and later call, and libstdc++ before GCC 11 does not have. With one of its own the
-// library loads beside those too.
+// A function that headers of GCC 11 and later call, and libstdc++ before GCC 11 lacks. With its own
+// copy the library also loads beside older libstdc++.
 #include <new>
 
 #if defined(__GLIBCXX__) && _GLIBCXX_RELEASE >= 11

@@ -1,6 +1,5 @@
-// Scores and sums of values from plain bfloat16 by products of pairs (AVX512_BF16), for queries in
-// bfloat16. Weights are rounded to bfloat16 too, an error of at most 2^-9 of each, as in the
-// result.
+// Scores and sums of values from plain bfloat16 by products of pairs (AVX512_BF16), for bfloat16
+// queries. Weights are rounded to bfloat16 too, an error of at most 2^-9 each, as in the result.
 #pragma once
 #include "lanes.h"
 #include "values.h"
@@ -13,13 +12,13 @@ namespace {
 constexpr int MOST_LANE_SCORES = 8;
 
 // Whether to shuffle keys, once for a tile of queries, instead of adding up lanes for each query.
-// Queries of one row, so that a row of a batch equals the row alone.
+// All queries are of one row, so that a row of a batch equals the row alone.
 inline bool by_lanes(int64_t width, int64_t queries) {
     return queries >= 5 || (queries >= 3 && width <= 64);
 }
 
-// Puts query m of a tile in the memory of padded(width) floats for each: pair by pair, those of all
-// queries together. Its elements x(i) are bfloat16, so their high halves are all of them.
+// Stores query m of a tile in the memory of padded(width) floats each: for each pair, all queries
+// side by side. Its elements x(i) are bfloat16 values, so their high halves are exact.
 template <class X>
 void set_lane_query(float* queries, int64_t tile, int64_t m, int64_t width, X x) {
     const auto bits = [&](int64_t i) {
@@ -41,7 +40,7 @@ KV_OUTLINE void lane_scores(Rows keys, Lines ahead, int64_t count, const float* 
         vi next[2][4];
         load_pieces(at, keys.stride, next);
         for (int64_t byte = 0; byte < keys.bytes; byte += 32) {
-            // The next pieces are shuffled while these are multiplied.
+            // The next pieces are shuffled while the current ones are multiplied.
             vi x[2][4];
             memcpy(x, next, sizeof x);
             Lines::pass(ahead);
@@ -71,21 +70,21 @@ inline int64_t pair_lane(int64_t element) {
 }
 
 // acc = acc * alpha + weights . values, for N times 32 elements from `d` on, of which `valid`
-// exist, of MT records. A pair is an element of two slots.
+// exist, for MT records. A pair is one element of two slots.
 template <int MT, int N>
 KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
                             int64_t valid, const uint16_t (&weights)[MT][BLOCK],
                             const float* alpha, float* acc) {
     constexpr int64_t BYTES = N * 64;
-    // As in value_columns.
+    // As in value_columns: in memory order if the rows are contiguous.
     const bool compact = next.stride == next.bytes;
     const char* ahead = next.first + d * 2 * (compact ? count : 1);
     const int64_t ahead_step = compact ? BYTES : next.stride;
     vf sum[MT][N][2] = {};
     const char* at = values.first + d * 2;
     for (int64_t j = 0; j < count; j += 2, at += 2 * values.stride) {
-        // With an odd number of slots the last one is paired with zeros: its own numbers may be
-        // infinite, which a weight of 0 would not remove.
+        // If the number of slots is odd, the last slot is paired with zeros: its own numbers may be
+        // infinite, which a weight of 0 would not cancel.
         static const uint16_t zeros[N * 32] = {};
         const char* other = j + 1 < count ? at + values.stride : (const char*)zeros;
         prefetch(ahead, BYTES), prefetch(ahead + ahead_step, BYTES);

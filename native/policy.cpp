@@ -46,7 +46,7 @@ float* plane_of(const KvScores& plane, int64_t row, int64_t head) {
     return plane.data + row * plane.row + (plane.heads > 1 ? head * plane.head : 0);
 }
 
-// Scales x so that the counted numbers span 0 to 1, or are 0 if they are equal; NaN stays NaN.
+// Scales x so that the live slots span 0 to 1, or are 0 if they are equal; NaN stays NaN.
 void to_unit(float* x, const int32_t* position, int64_t slots) {
     float low = std::numeric_limits<float>::infinity(), high = -low;
     for (int64_t i = 0; i < slots; ++i)
@@ -58,7 +58,7 @@ void to_unit(float* x, const int32_t* position, int64_t slots) {
     for (int64_t i = 0; i < slots; ++i) x[i] = span > 0 ? (x[i] - low) / span : x[i] * 0;
 }
 
-// Eight sums side by side, so that the loop is vectorised.
+// Eight sums side by side, for vectorisation.
 template <class T>
 float dot(const typename T::Element* x, const float* y, int64_t width) {
     float sums[8] = {};
@@ -103,7 +103,7 @@ void differences(const KvStep& s, int64_t row, int64_t head, const int32_t* posi
     }
 }
 
-// What is ranked of one head, in `made` if it is not the score itself.
+// The numbers to rank for one head, stored in `made` unless they are the scores themselves.
 const float* ranked(const KvStep& s, int64_t row, int64_t head, const int32_t* position,
                     int64_t newest, int64_t slots, std::vector<float>& made) {
     const KvRule& rule = s.rule;
@@ -135,7 +135,7 @@ const int32_t* positions_of(const KvRanking& ranking, int64_t row, int64_t head)
     return ranking.position + row * ranking.position_row + head * ranking.position_head;
 }
 
-// The ranking that follows a step.
+// The ranking after a step.
 KvRanking after(const KvSequence& step, int64_t slots) {
     KvRanking ranking = step.step->ranking;
     ranking.slots = slots;
@@ -194,7 +194,7 @@ void kv_learn(const KvSequence& step, const float* mass, int64_t slots) {
                 for (int64_t i = 0; i < slots; ++i) score[i] = score[i] * kept + m[i] * fade;
             } else {
                 const float* other = plane_of(rule.planes[rule.count - 1], row, head);
-                // A value may be NaN, also in an empty slot.
+                // A value may be NaN, even in an empty slot.
                 const auto moved = [&](int64_t i) {
                     const float x = m[i] * other[i];
                     return x > 0 ? x : 0.0f;
@@ -248,7 +248,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
     };
     const int64_t all = steps[0]->evicts;
     try {
-        std::vector<Slot> found, lowest;  // of all heads, those that may go; of one head
+        std::vector<Slot> found, lowest;  // evictable slots of all heads; of one head
         std::vector<float> made, worth;
         for (int64_t head = 0; head < count; ++head) {
             const KvSequence& step = *steps[head];
@@ -266,8 +266,8 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             const auto slot_at = [&](int64_t slot) {
                 return Slot{worth[slot], position[slot], (int32_t)head, (int32_t)slot};
             };
-            // No more than `all` can go, and the lowest come before any that is safe, unless they are
-            // protected.
+            // At most `all` slots are freed, and a head's lowest slots come before its safe ones,
+            // unless they are protected.
             if (open > all) {
                 lowest.clear();
                 for (int64_t slot = 0; slot < slots; ++slot) {
@@ -284,7 +284,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
                 }
             }
             for (int64_t slot = 0; slot < slots; ++slot) found.push_back(slot_at(slot));
-            // The best are safe: they go only after all that are not.
+            // A head's best slots are safe: they are freed only after all others.
             const auto begin = found.begin() + (std::ptrdiff_t)first;
             if (open < slots) std::nth_element(begin, begin + open, found.end());
             for (auto one = begin + open; one != found.end(); ++one)

@@ -1,20 +1,20 @@
-// What a policy does in a step of one token a row: its planes of the new token, what it learns from the
-// mass, and which slots it frees.
+// A policy's part of a decode step: its planes of the new token, learning from the mass, and
+// freeing slots.
 #pragma once
 #include "abi.h"
 
-// Fills a policy's planes at the new slot. `errors` are the squared distances of keys and of values to
-// their decoded forms, (2, rows, heads).
+// Sets a policy's planes at the new slot. `errors`: squared distances of keys and values to their
+// decoded forms, (2, rows, heads).
 void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot, const float* errors);
 
 // Learns from the mass (rows, heads, slots) of the step's query. `slots` includes the new token.
 void kv_learn(const KvSequence& step, const float* mass, int64_t slots);
 
-// Frees the slots that the policy no longer keeps, of `slots`, and tells how many are left. Returns 0, or
-// 1 if memory cannot be allocated.
+// Frees those of `slots` slots that the policy no longer keeps, and stores how many are left.
+// Returns 0, or 1 if memory cannot be allocated.
 int kv_free(const KvSequence& step, int64_t slots);
 
-// As kv_free, for the heads of a contest: `count` steps of one row and one head each.
+// Like kv_free, for the heads of a contest: `count` steps of one row and one head each.
 int kv_free_contest(const KvSequence* const* steps, int64_t count);
 
 // The position of a row's new token.

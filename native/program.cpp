@@ -1,5 +1,5 @@
-// kvkeep's operators as programs call them that torch's AOTInductor has compiled. The signatures are
-// those that it derives from the operators' schemas (kvkeep.graph.shims).
+// kvkeep's operators as C functions for programs compiled by torch's AOTInductor, which derives the
+// signatures from the operators' schemas (kvkeep.graph.shims).
 #include <cstring>
 #include <new>
 #include <vector>
@@ -10,7 +10,7 @@ namespace {
 
 KvTorch torch;
 
-constexpr int32_t DONE = 0, FAILED = 1;  // of torch's interface
+constexpr int32_t DONE = 0, FAILED = 1;  // results in torch's interface
 constexpr int32_t CPU = 0, FLOAT16 = 5, FLOAT32 = 6, BFLOAT16 = 15, INT32 = 3, INT64 = 4;
 
 // The KvType of a ScalarType; -1 if there is none.
@@ -38,7 +38,7 @@ bool describe_optional(KvAtenTensor** given, KvTensor& x) {
     return !given || !*given || describe(*given, x);
 }
 
-// The result of an operator: a new contiguous tensor, which is deleted again unless it is given.
+// An operator's result: a new contiguous tensor, deleted unless it is handed over.
 class Result {
   public:
     Result(const std::vector<int64_t>& sizes, int64_t type) {
@@ -68,7 +68,7 @@ class Result {
     bool described = false;
 };
 
-// The elements of x side by side: its own memory, or `copy`.
+// The elements of x, contiguous: x's own memory, or `copy`.
 const void* contiguous(const KvTensor& x, int64_t size, std::vector<char>& copy) {
     int64_t count = 1;
     bool dense = true;
@@ -88,7 +88,7 @@ KvTicket* ticket_of(KvAtenTensor* given) {
     return torch.data(given, &data) ? nullptr : (KvTicket*)data;
 }
 
-// Whether x (rows, heads, 1, width) is what a prepared step takes.
+// Whether a prepared step accepts x (rows, heads, 1, width).
 bool fits(const KvTensor& x, const KvLayout& layout, int64_t type) {
     return x.dim == 4 && x.sizes[1] == layout.heads && x.sizes[2] == 1 && x.sizes[3] == layout.width &&
            x.strides[1] == layout.head && x.strides[3] == 1 && type_of(x.type) == type &&

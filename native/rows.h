@@ -10,7 +10,7 @@ constexpr int64_t STEP = 2 * W;  // elements of a Pair
 
 [[maybe_unused]] int64_t padded(int64_t width) { return (width + STEP - 1) / STEP * STEP; }
 
-// Reads 2 W elements, of which only the first `valid` may be accessed.
+// Reads 2 W elements; only the first `valid` may be accessed.
 template <class K>
 KV_INLINE typename K::Key read_end(const typename K::Type::Element* x, int64_t valid) {
     typename K::Type::Element copy[STEP] = {};
@@ -18,7 +18,7 @@ KV_INLINE typename K::Key read_end(const typename K::Type::Element* x, int64_t v
     return K::read(copy);
 }
 
-// Prefetches into the second-level cache: the first holds the current block.
+// Prefetches into the second-level cache; the first level holds the current block.
 KV_INLINE void prefetch(const char* row, int64_t bytes) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
@@ -32,11 +32,11 @@ struct Rows {
 };
 
 // What to prefetch while a block is processed in `rounds` rounds, of which this is the `round`-th.
-// Each round prefetches a share; if the rows are contiguous, in memory order, which the hardware
-// prefetcher recognises.
+// Each round prefetches a share, in memory order if the rows are contiguous: the hardware
+// prefetcher recognises that.
 struct Ahead {
     const char* at;
-    int64_t step, bytes;  // per slot that is processed
+    int64_t step, bytes;  // per slot processed
 
     Ahead(Rows rows, int64_t count, int64_t round, int64_t rounds) {
         const bool compact = rows.stride == rows.bytes;
@@ -62,7 +62,7 @@ struct Tile {
     static constexpr int size = N;
 };
 
-// The tile of for_tiles that a record is in.
+// The tile of for_tiles that contains a record.
 struct TileOf {
     int64_t first, size;
     TileOf(int64_t record, int64_t records, int64_t most) {
@@ -74,8 +74,8 @@ struct TileOf {
     }
 };
 
-// Divides the records into tiles of at most MOST (8 or fewer), as equal as possible, and calls
-// f(first record, Tile<size>) for each.
+// Divides the records into tiles of at most MOST (8 or fewer) records, of nearly equal size, and
+// calls f(first record, Tile<size>) for each.
 template <int MOST, class F>
 void for_tiles(int64_t records, F f) {
     const auto call = [&](int64_t from, auto tile) {

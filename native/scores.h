@@ -4,7 +4,7 @@
 
 namespace {
 
-// Keys widened to float, with queries in the order of their lanes.
+// Keys widened to float, with queries in the order of the keys' lanes.
 template <class T>
 struct Widened {
     typedef T Type;
@@ -39,8 +39,8 @@ constexpr int keys_at_once(int queries) {
     return keys;
 }
 
-// Scores of MT queries (stride padded(width)) on `count` keys -> s (MT rows of BLOCK). WIDTH is the
-// width if it is a common one, else 0.
+// Scores of MT queries (stride padded(width)) for `count` keys -> s (MT rows of BLOCK). WIDTH is
+// the width if it is a common width, else 0.
 template <class K, int MT, int WIDTH>
 KV_OUTLINE void score_tile(Rows keys, Rows values, int64_t count, int64_t any_width,
                 const typename K::Query* q, float* s) {
@@ -112,7 +112,7 @@ void scores(K, Rows keys, Rows values, int64_t count, int64_t width, const void*
 
 // -- many queries ----------------------------------------------------------------------------
 
-// With many queries it pays to transpose the keys of a block once: each lane then holds another
+// With many queries it pays to transpose the keys of a block once: each lane then holds a different
 // key, and no sums across lanes are needed.
 template <class T>
 struct Columns {
@@ -122,7 +122,7 @@ struct Columns {
     static float query(float x) { return x; }
 };
 
-constexpr int64_t MANY = 16;  // the number of records from which this pays
+constexpr int64_t MANY = 16;  // number of records from which transposing pays
 
 // Keys (count, width) -> columns (width, BLOCK).
 template <class T>

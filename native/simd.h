@@ -1,12 +1,12 @@
-// Vectors of W floats for one instruction set, which the compiler flags select. The code uses the
-// vector extensions of GCC and clang, and intrinsics only for operations that these lack.
+// Vectors of W floats for one instruction set, selected by compiler flags. The code uses the vector
+// extensions of GCC and clang, and intrinsics only for operations that the extensions lack.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-// KV_EMULATE (16, or 17 with products of bfloat16 pairs and of four bytes) compiles the code of
-// AVX-512 for any processor, to test it.
+// KV_EMULATE (16, or 17 with products of bfloat16 pairs and of four bytes) compiles the AVX-512
+// code for any processor, for tests.
 #if defined(__AVX512F__) || defined(KV_EMULATE)
 #define KV_LANES 16
 #else
@@ -23,9 +23,9 @@
 #endif
 
 // Everything here is in an unnamed namespace: if the copies for different instruction sets shared a
-// function, the linker would keep one of them, and an old processor might run code of a newer set.
+// function, the linker would keep one of them, and an old processor might run a newer set's code.
 #define KV_INLINE static inline __attribute__((always_inline))
-// For functions that need all registers, which they would have to share if they were inlined.
+// For functions that need all registers; inlined, they would have to share them.
 #define KV_OUTLINE static __attribute__((noinline))
 
 namespace {
@@ -50,8 +50,8 @@ KV_INLINE void store(void* to, V v) {
 
 KV_INLINE vf all(float x) { return x - vf{}; }  // not vf{} + x, which would turn -0 into 0
 
-// sum += a * b. In assembly for AVX2: with 16 registers, the form that GCC chooses moves and
-// spills.
+// sum += a * b. In assembly for AVX2: with 16 registers, GCC's choice of instruction moves and
+// spills registers.
 KV_INLINE void add_product(vf& sum, vf a, vf b) {
 #if KV_LANES == 8 && defined(__FMA__)
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
@@ -95,8 +95,8 @@ KV_INLINE void narrow_pairs(const float* x, uint16_t* to) {
 }
 #endif
 
-// The same address, of which the compiler knows nothing: so it addresses what lies there by constant
-// offsets, instead of keeping a register for each.
+// The same address, opaque to the compiler, which then addresses nearby data by constant offsets
+// instead of keeping a register for each.
 template <class T>
 KV_INLINE const T* opaque(const T* x) {
     asm("" : "+r"(x));
@@ -162,11 +162,11 @@ KV_INLINE vf fold1(vf a, vf b) {
 }
 #endif
 
-// The index at which the i-th of W sums must be stored for `sums` to return it in lane i: the last
-// fold swaps the two lowest bits.
+// The index at which the i-th of W sums must be stored so that `sums` returns it in lane i: the
+// last fold swaps the two lowest bits.
 constexpr int place(int i) { return (i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1); }
 
-// Lane i is the sum (or what J makes) of the lanes of v[place(i)].
+// Lane i is the sum (or J's reduction) of the lanes of v[place(i)].
 template <class J = Add>
 KV_INLINE vf sums(vf (&v)[W]) {
 #if KV_LANES == 16
@@ -219,7 +219,7 @@ KV_INLINE int32_t largest(vi v) {
 }
 
 KV_INLINE int32_t sum(vi x) {
-    vu v = (vu)x;  // unsigned: numbers that are not finite leave any bits
+    vu v = (vu)x;  // unsigned: non-finite numbers leave arbitrary bits
     if (W == 16) v += (vu)swap8((vf)v);
     v += (vu)swap4((vf)v);
     v += (vu)swap2((vf)v);
@@ -253,7 +253,7 @@ KV_INLINE vf exp_down(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const vu power = ((vu)shifted - (vu)magic + 127) << 23;  // unsigned: of any number
+    const vu power = ((vu)shifted - (vu)magic + 127) << 23;  // unsigned: defined for any number
     return pick(x < all(-87.3f), vf{}, p * (vf)power);
 }
 
@@ -275,9 +275,9 @@ KV_INLINE vf tanh(vf x) {
 
 // -- elements --------------------------------------------------------------------------------
 
-// Two vectors from 2 W consecutive elements. Each type defines which element is in which lane
-// (`lane`), the same for every tensor of that type: dot products and sums over slots do not depend
-// on it, and results are reordered before they leave the kernel.
+// Two vectors from 2 W consecutive elements. Each type defines the lane of each element (`lane`),
+// the same for every tensor of the type: dot products and sums over slots do not depend on it, and
+// results are reordered before they leave the kernel.
 struct Pair {
     vf a, b;
 };
@@ -336,7 +336,7 @@ struct F16 {
             memcpy(&f, &bits, 4);
         } else {
             memcpy(&f, &bits, 4);
-            f *= 0x1p112f;  // which also handles subnormals
+            f *= 0x1p112f;  // also handles subnormals
         }
         memcpy(&bits, &f, 4);
         bits |= sign;

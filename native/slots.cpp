@@ -1,4 +1,4 @@
-// Ranks slots for eviction, and moves the remaining ones. A decode step does both in every layer,
+// Ranks slots for eviction, and moves the remaining slots. A decode step does both in every layer,
 // where a chain of tensor operations would take longer than attention itself.
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// The bits of a score that are rounded off.
+// Bits of a score that are rounded off.
 constexpr uint32_t NOISE = 0xFF;
 
 // The largest finite number whose NOISE bits are 0.
@@ -23,7 +23,7 @@ float largest() {
     return x;
 }
 
-// The nearest number of 16 significant bits, as `rounded` in policy/ranking.py, for numbers up to
+// The nearest number of 16 significant bits, like `rounded` in policy/ranking.py, for numbers up to
 // `largest`. Infinities are unchanged.
 float rounded(float x) {
     uint32_t bits;
@@ -34,7 +34,7 @@ float rounded(float x) {
 }
 
 int64_t least(const float* worth, const int32_t* position, int64_t slots) {
-    // Several independent minima, so that a comparison does not wait for the one before.
+    // Several independent minima, so that a comparison does not wait for the previous one.
     constexpr int64_t LANES = 16;
     float low[LANES];
     std::fill(low, low + LANES, std::numeric_limits<float>::infinity());
@@ -54,7 +54,7 @@ int64_t least(const float* worth, const int32_t* position, int64_t slots) {
 
 void kv_worth(const KvRanking& ranking, const float* score, const int32_t* position, int32_t newest,
               float* worth) {
-    // Without branches, so that the loop is vectorised.
+    // Without branches, for vectorisation.
     constexpr float NONE = -std::numeric_limits<float>::infinity();
     const float most = largest();
     constexpr int32_t LAST = std::numeric_limits<int32_t>::max();
@@ -117,7 +117,7 @@ int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows, const int
              int64_t victim_rows, int64_t victim_heads, int64_t count, int64_t length) {
     const int64_t kept = length - count;
     try {
-        // A user's policy may return invalid victims; check them before anything is changed.
+        // A user's policy may return invalid victims; check them before anything changes.
         std::vector<int64_t> sorted(count);
         for (int64_t i = 0; i < victim_rows * victim_heads; ++i) {
             std::copy_n(victims + i * count, count, sorted.begin());

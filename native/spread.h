@@ -1,4 +1,4 @@
-// Spreads 2-bit codes to 4 bits, so that the code for 4 bits reads them.
+// Spreads 2-bit codes to 4 bits, for the code that reads 4-bit codes.
 #pragma once
 #include "rows.h"
 
@@ -8,7 +8,7 @@ namespace {
 inline Rows spread(Rows codes, int64_t count, void* memory) {
     typedef uint8_t bytes __attribute__((vector_size(16)));
     typedef uint16_t words __attribute__((vector_size(32)));
-    // The four codes of a byte become the four halves of the bytes of a word.
+    // The four codes of a byte become the four half-bytes of a 16-bit word.
     const auto four = [](auto x) { return (x & 0x0f) | (x & 0xf0) << 4; };
     const auto apart = [](auto x) { return (x & 0x0303) | (x & 0x0c0c) << 2; };
     const int64_t stride = 2 * codes.bytes;

@@ -1,5 +1,5 @@
-// A decode step: one token a row is written, attended to, and settled. In Python the parts of a step
-// cost more time than the step itself.
+// A decode step: one token a row is written, attended to, and settled. In Python the stages of a
+// step cost more time than the step itself.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -26,7 +26,7 @@ struct Token {
           out(all.out + step.token * all.out_token + step.part * all.out_part) {}
 };
 
-// Whether the tokens have the positions that they must have.
+// Whether the tokens have the expected positions.
 bool expected(const KvSequence& step, const KvTokens& tokens) {
     if (!tokens.positions) return true;
     for (int64_t row = 0; row < step.step->call.rows; ++row) {
@@ -36,12 +36,12 @@ bool expected(const KvSequence& step, const KvTokens& tokens) {
     return true;
 }
 
-// Slots in use after a step, before it evicts.
+// Slots in use after a step writes, before it evicts.
 int64_t slots_after(const KvSequence& step) { return step.slots + !step.drops; }
 
 bool needs_mass(const KvSequence& step) { return step.step->rule.learn != KV_LEARN_NOTHING; }
 
-// Slots of all segments after a step.
+// Slots of all segments after a step writes.
 int64_t all_slots(const KvSequence& step) {
     int64_t slots = slots_after(step);
     for (int64_t i = 0; i + 1 < step.step->call.segment_count; ++i) slots += step.segments[i].slots;
@@ -103,7 +103,7 @@ bool append(const KvSequence& step, const Token& token) {
     return true;
 }
 
-// Attends with the queries of one step, for which the token is written.
+// Attends with the queries of one step, whose token is already written.
 int attend_alone(const KvSequence& step, const Token& token, float* mass) {
     const KvStep& s = *step.step;
     std::vector<KvSegment> segments(step.segments, step.segments + s.call.segment_count);
@@ -134,20 +134,20 @@ int attend_alone(const KvSequence& step, const Token& token, float* mass) {
 
 // -- several sequences ------------------------------------------------------------------------
 
-constexpr int64_t FEWEST_SHARED = 128;  // slots that are worth a chain of their own
+constexpr int64_t FEWEST_SHARED = 128;  // slots for which a chain of their own pays
 
-// One call for the rows of several sequences: their segments, in which those that sequences begin
-// with alike occur once. Every segment names the rows whose slots it holds.
+// One call for the rows of several sequences. A leading segment that several sequences share occurs
+// once. Every segment names the rows that have it.
 class Together {
     const KvTokens& tokens;
-    std::vector<const KvSequence*> rows;  // those with the same segments side by side
+    std::vector<const KvSequence*> rows;  // rows with the same segments are adjacent
     std::vector<float*> masses;
     std::vector<int64_t> slots_of;
     std::vector<KvSegment> segments;
     std::vector<KvRows> holders;
     std::vector<void*> outs;
-    std::vector<char> queries;  // of rows that share segments, side by side
-    int64_t query_bytes;        // of one row
+    std::vector<char> queries;  // queries of rows that share segments, adjacent
+    int64_t query_bytes;        // bytes of one row's query
 
   public:
     Together(std::vector<const KvSequence*> given, const KvTokens& tokens)
@@ -179,7 +179,7 @@ class Together {
         divide(0, count, 0);
     }
 
-    // `mass` gives where the mass of a step is written; null: it is not needed.
+    // `mass` returns where to write a step's mass; null: not needed.
     template <class Mass>
     int attend(Mass mass) {
         bool some = false;
@@ -204,7 +204,7 @@ class Together {
   private:
     int64_t count_of(int64_t row) const { return rows[row]->step->call.segment_count; }
 
-    // Whether two rows have the same segment at `depth`, frozen for both.
+    // Whether two rows have the same frozen segment at index `depth`.
     bool alike(int64_t row, int64_t other, int64_t depth) const {
         if (depth + 1 >= count_of(row) || depth + 1 >= count_of(other)) return false;
         const KvSegment &a = rows[row]->segments[depth], &b = rows[other]->segments[depth];
@@ -212,11 +212,11 @@ class Together {
                !memcmp(&a.v, &b.v, sizeof a.v);
     }
 
-    // Adds the segments from `depth` on of the rows `first` to `end` - 1, which have those before
-    // in common.
+    // Adds the segments from `depth` on of rows `first` to `end` - 1, which share the segments
+    // before `depth`.
     void divide(int64_t first, int64_t end, int64_t depth) {
         while (first < end) {
-            int64_t last = first + 1;  // of those that go on with the same segment
+            int64_t last = first + 1;  // end of the rows that continue with the same segment
             while (last < end && alike(first, last, depth)) ++last;
             int64_t common = depth, slots = 0;
             while (last - first > 1 && all_alike(first, last, common))
@@ -283,7 +283,7 @@ class Masses {
     }
 };
 
-// Attends for all steps: together, where their queries see all slots and their heads are alike.
+// Attends for all steps: in one call if their queries see all slots and they have the same heads.
 int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses) {
     std::map<int64_t, std::vector<const KvSequence*>> alike;  // by the number of heads
     for (const KvSequence* step = steps; step < steps + count; ++step) {

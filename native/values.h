@@ -5,13 +5,13 @@
 namespace {
 
 // acc (MT rows of padded(width)) = acc * alpha + p (MT rows of BLOCK) . values, for PAIRS * 2 W
-// elements from `d` on, of which `valid` exist. SLOTS consecutive slots have separate sums.
+// elements from `d` on, of which `valid` exist. SLOTS adjacent slots have separate sums.
 template <class T, int MT, int PAIRS, int SLOTS>
 KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
                              int64_t valid, const float* p, const float* alpha, float* acc) {
     typedef typename T::Element Element;
     constexpr int64_t BYTES = PAIRS * STEP * sizeof(Element);
-    // If the rows are contiguous, in memory order, which the hardware prefetcher recognises.
+    // In memory order if the rows are contiguous: the hardware prefetcher recognises that.
     const bool compact = next.stride == next.bytes;
     const char* ahead = next.first + d * sizeof(Element) * (compact ? count : 1);
     const int64_t ahead_step = compact ? BYTES : next.stride;
@@ -55,8 +55,8 @@ KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t widt
     }
 }
 
-// How many pairs of columns are summed at once, and for how many slots separately: enough sums to
-// hide the latency of the multiply-add, and few enough to fit the registers.
+// Number of column pairs summed at once, and of slots summed separately: enough sums to hide the
+// latency of the multiply-add, and few enough to fit the registers.
 constexpr int pairs_at_once(int queries) {
     return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2 : 1;
 }

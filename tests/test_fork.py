@@ -151,7 +151,7 @@ def test_a_fork_copies_nothing_until_it_evicts(spec):
 
 def test_bad_input():
     cache = filled("keep_all", 2, ragged=False)
-    with pytest.raises(SpecError, match="restore it to one of the same specs"):
+    with pytest.raises(SpecError, match="restore it to a cache of the same specs"):
         filled("window:8", 2, ragged=False).restore(cache.snapshot())
     with pytest.raises(ShapeError, match="repeat 0 times"):
         cache.freeze().fork(rows=0)

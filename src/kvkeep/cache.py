@@ -1,4 +1,4 @@
-"""Cache: the layer caches of a model, which are changed together or not at all."""
+"""Cache: the layer caches of a model, changed together or not at all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from kvkeep.layer.stats import LayerStats
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Statistics of a cache. `length` and `capacity` are the maxima over the layers, in slots;
-    bytes and reallocations are sums; `seen` counts each row's tokens; `kept` is the share of them
-    that is held, on average over layers and heads. `shared_bytes` is the part of the bytes in
-    frozen slots, which other caches may share; `recurrent_bytes` that of recurrent states, and
-    `marked_bytes` what their copies at marks take beside."""
+    """Statistics of a cache.
+
+    `length` and `capacity` are the maxima over the layers, in slots; bytes and reallocations are
+    sums. `seen`: tokens fed, per row; `kept`: the share of them that is held, averaged over layers
+    and heads. `shared_bytes`: bytes of frozen slots, which other caches may share;
+    `recurrent_bytes`: bytes of recurrent states; both are part of the other byte counts.
+    `marked_bytes`: bytes of their copies at marks, counted separately.
+    """
 
     length: int
     capacity: int
@@ -41,7 +44,7 @@ class CacheStats:
     marked_bytes: int = 0
 
     def asdict(self) -> dict[str, Any]:
-        """The statistics as a dict that can be written as JSON."""
+        """The statistics as a dict for JSON."""
         return asdict(self)
 
 
@@ -56,7 +59,7 @@ class Snapshot(NamedTuple):
 
 
 class Cache:
-    """A model's layer caches, for a forward of your own.
+    """A model's layer caches, for your own forward.
 
     Each layer's attention is `cache.layers[i].step(q, k, v, scale=...)`.
 
@@ -73,7 +76,7 @@ class Cache:
     """
 
     routed: bool | None = None
-    """Whether kvkeep computed the attention of the tokens held; None: unknown."""
+    """Whether kvkeep computed the attention of the tokens in the cache; None: unknown."""
 
     def __init__(
         self, layers: Iterable[LayerCache], carried: RecurrentStates | None = None
@@ -81,7 +84,7 @@ class Cache:
         self._layers: list[LayerCache] = list(layers)
         self.carried = NoStates() if carried is None else carried
         self.lent = ""  # why the layers cannot be used now, and the remedy; empty: they can
-        self._changing = False  # the rows of all layers, which an interrupt leaves different
+        self._changing = False  # True while all layers change; an interrupt leaves them different
         self._share()
 
     @property
@@ -94,7 +97,7 @@ class Cache:
         """The layers, in the model's order.
 
         Raises:
-            StateError: they are in use elsewhere for the time being.
+            StateError: another object is using them.
         """
         if self.lent:
             raise StateError(f"the cache {self.lent}")
@@ -108,8 +111,8 @@ class Cache:
         return len(self.layers)
 
     def admit(self, n: int) -> None:
-        """Check, before a forward of n tokens, that every layer has room, and that no forward was
-        interrupted before.
+        """Check, before a forward of n tokens, that every layer has room, and that the previous
+        forward was not interrupted.
 
         Raises:
             CapacityError: a layer has no room.
@@ -125,7 +128,7 @@ class Cache:
             layer.require(n)
 
     def reset(self) -> None:
-        """Remove every token."""
+        """Remove all tokens."""
         for layer in self.layers:
             layer.reset()
         self.carried.reset()
@@ -146,8 +149,8 @@ class Cache:
         """Remove the newest -`tokens` tokens (tokens <= 0) of every row, in every layer.
 
         Raises:
-            RollbackError: `tokens` is positive, or some layer cannot; no layer is changed then.
-            StateError: a change of all layers was interrupted before.
+            RollbackError: `tokens` is positive, or a layer cannot remove them; nothing is changed.
+            StateError: an earlier change of all layers was interrupted.
         """
         with self._turns():
             self._mend()
@@ -158,12 +161,12 @@ class Cache:
                 layer.crop(tokens)
 
     def rewind(self, columns: int) -> None:
-        """Return to the state after `columns` columns were fed. This also works after an
-        interrupted forward, which fed some layers more than others.
+        """Return to the state after `columns` columns. Also works after an interrupted forward,
+        which fed some layers more than others.
 
         Raises:
-            RollbackError: some layer cannot; no layer is changed then.
-            StateError: an eviction or a change of rows was interrupted before.
+            RollbackError: a layer cannot return to it; nothing is changed.
+            StateError: an eviction or a change of rows was interrupted.
         """
         with self._turns():
             self._mend()
@@ -196,7 +199,7 @@ class Cache:
         """Make row i a copy of the former row index[i], as beam search does.
 
         Raises:
-            ShapeError: `index` does not give one existing row for each row; use `select` to change
+            ShapeError: `index` does not have one existing row for each row; use `select` to change
                 the number of rows.
         """
         index = torch.as_tensor(index)
@@ -234,17 +237,17 @@ class Cache:
         self._take_rows(index)
 
     def hide(self, shown: Tensor) -> None:
-        """Empty the slots of columns that were fed as tokens, such as those that `generate` fed to
-        rows that had ended. No later query sees them. Later tokens have the positions that they
-        would have had, so windows reach as far back.
+        """Empty the slots of columns that were fed as tokens, such as the columns that `generate`
+        feeds to rows that have ended. No later query sees them. Later tokens keep the positions
+        that they would have had, so windows reach as far back.
 
         Args:
-            shown: which columns still hold tokens, bool (B, columns fed).
+            shown: bool (B, columns fed), False for the columns to empty.
 
         Raises:
-            ShapeError: some were padding, or hidden before; no layer is changed then.
-            UnsupportedError: a layer's policy has decided by these tokens what it keeps, or its
-                codec has encoded them together with others; likewise.
+            ShapeError: `shown` is True for padding or hidden columns; nothing is changed.
+            UnsupportedError: these tokens have already influenced which slots a layer's policy
+                keeps, or share encoded blocks with other tokens; nothing is changed.
         """
         with self._turns():
             self._between_forwards("hide")
@@ -256,7 +259,7 @@ class Cache:
             self._changing = False
 
     def snapshot(self) -> Snapshot:
-        """A copy of the current content, to `restore` later; spare slots are not copied.
+        """A copy of the current contents for `restore`; spare slots are not copied.
 
         Raises:
             StateError: a forward is running.
@@ -267,7 +270,7 @@ class Cache:
         return Snapshot(kinds, layers, self.routed, carried)
 
     def states(self, doing: str) -> list[LayerState]:
-        """Each layer's state, as views that are valid until the next change.
+        """Each layer's state, as views, valid until the next change.
 
         Raises:
             StateError: a forward is running; `doing` names the caller's operation.
@@ -276,25 +279,25 @@ class Cache:
         return [layer.state() for layer in self.layers]
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore the content of a snapshot of this cache, or of one with the same specs. A
-        snapshot can be restored many times. Fixed storage keeps its addresses.
+        """Restore a snapshot of this cache, or of a cache with the same specs. A snapshot can be
+        restored many times. Fixed storage keeps its addresses.
 
         Raises:
-            SpecError: the snapshot is of a cache with other policies, codecs or windows, or only
-                one of both has recurrent states.
+            SpecError: the snapshot's cache has different policies, codecs or windows, or only one
+                of the two has recurrent states.
             CapacityError: fixed storage has no room for the snapshot.
         """
         kinds = [layer.kind for layer in self.layers]
         if kinds != snapshot.kinds:
             raise SpecError(
                 f"snapshot of {snapshot.kinds[:1]}, {len(snapshot.kinds)} layers, for a cache of "
-                f"{kinds[:1]}, {len(kinds)} layers; restore it to one of the same specs"
+                f"{kinds[:1]}, {len(kinds)} layers; restore it to a cache of the same specs"
             )
         fed = any(state.history.columns for state in snapshot.layers)
         if bool(snapshot.carried) != (fed and bool(self.carried)):
             raise SpecError(
-                "a snapshot with recurrent states belongs to a cache of the same model; restore it "
-                "to such a cache"
+                "a snapshot with recurrent states needs a cache of the same model; restore it to a "
+                "cache of that model"
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             layer.require_room(state)
@@ -306,10 +309,10 @@ class Cache:
             self.routed, self._changing = snapshot.routed, False
 
     def freeze(self) -> Frozen[Self]:
-        """The current content as an immutable cache, which any number of forks can share.
+        """The current contents as an immutable cache, which any number of forks can share.
 
         Nothing is copied: this cache continues as the first fork, and copies the frozen slots only
-        when a policy must evict from them. (Heads of different lengths are copied.)
+        when a policy must evict from them. (Heads of different lengths are copied at once.)
 
         Raises:
             StateError: a forward is running.
@@ -321,7 +324,7 @@ class Cache:
             return Frozen(self)
 
     def _forked(self) -> Self:
-        """A cache in the same state that shares the frozen slots."""
+        """A cache in the same state, which shares the frozen slots."""
         other = copy(self)
         other.layers = [layer.fork() for layer in self.layers]
         other.carried = self.carried.fork()
@@ -329,17 +332,17 @@ class Cache:
         return other
 
     def _share(self) -> None:
-        """Let the layers' storages share resources that only one of them uses at a time."""
+        """Let the layers' storages share resources that one storage at a time uses."""
         common: dict[str, Any] = {}
         for layer in self.layers:
             layer.storage.share(common)
 
     def _mend(self) -> None:
-        """Remove what an interrupted step wrote, see `LayerCache.mend`."""
+        """Remove the tokens of an interrupted step; see `LayerCache.mend`."""
         if self._changing:
             raise StateError(
                 "a change of rows was interrupted, so layers have different rows; reset() the "
-                "cache and feed again, or restore() a snapshot"
+                "cache and feed the tokens again, or restore() a snapshot"
             )
         for layer in self.layers:
             layer.mend()
@@ -350,7 +353,7 @@ class Cache:
         self.carried.require(self.fed)
 
     def _require_alike(self, doing: str) -> None:
-        """Raise StateError while layers were fed different numbers of tokens."""
+        """Raise StateError if layers were fed different numbers of tokens."""
         fed = {layer.fed for layer in self.layers}
         if len(fed) > 1:
             raise StateError(
@@ -367,24 +370,24 @@ class Cache:
 
     @property
     def seen(self) -> Tensor:
-        """Tokens ever fed, int64 (B,), padding not counted."""
+        """Tokens fed so far, int64 (B,), padding not counted."""
         return self.layers[0].seen if self.layers else torch.zeros(0, dtype=torch.int64)
 
     @property
     def fed(self) -> int:
-        """Columns ever fed, padding included."""
+        """Columns fed so far, padding included."""
         layers = self._layers if not self.lent else self.layers
         return layers[0].cursor.history.columns if layers else 0
 
     @property
     def tokens(self) -> Tensor | None:
-        """The token ids of the first columns fed, int64 (B, n), as far as they are known; None:
-        none are."""
+        """Token ids of the first columns fed, int64 (B, n), as far as they are known; None: none
+        are known."""
         return self.layers[0].tokens if self.layers else None
 
     def note_tokens(self, tokens: Tensor, after: int = 0) -> None:
-        """Record the token ids (B, n) that were fed after the first `after` columns, unless those
-        before them are unknown. Crops, forks and changes of rows keep the record right."""
+        """Record the token ids (B, n) fed after the first `after` columns, unless the ids before
+        them are unknown. Crops, forks and changes of rows update the record."""
         if not self.layers or len(tokens) != self.rows:
             return
         known = self.tokens
@@ -392,7 +395,7 @@ class Cache:
             return
         fed = tokens[:, : self.fed - after].to(torch.int64)
         before = [] if known is None else [known[:, :after].to(fed.device)]
-        self.layers[0].tokens = torch.cat([*before, fed], dim=1)  # a copy: the caller's may change
+        self.layers[0].tokens = torch.cat([*before, fed], dim=1)  # a copy: the caller may change it
 
     @property
     def length(self) -> int:
@@ -422,11 +425,11 @@ class Cache:
 
     @property
     def reallocations(self) -> int:
-        """How often layers copied their slots to a larger buffer, in all."""
+        """Number of times that layers copied their slots to a larger buffer, in total."""
         return sum(layer.slots.stats().reallocations for layer in self.layers)
 
     def stats(self) -> CacheStats:
-        """All figures at once, per layer too."""
+        """All figures, in total and per layer."""
         layers = tuple(layer.stats() for layer in self.layers)
         return CacheStats(
             length=self.length,
@@ -459,7 +462,7 @@ class Cache:
 
     @contextmanager
     def _turns(self) -> Iterator[None]:
-        """Enter every layer's turn, so that a second thread is refused before any layer changes."""
+        """Take every layer's turn, so that a second thread is refused before any layer changes."""
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(layer.cursor.turn)
@@ -471,13 +474,13 @@ CacheType = TypeVar("CacheType", bound=Cache)
 
 class Frozen(Generic[CacheType]):
     """An immutable cache, from `Cache.freeze`. Forks share its slots until they must evict from
-    them. Slots that all rows of a fork share are read once for all rows by attention."""
+    them. Attention reads slots that all rows of a fork share once for all rows."""
 
     def __init__(self, cache: CacheType) -> None:
         self._cache = cache._forked()
 
     def fork(self, rows: int = 1) -> CacheType:
-        """A cache that continues independently from this content, with each row repeated `rows`
+        """A cache that continues independently from these contents, with each row repeated `rows`
         times.
 
         Raises:
@@ -490,9 +493,9 @@ class Frozen(Generic[CacheType]):
 
     @property
     def seen(self) -> Tensor:
-        """Tokens ever fed, int64 (B,), padding not counted."""
+        """Tokens fed so far, int64 (B,), padding not counted."""
         return self._cache.seen
 
     def stats(self) -> CacheStats:
-        """All figures at once, per layer too."""
+        """All figures, in total and per layer."""
         return self._cache.stats()

@@ -1,4 +1,4 @@
-"""Checks what a caller gives, tensors and numbers, before anything is changed or computed."""
+"""Checks a caller's tensors and numbers before anything is changed or computed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def check_chunk(k: Tensor, v: Tensor, position: Tensor | None, held: Geometry | 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv).
         position: integers (n,) or (B, n), or None.
-        held: the geometry of the tokens already held; None: there are none.
+        held: geometry of the tokens already held; None: there are none.
 
     Raises:
-        ShapeError: they do not fit.
+        ShapeError: a check fails.
     """
     empty = 0 in k.shape or 0 in v.shape
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or empty:
@@ -49,7 +49,7 @@ def check_places(what: str, x: Tensor, rows: int, n: int, *front: int) -> None:
     """Check that x holds positions, (*front, n) or (B, *front, n).
 
     Raises:
-        ShapeError: it has another shape or no integers.
+        ShapeError: its shape is different, or it does not hold integers.
     """
     fitting = ((*front, n), (rows, *front, n))
     if tuple(x.shape) not in fitting or x.dtype not in _INTEGERS:
@@ -60,18 +60,18 @@ def check_places(what: str, x: Tensor, rows: int, n: int, *front: int) -> None:
 
 
 def check_range(what: str, x: Tensor) -> None:
-    """Check that positions fit the 32 bits in which slots and kernels hold them. Those of fewer
-    bits are not read.
+    """Check that positions fit the 32 bits that slots and kernels use. Positions of a narrower type
+    are not read.
 
     Raises:
-        ShapeError: they do not.
+        ShapeError: a position does not fit.
     """
     if x.dtype != torch.int64 or not x.numel() or x.is_meta or torch.compiler.is_compiling():
         return
     try:
         low, high = (int(end) for end in x.aminmax())
     except RuntimeError:
-        return  # of a tensor that is traced, or one of torch.func
+        return  # a traced tensor, or a tensor of torch.func
     if low < -_LAST or high > _LAST:
         raise ShapeError(
             f"{what} from {low} to {high} do not fit 32 bits; give at most {_LAST}, and -1 for "
@@ -80,44 +80,43 @@ def check_range(what: str, x: Tensor) -> None:
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Check that a softcap can be divided by.
+    """Check that a softcap is a valid divisor.
 
     Raises:
-        ShapeError: it is zero, negative or not finite.
+        ShapeError: the softcap is zero, negative or not finite.
     """
     if softcap is not None and not 0 < softcap < math.inf:
         raise ShapeError(f"softcap {softcap}; give a finite number above 0, or None for no cap")
 
 
 def check_memory(what: str, x: Tensor, device: torch.device) -> None:
-    """Check that a kernel which is given the address of x finds all of it there.
+    """Check that a kernel can read all of x from its address.
 
     Raises:
-        ShapeError: it is on another device, not strided, or longer than its memory.
+        ShapeError: x is on another device, not strided, or exceeds its storage.
     """
     if x.device != device:
-        raise ShapeError(f"{what} on {x.device}, the queries on {device}; move one")
+        raise ShapeError(f"{what} on {x.device}, the queries on {device}; move them to one device")
     if x.layout != torch.strided:
-        raise ShapeError(f"{what} in layout {x.layout}; give a strided tensor, as of to_dense()")
+        raise ShapeError(f"{what} in layout {x.layout}; give a strided tensor: call to_dense()")
     if type(x.numel()) is not int or not x.numel() or torch.compiler.is_compiling():
         return
     try:
         held = x.untyped_storage().nbytes()
     except RuntimeError:
-        return  # of torch.func, whose tensors have no memory of their own
+        return  # a tensor of torch.func, without memory of its own
     last = x.storage_offset() + sum((a - 1) * b for a, b in zip(x.shape, x.stride(), strict=True))
     if (last + 1) * x.element_size() > held:
         raise ShapeError(
-            f"{what} {tuple(x.shape)} {x.dtype} need {(last + 1) * x.element_size()} bytes of a "
-            f"storage that holds {held}: it was resized under them; give a tensor that owns its "
-            "memory"
+            f"{what} {tuple(x.shape)} {x.dtype} need {(last + 1) * x.element_size()} bytes, but "
+            f"their storage holds {held}: it was resized; give a tensor that owns its memory"
         )
 
 
 def resolved(x: Tensor) -> Tensor:
-    """x with its values in memory, where a kernel reads them: torch negates the imaginary part of a
-    conjugate only when its own operations read it, and zeros of forward gradients have no memory.
-    The same tensor, if that is so already."""
+    """x with its values in memory, for kernels: torch conjugates and negates lazily, in its own
+    operations only, and zeros of forward gradients have no memory. Returns x itself if its values
+    are in memory."""
     return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
@@ -126,7 +125,7 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
     logits (Hq,).
 
     Raises:
-        ShapeError: they do not fit.
+        ShapeError: a check fails.
     """
     fits = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or 0 in q.shape or q.shape[1] % max(1, k.shape[1]):
@@ -143,8 +142,8 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
 
 
 class Checks:
-    """The checks of one layer. While shapes, dtypes and devices are the same as in the last call,
-    which passed, only positions of 64 bits are checked again."""
+    """The checks of one layer. If shapes, dtypes and devices equal those of the last call, which
+    passed, only 64-bit positions are checked again."""
 
     def __init__(self) -> None:
         self._chunk: tuple[object, ...] = ()
@@ -177,7 +176,7 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     """Check that there is one sink logit for each query head of q (B, Hq, n, Dk).
 
     Raises:
-        ShapeError: there are more or fewer, or they are no real numbers.
+        ShapeError: the number is different, or the logits are not real numbers.
     """
     if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.is_complex()):
         raise ShapeError(
@@ -192,7 +191,7 @@ def wants_gradients(*tensors: Tensor) -> bool:
 
 
 def _check_alike(what: str, new: Tensor, held: Geometry, width: int) -> None:
-    """Check that rows, heads, width, dtype and device are those of the tokens already held."""
+    """Check that rows, heads, width, dtype and device equal those of the tokens already held."""
     if (new.shape[0], new.shape[1], new.shape[3]) != (held.rows, held.heads, width):
         raise ShapeError(
             f"{what} {tuple(new.shape)} for a cache of {held.rows} rows, {held.heads} heads, width "

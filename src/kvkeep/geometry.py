@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """The batch rows B, kv heads H, widths Dk and Dv, dtype and device of keys (B, H, n, Dk) and
-    values (B, H, n, Dv)."""
+    """Batch rows B, kv heads H, widths Dk and Dv, dtype and device of keys (B, H, n, Dk) and values
+    (B, H, n, Dv)."""
 
     rows: int
     heads: int
@@ -21,5 +21,5 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Geometry:
-        """Return the geometry of keys and values."""
+        """The geometry of keys and values."""
         return cls(k.shape[0], k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)

@@ -1,4 +1,4 @@
-"""Linear layers of few rows on the CPU, by a kernel that reads the weights once, where they lie."""
+"""Linear layers of few rows on the CPU, by a kernel that reads the weights once and in place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.native_library import LIBRARY, TYPES, reason
 
 MOST_ROWS = 32
-"""The most rows of a call that the kernel computes; KV_LINEAR_ROWS of native/abi.h."""
+"""Most rows per call of the kernel; KV_LINEAR_ROWS of native/abi.h."""
 
 FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
-"""Bytes of weights below which a layer is not routed, and below which one row alone goes to torch:
-the call itself then takes most of the time."""
+"""Fewest bytes of weights for which a layer is routed, and for which a single row is not left to
+torch: with fewer, the call itself takes most of the time."""
 
 _LINEAR = Struct("=7q")
 
@@ -29,18 +29,18 @@ _LINEAR = Struct("=7q")
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b by the native kernel, with sums in float32.
 
-    A row's result does not depend on the other rows.
+    The result of a row does not depend on other rows.
 
     Args:
         x: (..., inputs) on the CPU, 1 to `MOST_ROWS` rows; float32, bfloat16 or float16.
-        weight: (outputs, inputs) of the same dtype; the elements of a row are adjacent.
+        weight: (outputs, inputs) of the same dtype, with contiguous rows.
         bias: (outputs,) of the same dtype.
 
     Returns:
         (..., outputs), without a gradient.
 
     Raises:
-        UnsupportedError: the native library is missing, or the kernel does not take these tensors.
+        UnsupportedError: the native library is missing, or the kernel does not support the tensors.
     """
     require_kernel()
     out = Weights([weight], [bias]).product(x)
@@ -55,17 +55,17 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def require_kernel() -> None:
-    """Raise UnsupportedError if there is no native library."""
+    """Raise UnsupportedError if the native library is missing."""
     if LIBRARY is None:
         raise UnsupportedError(f"no native kernel: {reason}")
 
 
 def route(model: nn.Module) -> int:
     """Let the native kernel compute the model's linear layers where it is faster: calls of at most
-    `MOST_ROWS` rows on the CPU, without gradients. `unroute` undoes it.
+    `MOST_ROWS` rows on the CPU, without gradients. `unroute` undoes this.
 
-    Layers are routed whose type is `nn.Linear` itself, with weights that the kernel reads, and
-    whose forward nothing else has replaced or wrapped (PEFT, quantisation, parametrisation).
+    A layer is routed if its type is exactly `nn.Linear`, the kernel can read its weights, and
+    nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation).
 
     Returns:
         The number of routed layers; 0 without the native library.
@@ -80,7 +80,7 @@ def route(model: nn.Module) -> int:
 
 
 def unroute(model: nn.Module) -> None:
-    """Give the layers that `route` changed their own forward again."""
+    """Restore the forwards of the layers that `route` changed."""
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), _Routed):
             del module.__dict__["forward"]
@@ -90,7 +90,7 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
     wrapped = {
         id(part)
         for module in model.modules()
-        if hasattr(module, "base_layer")  # PEFT's
+        if hasattr(module, "base_layer")  # a PEFT layer
         for part in module.modules()
     }
     for module in model.modules():
@@ -110,7 +110,7 @@ def _gains(module: nn.Linear) -> bool:
 
 
 def readable(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel reads these weights, by their layout."""
+    """Whether the kernel can read the layout of these weights."""
     return (
         weight.is_cpu
         and weight.layout is torch.strided
@@ -123,15 +123,15 @@ def readable(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors of no subclass, so that their memory holds what they are."""
+    """True for plain tensors and parameters; subclasses may store other data."""
     return all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors)
 
 
-Arguments = tuple[bytes, int, int, int, int, int]  # of kv_linear
+Arguments = tuple[bytes, int, int, int, int, int]  # arguments of kv_linear
 
 
 def multiply(arguments: Arguments) -> None:
-    """Compute what `Weights.arguments` describes.
+    """Compute the product described by `Weights.arguments`.
 
     Raises:
         MemoryError: there is no scratch memory.
@@ -142,16 +142,15 @@ def multiply(arguments: Arguments) -> None:
 
 
 class Weights:
-    """Weights of layers that have the same inputs, and the records that describe them to the
-    kernel."""
+    """Weights of layers that share an input, and the records that describe them to the kernel."""
 
     __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
-    """By the identity of the first weight, which removes its entry when it is freed."""
+    """Objects by the id of their first weight, which removes its entry when it is freed."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        # Weakly, so that a model's weights are freed with the model.
+        # Weak references, so that a model's weights are freed with the model.
         self._given = [
             (ref(weight), None if bias is None else ref(bias))
             for weight, bias in zip(weights, biases, strict=True)
@@ -167,20 +166,20 @@ class Weights:
             and (weight.shape[1], weight.dtype) == (self._inputs, self._dtype)
             for weight, bias in zip(weights, biases, strict=True)
         ):
-            self._inputs = 0  # fits no x
+            self._inputs = 0  # matches no x
 
     @classmethod
     def known(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Weights:
-        """The object for these tensors, made when they are first seen."""
+        """The object for these tensors, created on first use."""
         number = id(weights[0])
-        found = cls._of_graphs.get(number)
-        if found is None or not found.are(weights, biases):
-            found = cls._of_graphs[number] = cls(weights, biases)
+        cached = cls._of_graphs.get(number)
+        if cached is None or not cached.are(weights, biases):
+            cached = cls._of_graphs[number] = cls(weights, biases)
             finalize(weights[0], cls._of_graphs.pop, number, None)
-        return found
+        return cached
 
     def are(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-        """Whether these are the tensors, where they were."""
+        """Whether these are the same tensors at the same addresses."""
         if len(weights) != len(self._given):
             return False
         pointers = iter(self._pointers)
@@ -198,7 +197,7 @@ class Weights:
 
     def product(self, x: Tensor) -> Tensor | None:
         """x W^T + b with the outputs of all layers side by side, or None if the kernel does not
-        take x or the weights."""
+        support x or the weights."""
         if not self._takes(x):
             return None
         if not x.is_contiguous():
@@ -231,7 +230,7 @@ class Weights:
         records = []
         for of_weight, of_bias in self._given:
             weight, bias = of_weight(), None if of_bias is None else of_bias()
-            assert weight is not None  # `are` compared it with a tensor
+            assert weight is not None  # `are` has compared it with a tensor
             outputs, inputs = weight.shape
             address = 0 if bias is None else bias.data_ptr()
             kind, row = TYPES[weight.dtype], weight.stride(0)
@@ -242,20 +241,20 @@ class Weights:
 
 
 class _Routed:
-    """The `forward` of a routed layer. Calls that the kernel does not compute go to the module's
+    """The `forward` of a routed layer. Calls that the kernel does not support go to the module's
     own forward."""
 
     __slots__ = ("_few", "_module", "_weights")
 
     def __init__(self, module: nn.Linear, few: int) -> None:
-        """`few`: elements of an input that is so small that torch is as fast."""
+        """`few`: most elements of an input for which torch is as fast."""
         self._module, self._few = module, few
         self._weights: Weights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Routed, (self._module, self._few)  # copies have weights of their own
+        return _Routed, (self._module, self._few)  # copies have their own weights
 
-    def __call__(self, input: Tensor) -> Tensor:  # named as that of nn.Linear
+    def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         module = self._module
         if input.numel() > self._few and not is_compiling():
             parameters, weights = module._parameters, self._weights
@@ -269,7 +268,7 @@ class _Routed:
         return nn.Linear.forward(module, input)
 
     def _is_watched(self, x: Tensor) -> bool:
-        """Whether gradients, hooks, autocast, tracing or torch.func need torch's operations."""
+        """Whether gradients, hooks, autocast, tracing or torch.func require torch's operations."""
         module = self._module
         if torch.is_grad_enabled():
             weights = module._parameters.values()

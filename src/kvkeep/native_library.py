@@ -1,7 +1,7 @@
 """Finds and loads the native library, which is built from `native/` and called through ctypes.
 
-Without a C++ compiler kvkeep installs without it, as does the wheel for all platforms, and uses
-tensor operations instead.
+If no C++ compiler is present at installation, kvkeep installs without the library, as does the
+wheel for all platforms, and uses tensor operations instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvkeep.errors import UnsupportedError
 
 
 def _path() -> Path | None:
-    """The file named by KVKEEP_NATIVE, or in this package, or of an editable install."""
+    """The library's file: named by KVKEEP_NATIVE, in this package, or in an editable install."""
     if chosen := os.environ.get("KVKEEP_NATIVE"):
         return Path(chosen)
     beside = sorted(Path(__file__).parent.glob("attention/_native.*"))
@@ -33,9 +33,8 @@ def _path() -> Path | None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """The library, whose names compiled programs see. The OpenMP functions that it calls are those
-    that torch has loaded for all to see. A torch that shows none may have them in a file of its
-    own; otherwise they are the system's."""
+    """Load the library globally, so that compiled programs see its names. If torch has not loaded
+    OpenMP globally, this first loads torch's own copy of it, or else the system's."""
     try:
         return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     except OSError:
@@ -81,15 +80,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 INSTRUCTION_SETS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
-"""The instruction sets that the library may have code for, the best first. KVKEEP_INSTRUCTIONS
-names the one to use instead of the processor's best."""
+"""Instruction sets that the library may have code for, the best first. KVKEEP_INSTRUCTIONS selects
+one instead of the processor's best."""
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """dtype -> KvType of native/abi.h."""
 
 _NOT_BUILT = (
-    "not built: install a C++ compiler (GCC or clang), then kvkeep again from its source "
+    "not built: install a C++ compiler (GCC or clang), then reinstall kvkeep from source "
     "(with pip's option --no-binary kvkeep)"
 )
 _ABI = 14  # KV_ABI of native/abi.h
@@ -99,18 +98,18 @@ available = LIBRARY is not None
 
 
 def address_of(record: bytes) -> int:
-    """Where a packed record lies, as long as the caller keeps it."""
+    """Address of a packed record, valid as long as the caller keeps the record."""
     return ctypes.cast(c_char_p(record), c_void_p).value or 0
 
 
 def use_instructions(name: str) -> None:
-    """Use the instruction set `name` from now on, for tests and benchmarks.
+    """Switch to instruction set `name`, for tests and benchmarks.
 
     Args:
         name: one of `INSTRUCTION_SETS`.
 
     Raises:
-        UnsupportedError: this processor or this build does not have it.
+        UnsupportedError: this processor or this build lacks it.
     """
     if LIBRARY is None or LIBRARY.kv_use_instructions(name.encode()):
         raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")

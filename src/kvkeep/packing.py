@@ -1,4 +1,4 @@
-"""The memory layouts of encoded keys and values, which codecs declare and kernels read."""
+"""The memory layouts of encoded keys and values: codecs declare them, kernels read them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 CODES = {"plain": 0, "int8": 3, "int4": 4, "fp8": 5, "int2": 6}
-"""Packing -> its number in kernels. `plain` is floats of any type, `int8` signed codes of a byte,
-`int4` and `int2` two and four codes in a byte with the first in the low bits, `fp8` the bits of
-E4M3.
+"""Packing -> its number in kernels. `plain`: floats of any type; `int8`: signed 8-bit codes; `int4`
+and `int2`: two and four codes per byte, the first in the low bits; `fp8`: E4M3 bits.
 
 The Triton kernels take these numbers as constants (`kernels/codes.py`); the native library takes
-those of `int8`, `int4` and `int2` as a KvType (`native/abi.h`)."""
+the numbers of `int8`, `int4` and `int2` as a KvType (`native/abi.h`)."""
 
 NATIVE = CODES.keys() - {"fp8"}
 """The packings that the native library reads."""
@@ -21,30 +20,30 @@ _IN_A_BYTE = {"int4": 2, "int2": 4}
 
 
 class KernelLayout(NamedTuple):
-    """The layout of an encoded tensor: what a kernel needs in addition to the planes.
+    """The layout of an encoded tensor: the information that a kernel needs besides the planes.
 
-    `int4` codes mean code * scale + zero if there is a plane of zeros, otherwise (code - 8) *
-    scale; `int2` codes always have zeros.
+    `int4` codes mean code * scale + zero if there is a plane of zero points, otherwise (code - 8) *
+    scale; `int2` codes always have zero points.
     """
 
     packing: str
-    """A name in `CODES`. Backends whose kernels do not read it decode the planes first."""
+    """A name in `CODES`. Backends that cannot read it decode the planes first."""
 
     group: int = 0
-    """The number of consecutive elements of a token that share a scale; 0: there are no scales."""
+    """Number of consecutive elements of a token that share a scale; 0: no scales."""
 
     hadamard: bool = False
-    """Whether tokens are rotated by the Hadamard matrix before they are encoded; queries on encoded
-    keys need the same rotation (`Codec.rotate`)."""
+    """Whether tokens are rotated by the Hadamard matrix before encoding; queries on encoded keys
+    need the same rotation (`Codec.rotate`)."""
 
     block: int = 1
-    """More than 1: scales are by channel. Each element has a scale of its own, which this many
+    """If more than 1, scales are by channel: each element has its own scale, which this many
     consecutive tokens share, and `group` is 1."""
 
     def width(self, plane: Tensor) -> int:
-        """D of the tokens in a plane of codes or floats."""
+        """The width D of the tokens in a plane of codes or floats."""
         return plane.shape[-1] * _IN_A_BYTE.get(self.packing, 1)
 
 
 PLAIN = KernelLayout("plain")
-"""The layout of keys and values that are stored as floats."""
+"""The layout of keys and values stored as floats."""

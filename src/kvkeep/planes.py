@@ -1,8 +1,8 @@
-"""Planes: the named per-slot tensors of a layer, and the operations that treat all of them alike.
+"""Planes: the named per-slot tensors of a layer, and operations on all planes at once.
 
 A plane is a tensor (B, H, S, ...): batch rows, kv heads, slots, then the shape of one slot's entry.
-A plane shared by all heads has H = 1. Scores, scales and positions are planes like keys and values,
-so one function moves them all.
+A plane shared by all heads has H = 1. Scores, scales and positions are planes too, like keys and
+values, so one function moves them all.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ Planes = Mapping[str, Tensor]
 """Plane name -> tensor (B, H|1, S, ...)."""
 
 Slots = slice | Tensor
-"""A run of slots, or int64 indices (B|1, H|1, n) along axis 2."""
+"""A slice of slots, or int64 indices (B|1, H|1, n) along axis 2."""
 
 POSITION = "position"
 """The plane that every layer has: int32 (B, 1|H, S), negative for an empty slot."""
 
 HOLE = -2
-"""The position of an empty slot whose column counts: tokens after it have the positions that they
-would have if it held a token."""
+"""Position of an empty slot whose column counts: later tokens have the positions that they would
+have if it held a token."""
 
 LAST = 2**31 - 1
-"""No position is larger."""
+"""Largest position."""
 
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """The shape and dtype of one slot in one plane.
+    """The shape and dtype of one slot's entry in a plane.
 
-    `shape` is the trailing shape after (B, H, S); `shared` planes have H = 1.
+    `shape` is the trailing shape after (B, H, S). `shared` planes have H = 1.
     """
 
     shape: tuple[int, ...]
@@ -49,8 +49,8 @@ class PlaneSpec:
 
 
 class Reach(NamedTuple):
-    """The positions a query sees: the last `size`, including its own, the first `sinks`, and those
-    from `keep_from` to `keep_to` (exclusive)."""
+    """The positions that a query sees: the last `size`, its own included, the first `sinks`, and
+    positions from `keep_from` to `keep_to` (exclusive)."""
 
     size: int
     sinks: int = 0
@@ -59,7 +59,7 @@ class Reach(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """How many positions stay visible however many tokens are fed."""
+        """Number of positions that stay visible however many tokens are fed."""
         return self.sinks + max(0, self.keep_to - max(self.keep_from, self.sinks))
 
     def allows(self, query: Any, slot: Any) -> Any:
@@ -111,18 +111,18 @@ def own_window(size: int | None, chunked: bool = False) -> OwnWindow | None:
 def limits(
     kept: Reach | None, window: OwnWindow | None, n: int, length: int | None, fed: int
 ) -> tuple[Reach, ...]:
-    """The reaches that can hide a slot from some query; computed from host numbers only.
+    """The reaches that can hide a slot from some query, computed from host numbers only.
 
     Args:
         kept: the policy's reach. The policy keeps the newest tokens and the sinks, so a single
-            query sees all slots once no more are held than the reach allows.
+            query sees all slots once the layer holds no more slots than the reach allows.
         window: the layer's own sliding window.
         n: tokens of the chunk, the last of `fed` in all.
         length: slots in use; None: the host does not know.
     """
     if kept is None and window is None:
         return ()
-    # The layer's own window may have dropped the sinks; other slots are then held in their place.
+    # The layer's own window may have dropped the sinks, and the layer may hold other slots instead.
     newest = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
     newest = newest and not (kept and kept.sinks and window is not None)
     own = None if window is None else Reach(window)
@@ -140,7 +140,7 @@ def limits(
 
 @final
 class Front(Planes):
-    """The first `length` slots of larger planes; each view is made when it is first read."""
+    """The first `length` slots of larger planes; each view is created when first read."""
 
     def __init__(self, planes: Planes, length: int) -> None:
         self.whole = dict(planes)
@@ -164,7 +164,7 @@ class Front(Planes):
 class Chain(Planes):
     """Several runs of slots as one set (B, H, S, ...); a plane is concatenated when first read.
 
-    A run of batch size 1 is shared by all rows.
+    All rows share a run of batch size 1.
     """
 
     def __init__(self, links: Sequence[Planes], rows: int) -> None:
@@ -182,7 +182,7 @@ class Chain(Planes):
         return joined
 
     def take(self, index: Tensor) -> dict[str, Tensor]:
-        """As `take`; no other slots are copied."""
+        """Like the function `take`; no other slots are copied."""
         return {name: self._taken(name, index) for name in self}
 
     def _taken(self, name: str, index: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class Chain(Planes):
 
 
 def part(planes: Planes, prefix: str) -> Planes:
-    """The planes of one encoded tensor, `k` and `k_*` for prefix "k", with the prefix removed."""
+    """The planes of one encoded tensor: for prefix "k", `k` and `k_*`, with the prefix removed."""
     return {
         name[len(prefix) :]: planes[name]
         for name in planes
@@ -247,8 +247,8 @@ def marked(slots: Tensor, length: int) -> Tensor:
 
 
 def positions_of(slots: Tensor, planes: Planes) -> Tensor:
-    """Positions (B, 1|H, n) of slots given by index; or, for a bool mask (B, H, S), the positions
-    of the marked slots with -1 elsewhere."""
+    """Positions (B, 1|H, n) of slots given by index; for a bool mask (B, H, S), the positions of
+    the marked slots and -1 elsewhere."""
     position = planes[POSITION]
     if slots.dtype == torch.bool:
         return position.masked_fill(~slots, -1)
@@ -257,13 +257,13 @@ def positions_of(slots: Tensor, planes: Planes) -> Tensor:
 
 def norms(x: Tensor) -> Tensor:
     """Euclidean norms of vectors (..., D), fp32 (...). The order of additions depends on D only, so
-    a vector has bitwise the same norm in a batch and alone."""
+    a vector's norm has the same bits in a batch and alone."""
     found: Tensor = x.float().contiguous().norm(dim=-1)
     return found
 
 
 def survivors(victims: Tensor, length: int) -> Tensor:
-    """Slots that are not victims, in slot order.
+    """Indices of the slots that are not victims, in slot order.
 
     `victims` is int64 (B|1, H|1, c) without repeats; returns int64 (B|1, H|1, length - c).
     """
@@ -272,11 +272,11 @@ def survivors(victims: Tensor, length: int) -> Tensor:
 
 
 def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """How to evict `victims` from `length` slots: slots `movers` are copied to slots `holes`; both
-    are int64 of the victims' shape (B|1, H|1, c)."""
-    # Victims below `kept` leave holes, and as many survivors have an index of `kept` or more. With
-    # the victims sorted, and the slots from `kept` on sorted with survivors first, hole i takes
-    # survivor i. The remaining pairs copy freed slots to freed slots, which has no effect.
+    """How to evict `victims` from `length` slots: copy slots `movers` to slots `holes`. Both are
+    int64 of the victims' shape (B|1, H|1, c)."""
+    # Victims below `kept` leave holes, and the same number of survivors have an index >= `kept`.
+    # With the victims sorted, and the slots from `kept` on sorted with survivors first, hole i
+    # takes survivor i. The remaining pairs copy freed slots to freed slots, which has no effect.
     kept = length - victims.shape[2]
     freed = marked(victims, length)[:, :, kept:]
     movers = kept + torch.sort(freed.to(torch.uint8), dim=2, stable=True).indices
@@ -284,19 +284,19 @@ def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def unsliced(planes: Planes) -> Planes:
-    """The planes of which these are the first slots: enough for dtypes, strides and addresses,
-    without making views."""
+    """The larger planes whose first slots these are: enough for dtypes, strides and addresses,
+    without creating views."""
     return planes.whole if type(planes) is Front else planes
 
 
 def by_token(planes: Planes) -> Planes:
-    """Planes of slots that hold a block of tokens each, with an axis of tokens instead of slots; a
-    plane of one entry for each block has an axis of blocks. Views, where strides allow it."""
+    """Planes of slots that hold a block of tokens each, with a token axis instead of the slot axis.
+    Planes with one entry per block have a block axis. Views, where strides allow it."""
     return {name: plane.flatten(2, 3) for name, plane in planes.items() if plane.dim() > 3}
 
 
 def slot_count(planes: Planes) -> int:
-    """S of a set of planes; 0 if there are none."""
+    """S of a set of planes; 0 if the set is empty."""
     if type(planes) is Front or type(planes) is Chain:  # faster than isinstance of an ABC
         return planes.length
     for plane in planes.values():
@@ -305,5 +305,5 @@ def slot_count(planes: Planes) -> int:
 
 
 def plane_bytes(planes: Planes) -> int:
-    """Bytes of all planes, including all rows, heads and slots."""
+    """Bytes of all planes, over all rows, heads and slots."""
     return sum(plane.element_size() * plane.numel() for plane in planes.values())

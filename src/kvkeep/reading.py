@@ -1,4 +1,4 @@
-"""Reading of files that tolerates anything at the path."""
+"""Reads files safely, whatever is at the path."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class CutShortError(ValueError):
 
 @contextmanager
 def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a regular file for reading; returns its descriptor. Anything else is refused without
-    blocking, such as a FIFO without a writer.
+    """Open a regular file for reading; yields its descriptor. Anything else, such as a FIFO without
+    a writer, is refused without blocking.
 
     Args:
         follow: whether the path may be a symbolic link.
 
     Raises:
-        OSError: it cannot be opened.
-        NoFileError: it is not a regular file.
+        OSError: the file cannot be opened.
+        NoFileError: the path is not a regular file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -38,18 +38,18 @@ def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise NoFileError(error.errno, "it is not a regular file", str(path)) from error
         raise
-    with file:  # an object closes its descriptor wherever an interrupt ends this
+    with file:  # closes the descriptor even if an interrupt hits at any point
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise NoFileError(errno.EINVAL, "it is not a regular file", str(path))
         yield file.fileno()
 
 
 def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> None:
-    """Fill a buffer with the bytes of a file from `offset` on.
+    """Fill a buffer with a file's bytes from `offset` on.
 
     Raises:
         CutShortError: the file ends too early.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     view = memoryview(data)
     while view:
@@ -60,11 +60,11 @@ def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> No
 
 
 def whole(path: Path, most: int) -> bytearray:
-    """The content of a regular file.
+    """The contents of a regular file.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError: it has more than `most` bytes, or is cut short meanwhile.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: it has more than `most` bytes, or was truncated while being read.
     """
     with opened(path) as handle:
         size = os.fstat(handle).st_size

@@ -1,4 +1,4 @@
-"""Rotary embeddings, by which a model encodes the positions of queries and keys."""
+"""Rotary embeddings, which encode the positions of queries and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Rotary:
     """A model's rotary embedding.
 
     Args:
-        inv_freq: (R/2,) angular frequencies; R <= D, the dimensions from R on are not rotated.
+        inv_freq: (R/2,) angular frequencies; R <= D: dimensions from R on are not rotated.
         interleaved: pairs are (0, 1), (2, 3), ... instead of (i, i + R/2).
 
     Source: RoFormer (arXiv 2104.09864).
@@ -23,14 +23,14 @@ class Rotary:
     interleaved: bool = False
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
-        """Rotate x (..., D) forward by `by` positions, which broadcasts to (...); a copy, computed
-        in at least float32 and returned in x's dtype."""
+        """Rotate x (..., D) forward by `by` positions, which broadcasts to (...). Returns a copy in
+        x's dtype, computed in at least float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         angle = by.to(x.device, dtype)[..., None] * self.inv_freq.to(x.device, dtype)
         return self.scaled(x, angle.cos(), angle.sin())
 
     def scaled(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`turn` with given cosines and sines (..., R/2), which may be averages."""
+        """Like `turn`, with given cosines and sines (..., R/2), which may be averages."""
         half = self.inv_freq.shape[0]
         turning = x[..., : 2 * half].to(cos.dtype)
         if self.interleaved:

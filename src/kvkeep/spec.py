@@ -22,23 +22,23 @@ from kvkeep.storage import STORAGES, Concat, Growing, Storage
 Options = tuple[tuple[str, int | float | str], ...]
 
 _MOST_TEXT = 1000  # characters of a spec
-_MOST_TEXTS = 1 << 16  # characters of several specs
+_MOST_TEXTS = 1 << 16  # characters of a list of specs
 
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """A storage and its options, from which each layer's storage is built."""
+    """A storage's name and options, from which each layer's storage is built."""
 
     name: str = Growing.name
     options: Options = ()
 
     @property
     def limited(self) -> bool:
-        """Whether it has a fixed number of slots, given by its option `capacity`."""
+        """Whether it has a fixed number of slots, its option `capacity`."""
         return STORAGES[self.name].fixed_addresses
 
     def build(self, capacity: int | None) -> Storage:
-        """A new storage; `capacity` is used if the storage needs one and its options lack it."""
+        """A new storage. `capacity` is used if the storage needs it and the options lack it."""
         options = dict(self.options)
         if self.limited and "capacity" not in options:
             if capacity is None:
@@ -61,10 +61,10 @@ class CacheSpec:
 
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
-        """Read `keep_all`, `window:1024,sinks=4+plain@fixed:2048`, ...
+        """Parse text such as `keep_all` or `window:1024,sinks=4+plain@fixed:2048`.
 
         Raises:
-            SpecError: a name or option is unknown (the message suggests the closest one), or a
+            SpecError: a name or option is unknown (the message suggests the closest name), or a
                 value has the wrong type or range.
         """
         if len(text) > _MOST_TEXT:
@@ -74,7 +74,7 @@ class CacheSpec:
         policy = _policy(policy_text, text)
         codecs = codec_text.split("/") if "+" in rest else [Plain.name]
         if len(codecs) > 2:
-            raise SpecError(f"{len(codecs)} codecs in {text!r}; give one, or keys/values")
+            raise SpecError(f"{len(codecs)} codecs in {text!r}; give one codec, or keys/values")
         storage = StorageSpec()
         if storage_text or "@" in text:
             storage = StorageSpec(*_component("storage", storage_text, STORAGES, text))
@@ -95,7 +95,7 @@ class CacheSpec:
         return f"{policy}+{codec}@{storage}"
 
     def differentiable(self) -> CacheSpec:
-        """This spec with codecs and a storage through which gradients flow."""
+        """This spec with codecs and a storage that support gradients."""
         key, value = (
             codec if codec.differentiable else StraightThrough(codec)
             for codec in (self.key_codec, self.value_codec)
@@ -119,14 +119,14 @@ class CacheSpec:
             index, count: the layer's index and the number of layers, for policies whose budget
                 differs by layer.
             rotary: the model's rotary embedding, for policies that need it.
-            window: the layer's own sliding window in tokens, if it has one.
+            window: the layer's own sliding window in tokens; None: no window.
             chunked: whether that window begins at a multiple of its size.
-            capacity: slots of fixed storage if the spec gives none and the policy has no budget,
-                which is used otherwise.
-            readers: how many layers without slots of their own attend to this layer's.
+            capacity: slots of fixed storage if the spec gives no number and the policy has no
+                budget; otherwise the spec's number or the budget is used.
+            readers: number of layers without slots of their own that attend to this layer's slots.
 
         Raises:
-            SpecError: the parts cannot work together.
+            SpecError: the policy, codecs and storage cannot be combined.
         """
         policy = self.policy.in_layer(index, count)
         policy = policy if window is None else policy.within(window)
@@ -143,7 +143,7 @@ class CacheSpec:
 
 
 class PerType(Mapping[str, CacheSpec]):
-    """A spec for each type of layer of a model, by transformers' name for the type. `str` and
+    """A spec for each layer type of a model, by transformers' name of the type. `str` and
     `parse_specs` are inverses."""
 
     def __init__(self, specs: Mapping[str, CacheSpec]) -> None:
@@ -168,17 +168,17 @@ class PerType(Mapping[str, CacheSpec]):
 
 
 def parse_specs(text: str) -> CacheSpec | PerType:
-    """Read a spec for all layers, or one for each type of layer, such as
+    """Parse a spec for all layers, or a spec for each layer type, such as
     `full_attention=keep_all+int8;sliding_attention=window:512`.
 
     Raises:
-        SpecError: see `CacheSpec.parse`; or a type is given twice, or a spec has no type.
+        SpecError: see `CacheSpec.parse`; or a type occurs twice, or a spec lacks its type.
     """
     found = split_specs(text)
     if len(found) > 1:
         raise SpecError(
-            f"{len(found)} specs in {text!r}; give one, or one for each type of layer, each type "
-            "once: full_attention=keep_all;sliding_attention=window:512"
+            f"{len(found)} specs in {text!r}; give one spec, or one for each type of layer, each "
+            "type once: full_attention=keep_all;sliding_attention=window:512"
         )
     if not found or not _TYPED.match(found[0]):
         return CacheSpec.parse("".join(found))
@@ -187,11 +187,11 @@ def parse_specs(text: str) -> CacheSpec | PerType:
 
 
 def split_specs(text: str) -> list[str]:
-    """Divide a list of specs, separated by semicolons. Consecutive specs of different layer types
+    """Split a list of specs separated by semicolons. Consecutive specs of different layer types
     form one entry, which ends where a type is repeated or a spec for all layers follows.
 
     Raises:
-        SpecError: it is too long.
+        SpecError: the text is too long.
     """
     if len(text) > _MOST_TEXTS:
         raise SpecError(f"specs of {len(text)} characters; give at most {_MOST_TEXTS}")
@@ -210,14 +210,14 @@ def split_specs(text: str) -> list[str]:
 
 
 _TYPED = re.compile(r"\s*(\w+)\s*=")
-"""The beginning of a spec for a type of layer."""
+"""Prefix of a spec for a layer type."""
 
 
 def as_spec(spec: str | CacheSpec) -> CacheSpec:
-    """Convert text to a spec; a spec is returned as it is.
+    """Parse text to a spec; a spec is returned unchanged.
 
     Raises:
-        SpecError: it is neither, or the text is not a valid spec.
+        SpecError: the value is neither, or the text is not a valid spec.
     """
     if not isinstance(spec, str | CacheSpec):
         raise SpecError(f"spec {spec!r}; give text such as 'keep_all', or a CacheSpec")
@@ -227,7 +227,7 @@ def as_spec(spec: str | CacheSpec) -> CacheSpec:
 def _component(
     kind: str, text: str, registry: Mapping[str, type], whole: str
 ) -> tuple[str, Options]:
-    """Parse `name:value,key=value`; a first value without a key is that of the first option."""
+    """Parse `name:value,key=value`; a first value without a key belongs to the first option."""
     name, colon, rest = text.strip().partition(":")
     # Options after a wrong separator: `int4,affine=1`, `int4:32:affine=1`.
     head, comma, _ = name.partition(",")
@@ -241,8 +241,8 @@ def _component(
     if comma or (":" in rest and "(" not in rest):
         options_text = text.strip()[len(head) + 1 :].replace(":", ",")
         raise SpecError(
-            f"the options of {kind} {head} in {whole!r}: a colon comes before the first and a "
-            f"comma before each other; write {head}:{options_text}"
+            f"the options of {kind} {head} in {whole!r} need a colon before the first option and "
+            f"commas between options; write {head}:{options_text}"
         )
     options: dict[str, int | float | str] = {}
     for index, item in enumerate(rest.split(",") if colon else ()):
@@ -274,8 +274,8 @@ def _component(
 
 @functools.cache
 def _parameters(component: type) -> dict[str, inspect.Parameter]:
-    """A component's options: the parameters of its constructor, except for a wrapped policy."""
-    # A dataclass's types are resolved in the modules of the classes that declare its fields.
+    """A component's options: the parameters of its constructor, except a wrapped policy."""
+    # The annotations of a dataclass field refer to the module of the class that declares it.
     own = dataclasses.is_dataclass(component)
     types = get_type_hints(component) if own else {}
     found = inspect.signature(component, eval_str=not own).parameters
@@ -291,14 +291,14 @@ def _parameters(component: type) -> dict[str, inspect.Parameter]:
 
 
 def _policy(text: str, whole: str) -> Policy:
-    """Parse a policy, or `name:options(other)` for one that wraps another."""
+    """Parse a policy, or `name:options(policy)` for a policy that wraps another."""
     outer, bracket, inner = text.strip().partition("(")
     name = outer.partition(":")[0].partition(",")[0].strip()
     if name not in POLICIES and name in installed():
         load(name)
     if not bracket or name not in POLICIES or not POLICIES[name].wraps:
         if name in POLICIES and POLICIES[name].wraps:
-            raise SpecError(f"policy {name} in {whole!r} wraps no other; write {name}(h2o:1024)")
+            raise SpecError(f"policy {name} in {whole!r} wraps no policy; write {name}(h2o:1024)")
         name, options = _component("policy", text, POLICIES, whole)
         return POLICIES[name](**dict(options))
     if not inner.endswith(")"):
@@ -324,7 +324,7 @@ _SWITCH = {"0": False, "1": True}
 def _value(value: str, kind: Any, what: str, whole: str) -> int | float | str:
     """An option's value, parsed by its annotation: an integer, a float, or 0 or 1 for a bool."""
     kinds = get_args(kind) or (kind,)
-    # The type of an optional value; a share may stand where a number of tokens may.
+    # The type of an optional value; where a number of tokens is allowed, a share may be too.
     kind = Share if Share in kinds and value.strip().endswith("%") else kinds[0]
     try:
         if kind is str:
@@ -348,7 +348,7 @@ _PARTS: dict[str, tuple[Mapping[str, type], str]] = {
     "codec": (CODECS, "+"),
     "storage": (STORAGES, "@"),
 }
-"""Each part of a spec: its registry, and the sign before it."""
+"""The parts of a spec: their registries, and the separators before them."""
 
 
 def _names(kind: str) -> list[str]:
@@ -358,8 +358,8 @@ def _names(kind: str) -> list[str]:
 
 
 def _elsewhere(kind: str, text: str, whole: str) -> str:
-    """What to write if `text`, which stands where a `kind` belongs, names another part of a spec;
-    empty if it does not."""
+    """What to write instead if `text`, given where a `kind` is expected, names another part of a
+    spec; otherwise empty."""
     name = re.split("[:,/]", text, maxsplit=1)[0]
     for other, (_, sign) in _PARTS.items():
         if other != kind and name in _names(other):
@@ -377,7 +377,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _changed(component: Any, usual: Any = None) -> list[tuple[str, int | float | str]]:
-    """The options of a component that differ from the defaults, or from those of `usual`."""
+    """A component's options that differ from the defaults, or from the options of `usual`."""
     options = _parameters(component.__class__)
     fields = [field for field in dataclasses.fields(component) if field.name in options]
     defaults = {field.name: getattr(usual, field.name, field.default) for field in fields}

@@ -1,6 +1,6 @@
-"""Tools to test a new policy, codec, storage or backend: an oracle, and all valid combinations.
+"""Tools for testing a new policy, codec, storage or backend: an oracle, and all valid combinations.
 
-`check_policy("mine:8")` checks what is required of every policy.
+`check_policy("mine:8")` checks the requirements on every policy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def conformance_specs() -> Iterator[CacheSpec]:
                 try:
                     spec.layer()
                 except SpecError:
-                    continue  # these parts cannot be combined
+                    continue  # this combination is invalid
                 yield spec
 
 
@@ -62,9 +62,8 @@ class OracleLayer:
     """A simple layer that keeps all tokens and computes one query at a time, in float64.
 
     It implements windows, which begin at a multiple of their size if `chunked`, but no slots,
-    segments or eviction. For policies that evict visible
-    tokens, the caller passes the positions held; for lossy codecs, the caller feeds tokens that
-    were encoded and decoded.
+    segments or eviction. For policies that evict visible tokens, the caller passes the positions
+    held; for lossy codecs, the caller feeds tokens that were encoded and decoded.
     """
 
     reach: Reach | None = None
@@ -83,10 +82,10 @@ class OracleLayer:
         until: Tensor | None = None,
         live: list[list[set[int]]] | None = None,
     ) -> Tensor:
-        """As `LayerCache.step`, with positions and `until` (B, n).
+        """Like `LayerCache.step`, with positions and `until` (B, n).
 
         Args:
-            live: positions that were held before this chunk, by row and head; None: all.
+            live: positions held before this chunk, by row and head; None: all.
         """
         if not self.rows:
             self.rows = [[] for _ in range(k.shape[0])]
@@ -101,7 +100,7 @@ class OracleLayer:
             before = row[: len(row) - len(own)]
             now = max((token.position for token in before if token is not None), default=-1)
             for i, place in enumerate(own):
-                now = max(now, place)  # padding sees what the token before it sees
+                now = max(now, place)  # padding sees the same as the token before it
                 last = now if until is None or place < 0 else max(now, int(until[b, i]))
                 out[b, :, i] = self._attend(q[b, :, i].double(), row, now, last, scale, kept)
         return out
@@ -163,14 +162,14 @@ class OracleLayer:
 
 
 def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) -> None:
-    """Check that `layer` holds what `oracle` was fed.
+    """Check that a layer holds the tokens that the oracle was fed.
 
     Every live slot decodes to the key and value of its position, within `atol` and the codec's
-    error; no position is held twice; tokens that the policy must keep are held; and the bytes in
-    use are the number of slots times the bytes of one, as codec and policy state them.
+    error; no position occurs twice; all tokens that the policy must keep are there; and the bytes
+    in use equal the number of slots times the bytes per slot that codec and policy declare.
 
     Raises:
-        AssertionError: one of these does not hold.
+        AssertionError: a check fails.
     """
     budget = layer.policy.at(layer.fed).budget
     held = layer.slots
@@ -200,8 +199,8 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
 
 
 def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
-    """Check what is required of every policy, with each codec and storage it can be combined with,
-    for two rows of which one has padding: queries attend to the slots kept and to their chunk, the
+    """Check the requirements on every policy, with each codec and storage that it can be combined
+    with, for two rows, one with padding: queries attend to the kept slots and to their chunk, the
     budget is respected, the planes of a token move together, and decisions for a row do not depend
     on other rows.
 
@@ -210,7 +209,7 @@ def check_policy(spec: str, device: torch.device | str = "cpu") -> None:
         device: the device of the slots.
 
     Raises:
-        SpecError: there is no such policy, or it cannot be combined with any codec and storage.
+        SpecError: the policy does not exist, or cannot be combined with any codec and storage.
         AssertionError: a requirement is not met.
     """
     CacheSpec.parse(spec)
@@ -291,14 +290,14 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[int], Tensor, Tensor]:
-    if not parts:  # no slot is held
+    if not parts:  # the layer is empty
         return [], torch.empty(0), torch.empty(0)
     place, keys, values = (torch.cat(list(x)) for x in zip(*parts, strict=True))
     return place.tolist(), keys, values
 
 
 def promised_bytes(layer: LayerCache) -> int:
-    """Bytes of a layer's slots, computed from the planes that its codecs and policy declare."""
+    """Bytes of a layer's slots, computed from the planes declared by its codecs and policy."""
     geometry = layer.history.geometry
     if geometry is None:
         return 0

@@ -346,7 +346,7 @@ def test_not_causal(backend):
     )
     expected[1, :, 3] = 0
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
-    with pytest.raises(ShapeError, match="fewer than the 8 of the chunk"):
+    with pytest.raises(ShapeError, match="fewer than the chunk's 8"):
         attend(q, view, scale=0.4, backend=backend)
 
 

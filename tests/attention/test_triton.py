@@ -238,16 +238,16 @@ def test_what_it_refuses():
     for bad, options, match in (
         (q.double(), {}, "float64"),
         (q.clone().requires_grad_(), {}, "gradients"),
-        (q, {"window": 3}, "at most 3 reaches, these are 4"),
+        (q, {"window": 3}, "at most 3 reaches, not 4"),
     ):
         many = view._replace(reaches=(Reach(9), Reach(8), Reach(7)))
         with pytest.raises(UnsupportedError, match=match):
             attend(bad, many, scale=0.2, backend="triton", **options)
     q, k, v = qkv(rows=70_000, heads=1, slots=1, width=2)
-    with pytest.raises(UnsupportedError, match="65535 rows x kv heads, these are 70000"):
+    with pytest.raises(UnsupportedError, match="65535 rows x kv heads, not 70000"):
         attend(there(q), there(dense(k, v, 1)), scale=0.2, backend="triton")
     q, k, v = qkv(slots=20, width=300)
-    with pytest.raises(UnsupportedError, match=r"up to 256 wide, these are \(300, 300\)"):
+    with pytest.raises(UnsupportedError, match=r"up to 256 wide, not \(300, 300\)"):
         attend(there(q), there(dense(k, v, 1)), scale=0.2, backend="triton")
 
 

@@ -94,7 +94,7 @@ def test_join(model):
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
     assert cache.length == 24
     assert join(model, caches, "keep_all").length == 53
-    with pytest.raises(StateError, match="begins with keep_all\\+int8"):
+    with pytest.raises(StateError, match="begins with caches of keep_all\\+int8"):
         join(model, caches, "keep_all+int8@host")
     scored = kvkeep.Cache(model, "h2o:40")
     with torch.inference_mode():

@@ -246,7 +246,7 @@ def test_steps_are_compiled_when_that_pays(tmp_path, monkeypatch):
 
 def test_export_refuses():
     for path, cache, message in (
-        ("a.bin", "keep_all@fixed", "names programs *.pt2"),
+        ("a.bin", "keep_all@fixed", "names that end in .pt2"),
         ("a.pt2", "keep_most", "no policy 'keep_most'"),
     ):
         result = run("export", path, *MODEL, "--cache", cache)

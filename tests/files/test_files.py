@@ -131,7 +131,7 @@ def test_a_file_that_is_replaced_between_header_and_tensors(tmp_path):
     save(path)
     saved = Saved(path, verify=False)
     save(path, notes={"other": "x"})
-    with pytest.raises(SavedCacheError, match="changed meanwhile"):
+    with pytest.raises(SavedCacheError, match="has changed since"):
         saved.restore_to(cache_of("keep_all"))
 
 

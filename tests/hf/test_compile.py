@@ -182,7 +182,7 @@ def test_bad_input():
     assert isinstance(error.value, UnsupportedError) or "UnsupportedError" in str(error.value)
     ticket = kvkeep.Cache(model)._traced[0]
     gc.collect()
-    with pytest.raises(StateError, match="a cache that is gone"):
+    with pytest.raises(StateError, match="a cache that no longer exists"):
         ticket.fed()
 
 

@@ -414,7 +414,7 @@ def test_a_file_with_other_states_is_refused(hybrid: Any, tmp_path: Path) -> Non
             kvkeep.load(path, hybrid)
     cache.carried.tensors = lambda: {}  # type: ignore[method-assign]
     cache.save(path)
-    with pytest.raises(SavedCacheError, match="states of recurrent layers"):
+    with pytest.raises(SavedCacheError, match="recurrent states"):
         kvkeep.load(path, hybrid)
 
 

@@ -56,7 +56,7 @@ def test_files_that_are_none(saved, tmp_path):
             kvkeep.Program.load(target)
     with zipfile.ZipFile(target, "w") as archive:
         archive.writestr("archive/x", "y")
-    with pytest.raises(SavedCacheError, match="no kvkeep program"):
+    with pytest.raises(SavedCacheError, match="not a kvkeep program"):
         kvkeep.Program.load(target)
 
 
@@ -189,7 +189,7 @@ def test_what_torch_would_make_code_of(saved, tmp_path, name, evil):
         assert changed != json.loads(data)
         return json.dumps(changed).encode()
 
-    with pytest.raises(SavedCacheError, match="which torch would make code"):
+    with pytest.raises(SavedCacheError, match="which torch would turn into code"):
         kvkeep.Program.load(rewritten(saved, change))
     assert not place.exists()
 
@@ -324,7 +324,7 @@ def test_pickles_and_other_headers(saved):
         (header(format=FORMAT + 1), f"of format {FORMAT + 1}"),
         (header(rows="2"), "rows is '2'"),
         (lambda name, data: None if "models/" in name else data, "holds no archive/models"),
-        (lambda name, data: None if name.endswith("kvkeep.json") else data, "no kvkeep program"),
+        (lambda name, data: None if name.endswith("kvkeep.json") else data, "not a kvkeep program"),
     ]
     for change, message in cases:
         with pytest.raises(SavedCacheError, match=message):
@@ -391,7 +391,7 @@ def _with_counts(*counts):
         (_described_as(spec="keep_all+int8@fixed:16"), "planes"),
         (_described_as(spec="kvzap:25%,scorer=/dev/zero@fixed:16"), "cannot be exported"),
         (_described_as(spec="pyramid(kvzap:25%,scorer=/dev/zero)@fixed:16"), "fixed"),
-        (_described_as(spec="window:9@fixed:16"), "other specs"),
+        (_described_as(spec="window:9@fixed:16"), "specs in its header"),
         (_described_as(capacity="16"), "capacity is '16'"),
         (_described_as(more=1), "more"),
         (_with_counts(5, 0, 17), "holds 17 slots"),
@@ -412,7 +412,7 @@ def test_operators_of_live_caches_are_refused(saved):
     def edit(node):
         node["target"] = "torch.ops.kvkeep.step.default"
 
-    with pytest.raises(SavedCacheError, match="which torch would make code"):
+    with pytest.raises(SavedCacheError, match="which torch would turn into code"):
         kvkeep.Program.load(rewritten(saved, _first("torch.ops.aten.add")(edit)))
 
 

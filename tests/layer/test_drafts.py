@@ -231,7 +231,7 @@ def test_tokens_that_a_policy_must_see_one_by_one():
     layer = recording("h2o:8")
     before, fed = planes_of(layer), layer.fed
     _, k, v = drawn(3, 2, 1)
-    with pytest.raises(StateError, match="policy h2o decides after each; use step"):
+    with pytest.raises(StateError, match="policy h2o decides after each token; use step"):
         layer.extend(k, v)
     assert layer.fed == fed
     require_equal(planes_of(layer), before)

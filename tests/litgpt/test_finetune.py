@@ -95,7 +95,7 @@ def test_what_is_no_checkpoint_is_refused(folder, tmp_path):
     for changed, reason in (
         (lambda x: torch.save({"a": object}, x / "lit_model.pth"), "cannot read"),
         (lambda x: (x / "lit_model.pth").write_bytes(b"PK" * 99), "cannot read"),
-        (lambda x: torch.save({"a": 1}, x / "lit_model.pth"), "no state dict of tensors"),
+        (lambda x: torch.save({"a": 1}, x / "lit_model.pth"), "not a state dict of tensors"),
         (lambda x: torch.save({"a": torch.ones(1)}, x / "lit_model.pth"), "there are 0 layers"),
         (lambda x: (x / "model_config.yaml").write_text("odd: 1"), "does not describe"),
         (sets("block_size", 1 << 40), "block_size is"),

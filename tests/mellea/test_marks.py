@@ -88,7 +88,7 @@ def test_a_part_that_is_not_rendered(backend):
 
 
 def test_what_cannot_be_marked():
-    with pytest.raises(SpecError, match="str is no part of a prompt; give a CBlock"):
+    with pytest.raises(SpecError, match="str is not a prompt's part; give a CBlock"):
         cached("text")
 
 

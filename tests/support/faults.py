@@ -581,7 +581,7 @@ FAULTS = (
     Fault(
         "hidden-blocks-are-encoded-again",
         "layer/block_encoded.py",
-        "first = self.hidden  # which are first in the order, because of their position",
+        "first = self.hidden  # hidden slots come first in the order: their position is -1",
         "first = 0",
         "layer/test_drafts.py",
     ),

@@ -43,13 +43,14 @@ class Backend:
     """One implementation of `attend`.
 
     Args:
+        name: name for the `backend` argument of `attend`.
         run: the implementation.
-        refuses: why the backend cannot do a call, or None.
-        limits: a summary of what it refuses.
+        refuses: returns why the backend cannot do a call, or None.
+        limits: one line on the calls that it refuses.
         about: a short description.
-        device: the device type on which it is tried without being named; None: any.
-        differentiable: whether it has gradients.
-        missing: why the backend cannot run on this machine; empty if it can.
+        device: device type on which `attend` tries it; None: any. Calls may name it on others too.
+        differentiable: whether it supports gradients.
+        missing: returns why the backend cannot run on this machine; empty if it can.
         yields: whether a later backend of the table is faster for a call.
     """
 
@@ -70,7 +71,7 @@ class Backend:
 
     @property
     def reason(self) -> str:
-        """Why it cannot run on this machine, or else its description."""
+        """Why it cannot run on this machine; its description if it can."""
         return self.missing() or self.about
 
 
@@ -90,7 +91,7 @@ _TABLE: tuple[Backend, ...] = (
         triton.run,
         triton.refuses,
         limits="CUDA; float32, bfloat16, float16; heads up to 256 wide; no gradients",
-        about="kernels compiled when they are first used",
+        about="kernels compiled on first use",
         device="cuda",
         differentiable=False,
         missing=triton.reason,
@@ -119,11 +120,11 @@ def backends() -> tuple[Backend, ...]:
 
 
 def register_backend(backend: Backend, *, before: str | None = None) -> None:
-    """Add a backend, or replace the one of its name.
+    """Add a backend, or replace the backend of the same name.
 
     Args:
-        backend: what `attend` may choose from now on.
-        before: the name of the backend that is tried after it; None: it is tried last.
+        backend: the backend.
+        before: name of the backend that is tried after it; None: it is tried last.
 
     Raises:
         UnsupportedError: there is no backend `before`.
@@ -158,17 +159,17 @@ def attend(
         view: the slots, with the positions that determine which slots each query sees.
         scale: factor on q.k, usually Dk ** -0.5.
         window: a query sees no slot `window` or more positions before its own.
-        causal: a query sees no slot after its own position. False: it sees the later ones too, as
-            in an encoder, and the view need not hold slots of the queries' own, as in cross
-            attention. A query at position -1 sees nothing in either case.
+        causal: a query sees no slot after its own position. False: it sees later slots too, as in
+            an encoder, and the view need not hold the queries' own slots, as in cross attention. A
+            query at position -1 sees nothing in either case.
         softcap: scores x become softcap * tanh(x / softcap); above 0, or None.
-        sinks: logits (Hq,) that are added to the softmax's denominator and have no value.
+        sinks: logits (Hq,) added to the softmax's denominator; they have no value vector.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
             row in the chunk; None: all.
-        peak: the mass is the largest probability that each slot received, of all these queries and
-            of all query heads of the group, instead of the sum.
-        backend: a name from `backends()`; None: the first that can do the call.
+        peak: return as mass the largest probability that each slot received from any of these
+            queries and any query head of the group, instead of the sum.
+        backend: a name from `backends()`; None: the first backend that can do the call.
 
     Returns:
         out (B, Hq, n, Dv) in q's dtype, zero for padding; and the mass, fp32 (B, H, S): the
@@ -196,9 +197,9 @@ def dispatch(
     *,
     differentiable: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` without `check_call`, for a view that a layer has made of its own slots, and queries
-    that were checked with their chunk. `differentiable`: use only backends that have gradients,
-    even if none are required now."""
+    """`attend` without `check_call`, for views that a layer made of its own slots and for queries
+    that were checked with their chunk. `differentiable`: use only backends with gradients, even if
+    no input requires gradients now."""
     if view.in_parts:
         return _each_part(q, view, options, backend, differentiable)
     for candidate in _TABLE:
@@ -218,24 +219,24 @@ def dispatch(
 
 
 def several_at_once(q: Tensor) -> bool:
-    """Whether `dispatch_several` can do more than call `dispatch` for each, for queries like q."""
+    """Whether `dispatch_several` is faster than a call of `dispatch` for each query like q."""
     return q.is_cuda and not triton.reason()
 
 
 def dispatch_several(
     calls: Sequence[tuple[Tensor, View, Options]],
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """`dispatch` for one token of each of several sequences, q (1, Hq, 1, Dk), whose options are
-    alike but for the mass. On CUDA those without the mass are one launch."""
-    found: dict[int, tuple[Tensor, Tensor | None]] = {}
+    """`dispatch` for several sequences, q (1, Hq, 1, Dk) each, whose options differ only in the
+    mass. On CUDA all calls without the mass are one launch."""
+    outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
     some = [index for index, (_, _, options) in enumerate(calls) if not options.need_mass]
     if len(some) > 1 and several_at_once(calls[0][0]):
         q = torch.cat([calls[index][0] for index in some], dim=2)
         views, options = [calls[index][1] for index in some], calls[some[0]][2]
         if triton_packed.refuses_packed(q, views, options) is None:
             out = triton_packed.run_packed(q, views, options)
-            found = {index: (out[:, :, i : i + 1], None) for i, index in enumerate(some)}
-    return [found[i] if i in found else dispatch(*call) for i, call in enumerate(calls)]
+            outputs = {index: (out[:, :, i : i + 1], None) for i, index in enumerate(some)}
+    return [outputs[i] if i in outputs else dispatch(*call) for i, call in enumerate(calls)]
 
 
 def _each_part(

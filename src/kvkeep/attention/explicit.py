@@ -1,4 +1,4 @@
-"""Attention that computes all of its weights, for callers that need them or apply dropout."""
+"""Attention that computes all weights, for callers that need them or apply dropout."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvkeep.attention.view import View
 def run(
     q: Tensor, view: View, options: Options, *, moved: bool, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The result of the reference backend, by the operations of a model's eager attention: the
-    weights are a tensor in q's dtype, ordered by position, to which dropout is applied. So the same
-    seed drops the same weights as the model's own attention.
+    """The result of the reference backend, computed by the operations of eager attention: the
+    weights are a tensor in q's dtype, in position order, to which dropout is applied. So a seed
+    drops the same weights as in the model's own attention.
 
     Args:
         q: queries (B, Hq, n, Dk).
-        view: the slots they attend to.
-        moved: whether slots may be out of the order of their positions.
-        dropout: the probability with which a weight becomes zero; the others are scaled up.
+        view: the slots to attend to.
+        moved: whether slots may be out of position order.
+        dropout: probability of zeroing a weight; the other weights are scaled up.
 
     Returns:
-        out (B, Hq, n, Dv); the mass fp32 (B, H, S) in the order of the slots, before dropout, or
+        out (B, Hq, n, Dv); the mass, fp32 (B, H, S) in slot order, before dropout, or
         None; the weights (B, Hq, n, S) after dropout.
     """
     rows, query_heads, n, _ = q.shape

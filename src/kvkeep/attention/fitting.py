@@ -1,8 +1,8 @@
 """Checks that queries fit a view, before a backend is chosen.
 
-Kernels take addresses and strides without further checks, so malformed input must not reach them,
-and no backend may make something else of it than the others. `attend` checks every call. The views
-of a `LayerCache` need no check: they consist of tensors that were checked when they were written.
+Kernels use addresses and strides without further checks, so malformed input must not reach them,
+and all backends must agree about it. `attend` checks every call. Views of a `LayerCache` need no
+check: their tensors were checked when they were written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvkeep.planes import LAST, POSITION, Reach, joined, part
 
 
 def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Options]:
-    """The same call, with all values where kernels read them; see `checks.resolved`."""
+    """The same call, with all tensors in a form that kernels can read; see `checks.resolved`."""
     q, sinks = resolved(q), options.sinks
     segments = list(view.segments)
     for index, segment in enumerate(segments):
@@ -39,11 +39,11 @@ def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Op
 
 
 def check_call(q: Tensor, view: View, options: Options) -> None:
-    """Check that queries (B, Hq, n, Dk) fit a view, that each of its segments is well formed, and
-    that the options are numbers that every backend takes alike.
+    """Check that queries (B, Hq, n, Dk) fit a view, that its segments are well formed, and that all
+    backends interpret the options alike.
 
     Raises:
-        ShapeError: they do not; names the tensor, its shape and the expected one.
+        ShapeError: a check fails; names the tensor, its shape and the expected shape.
     """
     if q.dim() != 4 or 0 in q.shape or not q.is_floating_point():
         raise ShapeError(f"queries {tuple(q.shape)} {q.dtype}; give floats (B, Hq, n, Dk)")
@@ -55,7 +55,7 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     for reach in view.reaches:
         _check_reach(reach)
     if not view.segments:
-        raise ShapeError("a view without segments; give one that holds the chunk's own slots")
+        raise ShapeError("a view without segments; give a segment with the chunk's own slots")
     rows, query_heads, n, width = q.shape
     in_parts = view.in_parts
     _check_parts(view, rows)
@@ -70,8 +70,8 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     _tensor(first, "v")
     if heads < 1 or query_heads % (own_heads * heads):
         raise ShapeError(
-            f"{query_heads} query heads on {own_heads * heads} kv heads: give a multiple of the kv "
-            "heads, of which there is at least one"
+            f"{query_heads} query heads on {own_heads * heads} kv heads: give a positive "
+            "multiple of the kv heads, and at least one kv head"
         )
     value_width = first.value_codec.width(part(first.planes, "v"))
     if value_width < 1:
@@ -84,8 +84,8 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
 
 
 def _check_parts(view: View, rows: int) -> None:
-    """Check that either all segments are parts or none is, and that parts hold each row of each
-    head once."""
+    """Check that all segments are parts or none is, and that parts hold each row of each head
+    exactly once."""
     segments = view.segments
     held: dict[int | None, list[int]] = {}
     for segment in segments:
@@ -108,7 +108,7 @@ def _check_parts(view: View, rows: int) -> None:
 
 
 def _check_reach(reach: Reach) -> None:
-    """Check that a limit of what queries see consists of positions."""
+    """Check that a reach consists of positions."""
     if not all(hasattr(x, "__index__") and 0 <= x <= LAST for x in reach):
         raise ShapeError(
             f"a window with {reach}: give whole numbers from 0 to {LAST}, or no window"
@@ -133,7 +133,7 @@ def _check_segment(
     k = _tensor(segment, "k")
     rows, slots = k.shape[0], k.shape[2]
     if rows not in (1, own_rows):
-        raise ShapeError(f"{what} holds {rows} rows, the queries {own_rows}; give 1 or as many")
+        raise ShapeError(f"{what} holds {rows} rows, the queries {own_rows}; give 1 or {own_rows}")
     if segment.key_codec.block != segment.value_codec.block:
         raise ShapeError(
             f"{what}: keys and values are in blocks of different lengths; use one codec"
@@ -145,23 +145,21 @@ def _check_segment(
         _tensor(segment, name)
         expected = joined(codec.planes(dim, q.dtype), name)
         for plane, spec in expected.items():
-            found = _tensor(segment, plane)
+            x = _tensor(segment, plane)
             shape = (rows, heads, slots, *spec.shape)
-            typed = (
-                found.is_floating_point() if codec.layout == PLAIN else found.dtype == spec.dtype
-            )
-            if tuple(found.shape) != shape or not typed:
+            typed = x.is_floating_point() if codec.layout == PLAIN else x.dtype == spec.dtype
+            if tuple(x.shape) != shape or not typed:
                 kind = "floats" if codec.layout == PLAIN else spec.dtype
                 raise ShapeError(
-                    f"{what}: plane {plane!r} is {tuple(found.shape)} {found.dtype}, but queries "
+                    f"{what}: plane {plane!r} is {tuple(x.shape)} {x.dtype}, but queries "
                     f"{tuple(q.shape)} and the other planes need {shape} {kind}"
                 )
-            check_memory(f"{what}: plane {plane!r}", found, q.device)
+            check_memory(f"{what}: plane {plane!r}", x, q.device)
     _check_places(what, segment, rows, heads, slots, q)
     if segment.slots < own:
         raise ShapeError(
-            f"{what} holds {segment.slots} slots, fewer than the {own} of the chunk, with which "
-            "the last segment must end"
+            f"{what} holds {segment.slots} slots, fewer than the chunk's {own}; the last segment "
+            "must end with the chunk's slots"
         )
     if segment.used is not None:
         if segment.used.numel() != 1 or segment.used.dtype != torch.int32:
@@ -194,8 +192,8 @@ def _check_places(
 
 def _tensor(segment: Segment, name: str) -> Tensor:
     """A required plane of a segment."""
-    found = segment.planes.get(name)
-    if found is None or found.dim() < 3:
+    x = segment.planes.get(name)
+    if x is None or x.dim() < 3:
         there = {n: tuple(segment.planes[n].shape) for n in segment.planes}
         raise ShapeError(f"a segment needs a plane {name!r} (B, H, S, ...); it has {there}")
-    return found
+    return x

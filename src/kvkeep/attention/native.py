@@ -1,9 +1,9 @@
-"""The native CPU backend: one pass of C++ over the slots, without copying them.
+"""The native CPU backend: one pass of C++ over the slots, without copying.
 
 It reads keys and values of float32, bfloat16 and float16, and codes of 8, 4 and 2 bits, through
-pointers and strides (see `native/abi.h`). It shares torch's OpenMP threads and uses the best of
-AVX-512, AVX2 and portable code. Without a C++ compiler kvkeep installs without this backend, and
-the others are used.
+pointers and strides (see `native/abi.h`). It uses torch's OpenMP threads and the best available of
+AVX-512, AVX2 and portable code. If no C++ compiler is present at installation, kvkeep installs
+without this backend and uses the other backends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.checks import wants_gradients
-from kvkeep.native_library import (  # noqa: F401 - tests and tools look for them here
+from kvkeep.native_library import (  # noqa: F401 - imported from here by tests and tools
     LIBRARY,
     TYPES,
     available,
@@ -30,18 +30,18 @@ from kvkeep.planes import POSITION, Planes, unsliced
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
-# KvCall, KvSegment and KvReach of native/abi.h; absent pointers are 0.
+# Layouts of KvCall, KvSegment and KvReach in native/abi.h; absent pointers are 0.
 CALL, _SEGMENT, REACH = Struct("=31q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
     """Why the kernel cannot do this call, or None."""
     if not q.is_cpu:
-        return "the native kernel runs on the CPU"
+        return "the native kernel runs on the CPU only"
     if q.dtype not in TYPES:
-        return f"the native kernel computes in float32, which is too little for {q.dtype}"
+        return f"the native kernel computes in float32, less precise than {q.dtype}"
     if torch.compiler.is_compiling():
-        return "the native kernel reads pointers, which do not exist while tracing"
+        return "the native kernel reads pointers, and tensors have none while tracing"
     for segment in view.segments:
         unread = _unread(q, segment)
         if unread is not None:
@@ -58,12 +58,12 @@ def _unread(q: Tensor, segment: Segment) -> str | None:
         if layout is None or layout.packing not in NATIVE:
             return f"the native kernel cannot read what {codec} encodes"
         if layout.packing == "plain" and plane.dtype not in TYPES:
-            return f"the native kernel reads no {plane.dtype}"
+            return f"the native kernel cannot read {plane.dtype}"
     return "the native kernel has no gradients" if wants_gradients(q, k, v) else None
 
 
 def reads(q: Tensor, segment: Segment) -> bool:
-    """Whether the kernel reads this segment where it lies, for queries q as they are."""
+    """Whether the kernel can read this segment in place, for queries like q."""
     layout = segment.key_codec.layout
     turned = layout is not None and layout.hadamard and q.shape[3] > _MOST_WIDTH
     return q.dtype in TYPES and not turned and _unread(q, segment) is None
@@ -74,7 +74,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     assert LIBRARY is not None
     rows, query_heads, n, _ = q.shape
     heads, value_width = heads_and_width(view.segments[-1])
-    # Stored as (B, n, Hq, Dv), as models use it next; for one token both layouts are the same.
+    # Stored as (B, n, Hq, Dv), the layout that models use next; for one token both layouts agree.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
     else:
@@ -128,8 +128,8 @@ def _shape(q: Tensor, heads: int, value_width: int) -> tuple[int, ...]:
 def call_of_step(
     q: Tensor, heads: int, value_width: int, segments: int, options: Options
 ) -> tuple[float, ...]:
-    """The fields of a KvCall for one token a row that sees all slots; those of `out` and of the
-    segments are 0. `options` have neither sinks nor mass."""
+    """The fields of a KvCall for one token a row that sees all slots; the fields of `out` and of
+    the segments are 0. `options` must have no sinks and no mass."""
     return (
         *(0,) * 12,
         segments,
@@ -143,7 +143,7 @@ def call_of_step(
 
 
 def _first(observed: Tensor) -> int:
-    """The index of the first query that is observed in any row; n if there is none."""
+    """The index of the first query observed in any row; n if none is."""
     some = observed.any(dim=0)
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
 
@@ -151,12 +151,12 @@ def _first(observed: Tensor) -> int:
 def heads_and_width(segment: Segment) -> tuple[int, int]:
     """Kv heads and the width of values."""
     values, layout = unsliced(segment.planes)["v"], segment.value_codec.layout
-    assert layout is not None  # `refuses` lets no other codec through
+    assert layout is not None  # `refuses` rejects codecs without a layout
     return values.shape[1], layout.width(values)
 
 
 def pack_segments(segments: Sequence[Segment], q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
-    """Segments as KvSegments; temporary tensors that they refer to are appended to `kept`."""
+    """Pack segments as KvSegments; append temporary tensors that they point to to `kept`."""
     before: list[Segment | None] = [None, *segments]
     return b"".join(
         [
@@ -169,7 +169,7 @@ def pack_segments(segments: Sequence[Segment], q: Tensor, dense: bool, kept: lis
 def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
     planes = unsliced(segment.planes)
     key, value = segment.key_codec.layout, segment.value_codec.layout
-    assert key is not None  # `refuses` lets no other codec through
+    assert key is not None  # `refuses` rejects codecs without a layout
     assert value is not None
     rotates = key.hadamard and q.shape[3] <= _MOST_WIDTH  # the kernel rotates the queries itself
     shared = planes["k"].shape[0] != q.shape[0]
@@ -220,7 +220,7 @@ def _encoded(
 def _plane(
     x: Tensor, shared: bool, kept: list[Tensor], kind: int | None = None
 ) -> tuple[int, int, int, int, int]:
-    if x.dim() == 5:  # slots of several tokens, which become slots here
+    if x.dim() == 5:  # slots of several tokens: make each token a slot
         row, head, slot, token, width = x.stride()
         slot, apart = (slot, False) if x.shape[3] == 1 else (token, slot != token * x.shape[3])
     else:

@@ -1,4 +1,4 @@
-"""The options of a call of `attend`, which are checked once and passed to the backend."""
+"""The options of an `attend` call, checked once and passed to the backend."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """`scale` multiplies q.k; `softcap` c makes scores c tanh(x / c); `sinks` (Hq,) are logits.
+    """`scale` multiplies q.k; `softcap` c turns scores x into c tanh(x / c); `sinks` (Hq,): logits.
 
-    The mass counts the newest `observed` real queries (position >= 0) of each row in the chunk;
-    None: all. With `peak` it is not the sum over these queries, averaged over the group, but the
-    largest weight of all.
+    `need_mass`: return the mass. It counts the newest `observed` real queries (position >= 0) of
+    each row in the chunk; None: all. With `peak` it is the largest weight from any of these queries
+    and any query head of the group, instead of their sum averaged over the group.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""The reference backend: simple, with every feature, on every device, and float64-capable."""
+"""The reference backend: simple, with every feature, on every device, float64 included."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvkeep.attention.options import Options
 from kvkeep.attention.view import View
 
 _SCORES_PER_BLOCK = 1 << 24
-"""The most scores in memory at once; longer chunks are computed in blocks of queries."""
+"""Most scores in memory at once; longer chunks are computed in blocks of queries."""
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
-    """Returns None: the reference backend can do every call."""
+    """None: the reference backend can do every call."""
     return None
 
 
@@ -64,7 +64,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
     for start in range(0, n, block):
         queries = slice(start, min(n, start + block))
-        if block < n and torch.is_grad_enabled():  # hold the scores of one block only
+        if block < n and torch.is_grad_enabled():  # keep the scores of one block only
             result, received = checkpoint(part, queries, use_reentrant=False)
         else:
             result, received = part(queries)
@@ -77,7 +77,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def received_mass(share: Tensor, options: Options) -> Tensor:
-    """The mass (B, H, S) of weights (B, H, G, n, S), those of queries that do not count being 0."""
+    """The mass (B, H, S) of weights (B, H, G, n, S). Queries that do not count must have weights
+    of 0."""
     return share.amax(dim=(2, 3)) if options.peak else share.sum(dim=3).mean(dim=2)
 
 
@@ -92,8 +93,8 @@ def scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis; all zero if every logit is -inf. `sinks` (Hq,) are logits that
-    are added to the denominator only."""
+    """Softmax over the last axis; all zero if every logit is -inf. `sinks` (Hq,): logits added to
+    the denominator only."""
     if sinks is not None:
         heads, group = logits.shape[1:3]
         logit = sinks.to(logits.dtype).reshape(1, heads, group, 1, 1)

@@ -1,4 +1,4 @@
-"""Rotary offsets: attention to keys at shifted positions, by rotating the few queries instead."""
+"""Rotary offsets: attention to keys at shifted positions, by rotating the queries instead."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvkeep.rotary import Rotary
 
 @dataclass(frozen=True)
 class Rotation:
-    """The offset between the positions for which a segment's keys were rotated and those at which
-    they are used.
+    """The offset between the positions for which a segment's keys were rotated and the positions at
+    which they are used.
 
-    q . R(d)k = (R(-d)q) . k, so queries rotated by `turn` attend to the keys as if these were
+    q . R(d)k = (R(-d)q) . k, so queries rotated by `turn` attend to the keys as if the keys were
     rotated for positions `offset` later.
 
     Args:
-        offset: d, in positions: used position minus rotated position; may be negative.
+        offset: d, in positions: position of use minus position of rotation; may be negative.
         inv_freq: (R/2,) angular frequencies of the model's rotary embedding; see `Rotary`.
-        interleaved: how dimensions are paired; see `Rotary`.
+        interleaved: pairing of dimensions; see `Rotary`.
     """
 
     offset: int
@@ -34,14 +34,14 @@ class Rotation:
         return self._turned(q, -self.offset)
 
     def turned_keys(self, k: Tensor) -> Tensor:
-        """R(offset) applied to k (..., D): the keys, rotated for the positions of use; a copy."""
+        """R(offset) applied to k (..., D): keys rotated for their positions of use; a copy."""
         return self._turned(k, self.offset)
 
     def _turned(self, x: Tensor, by: int) -> Tensor:
         frequencies = _there(self.inv_freq, x.device)
         distance = torch.full(
             (), by, dtype=torch.int64, device=x.device
-        )  # filled on the device, not copied to it
+        )  # created on the device, not copied to it
         return Rotary(frequencies, self.interleaved).turn(x, distance)
 
 
@@ -49,7 +49,7 @@ _moved = WeakTensorKeyDictionary()  # frequencies -> their copies by device
 
 
 def _there(inv_freq: Tensor, device: torch.device) -> Tensor:
-    """Frequencies on a device. They are copied once, because each step would wait for the copy."""
+    """Frequencies on a device, copied once: each step would wait for the copy."""
     if inv_freq.device == device:
         return inv_freq
     if inv_freq not in _moved:

@@ -1,9 +1,9 @@
-"""The torch backend: the fused kernels of scaled_dot_product_attention, without expanded keys.
+"""The torch backend: scaled_dot_product_attention's fused kernels, without expanded keys.
 
 On the CPU each part of the slots gives a partial result with its log-sum-exp, and the results are
-merged exactly. On other devices a single segment goes to the kernel of torch's choice. The queries
-of a group are folded into the query axis, so a key is read once for all of them; a segment shared
-by all rows is read once for all rows. Given the merged result and its log-sum-exp, the kernel's
+merged exactly. On other devices torch chooses a kernel for a single segment. The queries of a group
+are folded into the query axis, so each key is read once for the group; a segment shared by all rows
+is read once for all rows. Given the merged result and its log-sum-exp, the kernel's
 backward computes the gradient of each part separately, so no scores are saved. Source:
 FlashAttention (arXiv 2205.14135), Flash-Decoding.
 """
@@ -22,7 +22,7 @@ from kvkeep.checks import wants_gradients
 from kvkeep.planes import POSITION
 
 _MASKED_SCORES = 1 << 22
-"""The most mask elements in memory at once; longer chunks are computed in blocks of queries."""
+"""Most mask elements in memory at once; longer chunks are computed in blocks of queries."""
 
 
 class Partial(NamedTuple):
@@ -38,9 +38,9 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
-    parts = view.in_runs() if q.is_cpu else view  # on other devices it is decoded as a whole
+    parts = view.in_runs() if q.is_cpu else view  # other devices decode it as a whole
     if not _gives_lse(q, view) and (len(parts.segments) > 1 or options.sinks is not None):
-        return "torch returns a log-sum-exp, which merging needs, only on the CPU for Dk = Dv"
+        return "torch's log-sum-exp, needed to merge segments, exists only on the CPU for Dk = Dv"
     return None
 
 
@@ -75,8 +75,8 @@ def _attended(
     sinks: Tensor | None,
     inputs: Iterable[tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, (B, Hq, n, D) and fp32 (B, Hq, n, 1). `inputs` are the rotated
-    queries, the keys and the values of each segment."""
+    """Attention and its log-sum-exp, (B, Hq, n, D) and fp32 (B, Hq, n, 1). `inputs`: the rotated
+    queries, keys and values of each segment."""
     parts = []
     for segment, (q, k, v) in zip(view.segments, inputs, strict=True):
         rows, query_heads, n, dim = q.shape
@@ -99,15 +99,15 @@ def _attended(
 
 
 def _split(view: View, segment: Segment) -> tuple[int, int]:
-    """The slots of a segment in a dense view: how many all queries see, and how many are the
-    chunk's own, for which attention is causal. A single query sees its own slot like the others."""
+    """For a segment of a dense view: the number of slots that all queries see, and the number of
+    the chunk's own slots, where attention is causal. A single query sees its own slot unmasked."""
     own = view.chunk if view.chunk > 1 and segment is view.segments[-1] else 0
     return segment.slots - own, own
 
 
 class _Recorded(torch.autograd.Function):
-    """`_attended` with gradients for queries, keys, values and sinks: the kernel's backward
-    computes those of a part from the merged result and log-sum-exp."""
+    """`_attended` with gradients of queries, keys, values and sinks: the kernel's backward computes
+    each part's gradients from the merged result and log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -126,27 +126,27 @@ class _Recorded(torch.autograd.Function):
         view, count = ctx.view, len(ctx.view.segments)
         # A query that sees nothing has weights of zero: exp(x - inf) = 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        found: list[list[Tensor]] = [[], [], []]
+        by_kind: list[list[Tensor]] = [[], [], []]
         for index, segment in enumerate(view.segments):
             q, k, v = inputs[index::count]
             rows, _, n, _ = q.shape
             shape = (rows, k.shape[1], -1, n)
             of_queries = [x.reshape(*shape, x.shape[-1]) for x in (q, grad, out, lse)]
             gradients = _gradients(view, segment, of_queries, k, v, ctx.scale)
-            for kind, gradient in zip(found, gradients, strict=True):
+            for kind, gradient in zip(by_kind, gradients, strict=True):
                 kind.append(gradient)
         if sinks is not None:
             share = torch.exp(sinks.to(lse.dtype).reshape(1, -1, 1, 1) - lse)
             lost = (grad * out).sum(dim=-1, keepdim=True) * share
             sinks = -lost.sum(dim=(0, 2, 3)).to(sinks.dtype)
-        return None, None, sinks, *(gradient for kind in found for gradient in kind)
+        return None, None, sinks, *(gradient for kind in by_kind for gradient in kind)
 
 
 def _gradients(
     view: View, segment: Segment, of_queries: list[Tensor], k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q (B, H, G, n, D), k and v (B, H, s, D) of a segment. `of_queries`: q, the
-    gradient of the merged result, that result and its log-sum-exp, all (B, H, G, n, ...)."""
+    merged result's gradient, the merged result and its log-sum-exp, all (B, H, G, n, ...)."""
     q = of_queries[0]
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     rows, heads, group, n, _ = q.shape
@@ -183,14 +183,14 @@ def _kernel_gradients(
     """The gradients of q (B, H, m, D), k and v (B, H, s, D). `of_queries`: q, the result's
     gradient, the result and its log-sum-exp."""
     q, grad, out, lse, k, v = (x.contiguous() for x in (*of_queries, k, v))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse.squeeze(-1), 0.0, causal, attn_mask=mask, scale=scale
     )
-    return cast(tuple[Tensor, Tensor, Tensor], found)
+    return cast(tuple[Tensor, Tensor, Tensor], gradients)
 
 
 def _whole(q: Tensor, view: View, scale: float) -> Tensor:
-    """Attention over one segment by torch's public function, which chooses a kernel."""
+    """Attention over one segment by torch's public function, which chooses a kernel itself."""
     (segment,) = view.segments
     k, v = segment.keys(q.dtype), segment.values(q.dtype)
     rows, query_heads, n, dim = q.shape
@@ -220,7 +220,7 @@ def _kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m); the public function returns no lse."""
-    # The kernel assumes a stride of 1 along the width, without a check.
+    # The kernel assumes, unchecked, a stride of 1 along the width.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -229,8 +229,8 @@ def _kernel(
 
 
 def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Attention of queries that see every slot: the queries of a group (and of all rows, if the
-    slots are shared) are one run of queries for the kernel."""
+    """Attention of queries that see every slot: the queries of a group (and of all rows, if they
+    share the slots) are folded into one query axis."""
     rows, heads, group, n, _ = q.shape
     if k.shape[0] == rows:
         out, lse = _kernel(q.reshape(rows, heads, group * n, -1), k, v, scale)
@@ -242,8 +242,8 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
-    """Causal attention, query i sees slots 0..i: one call per query of the group, so that keys and
-    values are not expanded."""
+    """Causal attention, query i sees slots 0..i: one call per query head of the group, so that keys
+    and values are not expanded."""
     rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     calls = [_kernel(q[:, :, g], k, v, scale, causal=True) for g in range(group)]
@@ -254,14 +254,14 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale: float) -> Partial:
-    """Attention with a mask made from positions, a block of queries at a time; the queries of a
-    group share the mask."""
+    """Attention with a mask made from positions, one block of queries at a time; the query heads of
+    a group share the mask."""
     rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     outs, lses = [], []
     for queries, mask in _masks(q, view, segment):
         calls = [_kernel(q[:, :, g, queries], k, v, scale, mask) for g in range(group)]
-        # For a fully masked row the kernel returns a log-sum-exp of 0; its weight must be zero.
+        # The kernel's log-sum-exp of a fully masked row is 0, but its weight must be zero.
         empty = (mask == -torch.inf).all(dim=-1, keepdim=True)
         lse = torch.stack([lse for _, lse in calls], dim=2).unsqueeze(-1)
         outs.append(torch.stack([out for out, _ in calls], dim=2))
@@ -270,7 +270,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale
 
 
 def _masks(q: Tensor, view: View, segment: Segment) -> Iterator[tuple[slice, Tensor]]:
-    """Additive masks for the scores of a segment, (B|1, 1|H, m, s), by blocks of queries."""
+    """Additive masks for the scores of a segment, (B|1, 1|H, m, s), one block of queries each."""
     n = view.chunk
     block = max(1, _MASKED_SCORES // max(1, len(q) * segment.position.shape[1] * segment.slots))
     for start in range(0, n, block):
@@ -281,7 +281,7 @@ def _masks(q: Tensor, view: View, segment: Segment) -> Iterator[tuple[slice, Ten
 
 
 def _merge(parts: list[Partial]) -> Partial:
-    """The sum of the parts' outputs, each weighted by its share of the probability."""
+    """The sum of the partial outputs, each weighted by its share of the probability."""
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part.lse for part in parts])

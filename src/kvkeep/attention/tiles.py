@@ -1,4 +1,4 @@
-"""How a call of the Triton kernels is divided into programs."""
+"""Divides a call of the Triton kernels into programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-_TILES_BYTES = 96 << 10  # of shared memory, so that several programs fit a multiprocessor
+_TILES_BYTES = 96 << 10  # shared memory per program, so that several programs fit a multiprocessor
 _MOST_STAGES = 3
 _FEWEST_TILES = 4
 _MOST_SPLITS = 128
@@ -15,22 +15,22 @@ _SMALL_SHARED = 150 << 10
 
 
 def power_of_two(x: int) -> int:
-    """The smallest power of two that is at least x."""
+    """The smallest power of two >= x."""
     return 1 << max(0, x - 1).bit_length()
 
 
 def stages(block: int, k: Tensor, v: Tensor) -> int:
-    """How many tiles of `block` slots are loaded at once, limited by the shared memory."""
+    """Number of tiles of `block` slots that are loaded at once, limited by the shared memory."""
     tile = block * sum(x.shape[3] * x.element_size() for x in (k, v))
     return max(2, min(_MOST_STAGES, _TILES_BYTES // max(1, tile)))
 
 
 @lru_cache(maxsize=4096)
 def splits(pairs: int, tiles: int, at_once: int) -> int:
-    """The number of splits that keeps all multiprocessors busy, each with at least a few tiles.
+    """The number of splits that keeps all multiprocessors busy, with a few tiles in each.
 
-    Programs run in waves of `at_once`. The time is modelled as that of the waves, plus one tile's
-    time for the start of each program.
+    Programs run in waves of `at_once`. The modelled time is the time of the waves, plus one tile's
+    time to start each program.
     """
     most = max(1, min(tiles // _FEWEST_TILES, -(-4 * at_once // pairs), _MOST_SPLITS))
 
@@ -46,8 +46,8 @@ def small(device: torch.device) -> bool:
     """Whether a program has only about 100 KB of shared memory, as on desktop GPUs."""
     if device.type != "cuda":
         return False
-    found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", _SMALL_SHARED)) < _SMALL_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", _SMALL_SHARED)) < _SMALL_SHARED
 
 
 @cache

@@ -1,8 +1,7 @@
-"""The Triton backend, for CUDA: every slot is read once, in its encoded form, without a copy.
+"""The Triton backend, for CUDA: reads every slot once, in its encoded form, without a copy.
 
-A call is one launch for each segment, over splits of its slots, and one launch that merges their
-results. Nothing waits for the device, and lengths may be tensors, so a CUDA graph can capture a
-call.
+Each segment is one launch over splits of its slots; one more launch merges the results. Nothing
+waits for the device, and lengths may be tensors, so a CUDA graph can capture a call.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_WIDTH = 256
 _MOST_REACHES = 3
 _MOST_PAIRS = 65535
-_OLDEST = (8, 0)  # compute capability: the first with bfloat16 and asynchronous copies
+_OLDEST = (8, 0)  # first compute capability with bfloat16 and asynchronous copies
 _STORED_WEIGHTS = 64
-"""The most queries of a kv head (n * G) whose weights are written to memory for the mass, as in
-decode steps; with more queries they are computed again."""
+"""Most queries of a kv head (n * G) whose weights are stored for the mass, as in decode steps; the
+weights of more queries are computed a second time."""
 
 _MOST_ROWS = 128  # rows of one matrix product
 _PROGRAMS = 2
-"""Programs on a multiprocessor at once. Codes have fewer bytes in flight and more arithmetic, so
-more programs are needed to use the memory bandwidth: see `coded_tile`."""
+"""Programs per multiprocessor. Codes have fewer bytes in flight and more arithmetic than floats, so
+they need more programs to use the memory bandwidth; see `coded_tile`."""
 
 _CODED_TILE = 8 << 10
-"""The bytes of codes in a tile of keys."""
+"""Bytes of codes in a tile of keys."""
 
-_FEWEST_SLOTS = 16  # of a tile, for tensor cores
+_FEWEST_SLOTS = 16  # slots in a tile, for tensor cores
 
 _NO_REACH = Reach(LAST)
 
@@ -60,8 +59,8 @@ def reason() -> str:
         return "the kernels contain NVIDIA PTX instructions, and this is ROCm"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
-        found, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
-        return f"{torch.cuda.get_device_name()} has compute capability {found}, below {least}"
+        own, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
+        return f"{torch.cuda.get_device_name()} has compute capability {own}, below {least}"
     return ""
 
 
@@ -73,30 +72,30 @@ def interpreted() -> bool:
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
     """Why the kernels cannot do this call, or None."""
     if not q.is_cuda and not (q.is_cpu and interpreted()):
-        return "the Triton kernels run on CUDA"
+        return "the Triton kernels run on CUDA only"
     if torch.compiler.is_compiling():
-        return "the Triton kernels cannot be traced, only called by a custom operation"
+        return "the Triton kernels cannot be traced; call them through a custom operation"
     if q.dtype not in _TYPES:
-        return f"the Triton kernels compute in float32, which is too little for {q.dtype}"
+        return f"the Triton kernels compute in float32, less precise than {q.dtype}"
     if len(view.reaches) > _MOST_REACHES:
-        return f"the kernels take at most {_MOST_REACHES} reaches, these are {len(view.reaches)}"
+        return f"the kernels take at most {_MOST_REACHES} reaches, not {len(view.reaches)}"
     pairs = q.shape[0] * unsliced(view.segments[-1].planes)["k"].shape[1]
     if pairs > _MOST_PAIRS:
-        return f"a CUDA launch takes {_MOST_PAIRS} rows x kv heads, these are {pairs}"
+        return f"a CUDA launch takes {_MOST_PAIRS} rows x kv heads, not {pairs}"
     for segment in view.segments:
         k, v = (unsliced(segment.planes)[name] for name in ("k", "v"))
         widths = q.shape[3], segment.value_width
         if max(widths) > _MOST_WIDTH:
-            return f"the Triton kernels take heads up to {_MOST_WIDTH} wide, these are {widths}"
+            return f"the Triton kernels take heads up to {_MOST_WIDTH} wide, not {widths}"
         if wants_gradients(q, k, v):
             return "the Triton kernels have no gradients"
     return None
 
 
 def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
-    """The layout of a codec's planes if the kernels can read it; None: they are decoded first.
-    Scales by channel are applied to queries, a tile at a time: only keys can have them, and tiles
-    must divide the blocks."""
+    """The layout of a codec's planes if the kernels can read it; None: decode them first. Scales by
+    channel multiply the queries, one tile at a time, so only keys can have them, and tiles must
+    divide the blocks."""
     layout = codec.layout
     if layout is None or layout.packing not in CODES:
         return None
@@ -105,7 +104,7 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
 
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
-    """Whether torch's fused attention can do the call: it is faster for a prompt's first chunk."""
+    """Whether torch's fused attention can do the call; it is faster for a prompt's first chunk."""
     plain = options.softcap is None and options.sinks is None and not options.need_mass
     return plain and view.square
 
@@ -118,13 +117,13 @@ class Coded(NamedTuple):
     zero: Tensor
     code: int
     parts: int
-    """Elements in a word of the plane."""
+    """Elements per word of the plane."""
     width: int
     size: int
     """Elements that share a scale."""
     affine: bool
     block: int
-    """Slots that share scales by channel; 1: each has its own."""
+    """Slots that share scales by channel; 1: scales by slot."""
 
     @classmethod
     def plain(cls, plane: Tensor) -> Coded:
@@ -134,7 +133,7 @@ class Coded(NamedTuple):
 
     @classmethod
     def of(cls, planes: Planes, name: str, layout: KernelLayout, width: int) -> Coded:
-        """Planes of a layout that the kernels know."""
+        """The planes of a layout that the kernels can read."""
         if layout.packing == "plain":
             return cls.plain(planes[name])
         plane, parts = _in_words(_along_width(planes[name]), width)
@@ -150,16 +149,16 @@ class Coded(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The number of groups of elements that have a scale each; 1 if channels have."""
+        """Number of groups of elements with a scale each; 1 for scales by channel."""
         return -(-self.width // self.size)
 
     def shape(self, name: str) -> dict[str, Any]:
-        """The constants with which a kernel is compiled."""
+        """The constants for compiling a kernel."""
         return {
             f"{name}_CODE": self.code, f"{name}_PARTS": self.parts, f"{name}_SIZE": self.size,
             f"{name}_COUNT": self.groups, f"{name}_GROUPS": power_of_two(self.groups),
             f"{name}_AFFINE": self.affine, f"D{name}": self.width,
-            # Words of a token, padded to what a product takes.
+            # Words of a token, padded to the operand size of a matrix product.
             f"WIDE_{name}": max(16, power_of_two(self.width // self.parts)),
         }  # fmt: skip
 
@@ -177,7 +176,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which x's device is current, because Triton launches on the current device."""
+    """A context in which x's device is current: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -209,7 +208,7 @@ def _run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None
 
 
 class _Piece(NamedTuple):
-    """One segment and how it is divided."""
+    """A segment and its division into programs."""
 
     segment: Segment
     q: Tensor
@@ -224,12 +223,12 @@ class _Piece(NamedTuple):
     block_n: int
     splits: int
     first: int
-    """The index of its first slot among all slots."""
+    """Index of its first slot among all slots."""
     first_tile: int
 
 
 class _Call:
-    """The state shared by all launches of one call."""
+    """State that all launches of a call share."""
 
     def __init__(self, q: Tensor, view: View, options: Options) -> None:
         self.q, self.view, self.options = q, view, options
@@ -253,7 +252,7 @@ class _Call:
         self.weights = self.tops = q
         if options.need_mass and not self.second_pass:
             lines = (self.rows, self.heads, self.n * self.group)
-            # In half precision unless q is float32: the weights are written and read once.
+            # In half precision unless q is float32: the weights are written once and read once.
             half = q.dtype != torch.float32
             self.weights = q.new_empty((*lines, first), dtype=torch.float16 if half else q.dtype)
             self.tops = q.new_empty((*lines, first_tile), dtype=torch.float32)
@@ -301,7 +300,7 @@ class _Call:
         )  # fmt: skip
 
     def _shape(self, piece: _Piece) -> dict[str, Any]:
-        """The constants with which a kernel is compiled."""
+        """The constants for compiling a kernel."""
         return {
             "HEADS": self.heads, "GROUP": self.group, "DENSE": self.dense,
             "REACHES": len(self.view.reaches), "SOFTCAP": self.options.softcap is not None,
@@ -337,7 +336,7 @@ class _Call:
             piece.splits,
             self.heads * (1 if piece.shared else self.rows),
         )
-        # Queries that are multiplied by the scales of each tile take registers of more threads.
+        # Multiplying queries by the scales of each tile takes the registers of more threads.
         few = k.block == 1 and piece.block_m * power_of_two(k.groups) <= 64
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
@@ -388,8 +387,8 @@ class _Call:
 
 
 def coded_tile(k: Coded, v: Coded, mass: bool) -> tuple[int, int]:
-    """For keys and values that are codes: slots of a tile, and programs at once, measured on an
-    H100.
+    """Slots in a tile, and programs per multiprocessor, for keys and values that are codes.
+    Measured on an H100.
 
     With the mass, kernels over 8-bit codes need so many registers that only three programs fit a
     multiprocessor; two waves of them are used.
@@ -406,8 +405,8 @@ def _along_width(x: Tensor) -> Tensor:
 
 
 def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
-    """A plane of 8-bit integers viewed as 16-bit words if strides allow it, which tensor cores can
-    load directly; and how many elements each word holds, of `width` per token: four at most."""
+    """A plane of 8-bit integers viewed as 16-bit words, which tensor cores can load directly, if
+    strides allow it; and the number of elements per word (at most four), of `width` per token."""
     each = width // plane.shape[3]
     places = (plane.storage_offset(), *plane.stride()[:3], plane.shape[3])
     if each == 4 or any(x % 2 for x in places):
@@ -416,7 +415,7 @@ def _in_words(plane: Tensor, width: int) -> tuple[Tensor, int]:
 
 
 def kernel_type(dtype: torch.dtype) -> Any:
-    """A dtype as Triton names it."""
+    """Triton's name of a dtype."""
     import triton.language as tl
 
     return {

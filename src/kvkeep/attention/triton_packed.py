@@ -1,8 +1,8 @@
-"""One token of each of several sequences, whose slots lie apart, in one launch of a Triton kernel.
+"""Attention for one token of each of several sequences, in one launch of a Triton kernel.
 
-The launch has a table of work items. An item is a stretch of slots of one segment, and the
-sequences that attend to it: all that have this segment, which is read once for them. Items are of
-nearly equal length, so that a long sequence does not make the others wait.
+The launch has a table of work items. An item is a range of slots of one segment, and all sequences
+that share this segment; its slots are read once for all of them. Items have nearly equal length, so
+that a long sequence does not delay the rest.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvkeep.attention.view import Segment, View
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import unsliced
 
-_FEWEST_TILES = 4  # of an item, unless its segment has fewer
-_ITEMS = 2  # for each program that runs at once
+_FEWEST_TILES = 4  # tiles of an item, unless its segment has fewer
+_ITEMS = 2  # items for each program that runs at once
 _MOST_SLOTS = 1 << 30
 
 
 def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | None:
-    """Why one launch cannot attend for all sequences, or None.
+    """Why one launch cannot serve all sequences, or None.
 
     Args:
         q: (1, Hq, sequences, Dk).
-        views: what each sequence's token attends to.
+        views: the view of each sequence's token.
     """
     if options.need_mass:
         return "the mass is computed sequence by sequence"
@@ -42,14 +42,14 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
         if reason is not None:
             return reason
         if not view.dense or view.in_parts or view.position.numel() != 1:
-            return "some sequence does not see all of its slots"
+            return "a sequence does not see all of its slots"
         for segment in view.segments:
             if segment.rotation is not None or segment.used is not None:
-                return "some segment is rotated, or its length is known to the device only"
+                return "a segment is rotated, or only the device knows its length"
             if readable(segment.key_codec) is None or _values(segment) is None:
-                return "some segment is decoded first"
+                return "a segment must be decoded first"
             if unsliced(segment.planes)["k"].shape[0] != 1:
-                return "some segment has several rows"
+                return "a segment has several rows"
     return None
 
 
@@ -58,7 +58,7 @@ def _values(segment: Segment) -> KernelLayout | None:
 
 
 class _Run(NamedTuple):
-    """A segment, and the sequences that have it."""
+    """A segment, and the sequences that attend to it."""
 
     segment: Segment
     k: Coded
@@ -74,7 +74,7 @@ def run_packed(q: Tensor, views: Sequence[View], options: Options) -> Tensor:
 
 
 class _Packed:
-    """The launches of one call: one for each encoding, and one that merges the results."""
+    """The launches of a call: one for each encoding, and one that merges the results."""
 
     def __init__(self, q: Tensor, views: Sequence[View], options: Options) -> None:
         self.q, self.options = q, options
@@ -88,7 +88,7 @@ class _Packed:
             for segment in view.segments:
                 if segment.slots:
                     self._add(segment, row, known)
-        self.parts = [0] * self.rows  # of each sequence, so far
+        self.parts = [0] * self.rows  # number of parts of each sequence so far
 
     def _add(self, segment: Segment, row: int, known: dict[object, _Run]) -> None:
         planes = unsliced(segment.planes)
@@ -98,7 +98,7 @@ class _Packed:
             return
         token_planes, keys, values = segment.token_planes, readable(segment.key_codec), None
         values = _values(segment)
-        assert keys is not None  # `refuses_packed`
+        assert keys is not None  # `refuses_packed` has checked it
         assert values is not None
         k = Coded.of(token_planes, "k", keys, self.q.shape[3])
         v = Coded.of(token_planes, "v", values, segment.value_width)
@@ -129,7 +129,7 @@ class _Packed:
         return whole.transpose(1, 2)
 
     def _items(self, runs: Sequence[_Run]) -> tuple[list[list[int]], list[int], dict[str, Any]]:
-        """The work items of one launch, the rows that they name, and the shape of its tiles."""
+        """The work items of one launch, the rows that they refer to, and the tile constants."""
         k, v = runs[0].k, runs[0].v
         exact = self._kind(k, v) == torch.float32
         few, many = sorted((power_of_two(k.groups), power_of_two(v.groups)))
@@ -143,7 +143,7 @@ class _Packed:
             block_n = 32
         while k.block % block_n and k.block > 1:
             block_n //= 2
-        at_once = block_m // self.group  # rows of a tile
+        at_once = block_m // self.group  # rows per tile
         length = [-(-run.segment.slots // block_n) for run in runs]
         work = self.heads * sum(
             tiles_ * -(-len(run.rows) // at_once) for tiles_, run in zip(length, runs, strict=True)
@@ -167,18 +167,18 @@ class _Packed:
 
     @staticmethod
     def _places(run: _Run, base: _Run) -> list[int]:
-        """Where a run's planes are, relative to those of the first, in elements; and the strides
-        of their heads."""
-        found = []
+        """Offsets of a run's planes from the first run's planes, in elements, and the strides of
+        their heads."""
+        offsets = []
         for own, other in ((run.k, base.k), (run.v, base.v)):
             for x, y in (
                 (own.plane, other.plane),
                 (own.scale, other.scale),
                 (own.zero, other.zero),
             ):
-                found.append((x.data_ptr() - y.data_ptr()) // x.element_size())
+                offsets.append((x.data_ptr() - y.data_ptr()) // x.element_size())
         strides = [x.stride(1) for c in (run.k, run.v) for x in (c.plane, c.scale)]
-        return found + strides
+        return offsets + strides
 
     def _kind(self, k: Coded, v: Coded) -> torch.dtype:
         plain = {x.plane.dtype for x in (k, v) if not x.code}
@@ -198,11 +198,11 @@ class _Packed:
         segment, k, v, _ = runs[0]
         q = segment.key_codec.rotate(self.q)
         q = q if q.stride(3) == 1 else q.contiguous()
-        # One copy to the device for both.
+        # One copy to the device for items and rows.
         packed = torch.tensor([x for item in items for x in item] + rows).to(q.device)
         table, named = packed[: len(items) * attend.COLUMNS], packed[len(items) * attend.COLUMNS :]
         aligned = all(x % 16 == 0 for item in items for x in item[:10])
-        exact = self._kind(k, v) == torch.float32  # multiplied in registers
+        exact = self._kind(k, v) == torch.float32  # multiplied without tensor cores
         few = k.block == 1 and tile["BLOCK_M"] * power_of_two(k.groups) <= 64
         limits = (2**31 - 1, 0, 0, 0) * 3
         attend.attend[(1, len(items), self.heads)](

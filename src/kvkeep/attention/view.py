@@ -1,4 +1,4 @@
-"""The input of attention: a view is a list of segments, with what determines visibility."""
+"""The input of attention: a view, which lists segments and determines visibility."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class Decoder(Protocol):
 
     @property
     def layout(self) -> KernelLayout | None:
-        """The memory layout, for kernels that read the planes directly; None: no kernel can."""
+        """The memory layout for kernels that read the planes; None: no kernel can read them."""
 
     @property
     def block(self) -> int:
-        """Tokens in a slot; the planes have a token axis if this is more than one."""
+        """Tokens per slot; if more than one, the planes have a token axis."""
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         """The planes of one slot, for a tensor of width `dim`."""
 
     def width(self, planes: Planes) -> int:
-        """D of the tensor that is encoded in these planes."""
+        """The width D of the tensor encoded in these planes."""
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         """Planes of S slots -> (B, H, S, D)."""
 
     def rotate(self, q: Tensor) -> Tensor:
-        """Queries (..., D) to multiply with encoded keys; decoded keys use unchanged queries."""
+        """Queries (..., D) to multiply with encoded keys; decoded keys take unchanged queries."""
 
 
 _DECODED_AT_ONCE = 2048
-"""How many tokens are decoded at a time, for backends that cannot read encoded planes."""
+"""Tokens decoded at a time, for backends that cannot read encoded planes."""
 
 
 class Segment(NamedTuple):
-    """A run of slots with one encoding: owned by one cache, or frozen and shared.
+    """A run of slots with one encoding, owned by one cache or frozen and shared.
 
-    `planes` holds `k*`, `v*` and `position`, with batch size B, or 1 if all rows share the segment.
+    `planes`: `k*`, `v*` and `position`, with batch size B, or 1 if all rows share the segment.
     """
 
     planes: Planes
@@ -64,25 +64,25 @@ class Segment(NamedTuple):
     value_codec: Decoder
     rotation: Rotation | None = None
     head: int | None = None
-    """The kv head it holds, if heads have different lengths; None: all heads."""
+    """The segment's only kv head, if heads have different lengths; None: all heads."""
     rows: Tensor | None = None
-    """The rows it holds, int64 (b,), if rows have different lengths; None: all rows."""
+    """The segment's rows, int64 (b,), if rows have different lengths; None: all rows."""
     part: bool = False
-    """Whether its rows and head attend to this segment only, and the others are of other rows or
-    heads."""
+    """Whether its rows and head attend to this segment only, and the view's other segments hold
+    other rows or heads."""
     used: Tensor | None = None
-    """An upper bound of the slots in use, int32 () on the slots' device: all slots from this index
-    on are empty and need not be read. None: unknown."""
+    """Upper bound of the slots in use, int32 () on the slots' device: slots from this index on are
+    empty and need not be read. None: unknown."""
 
     @property
     def slots(self) -> int:
-        """The number of tokens it has room for, including empty slots."""
+        """Number of tokens that fit the segment, including empty slots."""
         return slot_count(self.planes) * self.key_codec.block
 
     @property
     def token_planes(self) -> Planes:
-        """The planes with an entry for each token, also where a slot holds a block of tokens, or
-        for each block. They may be longer than the segment."""
+        """The planes with one entry per token, or one per block. Slots that hold a block are
+        flattened to tokens. The planes may be longer than the segment."""
         planes = unsliced(self.planes)
         return planes if self.key_codec.block == 1 else by_token(planes)
 
@@ -101,7 +101,7 @@ class Segment(NamedTuple):
         return self.key_codec.decode(part(self.planes, "k"), dtype)
 
     def placed_keys(self, dtype: torch.dtype) -> Tensor:
-        """`keys`, rotated for the positions at which they are used."""
+        """`keys`, rotated for their positions of use."""
         keys = self.keys(dtype)
         return keys if self.rotation is None else self.rotation.turned_keys(keys)
 
@@ -119,8 +119,8 @@ class Segment(NamedTuple):
         return self.key_codec.layout == self.value_codec.layout == PLAIN
 
     def follows(self, previous: Segment | None) -> bool:
-        """Whether this segment and the one before it are read as one: the result is then the same,
-        bit for bit, as for a single segment with the slots of both."""
+        """Whether this segment and `previous` are read as one: the result then equals, bit for bit,
+        that of a single segment with the slots of both."""
         if previous is None or previous.rotation is not None or self.rotation is not None:
             return False
         a, b = unsliced(previous.planes), unsliced(self.planes)
@@ -134,8 +134,8 @@ class Segment(NamedTuple):
         )
 
     def runs(self, own: int = 0) -> list[Segment]:
-        """This segment divided into runs that are short enough to decode at once; the last holds at
-        least the newest `own` tokens. Not divided if nothing has to be decoded."""
+        """This segment divided into runs short enough to decode at once; the last run holds at
+        least the newest `own` tokens. Not divided if nothing must be decoded."""
         block = self.key_codec.block
         slots, step = slot_count(self.planes), max(1, _DECODED_AT_ONCE // block)
         last = slots - -(-own // block)
@@ -153,9 +153,9 @@ class Held(NamedTuple):
     """Decoded keys (B, H, S, Dk), values (B, H, S, Dv) and their positions, int32 (B, 1|H, S), with
     -1 for empty slots; the oldest first.
 
-    They are views of the slots if nothing had to be decoded or reordered: read them before the next
-    change of the cache, and do not write to them. `order` (B, 1|H, S) is the slot that each token
-    came from; None: they are in the order of the slots.
+    The tensors are views of the slots if nothing was decoded or reordered: read them before the
+    next change of the cache, and do not write to them. `order` (B, 1|H, S): the slot index of each
+    token; None: the tokens are in slot order.
     """
 
     keys: Tensor
@@ -165,7 +165,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Held], segments: Sequence[Segment]) -> Held:
-        """Parts, which hold some rows or one head each, as one; shorter parts are padded with empty
+        """Merge parts, which hold some rows or one head each; shorter parts are padded with empty
         slots in front."""
         longest = max(part.position.shape[2] for part in parts)
         wide = [part.widened(longest) for part in parts]
@@ -178,7 +178,7 @@ class Held(NamedTuple):
         )
 
     def widened(self, slots: int) -> Held:
-        """The same tokens in `slots` slots: empty ones are added in front."""
+        """The same tokens in `slots` slots, with empty slots added in front."""
         own = self.position.shape[2]
         if own == slots:
             return self
@@ -188,20 +188,20 @@ class Held(NamedTuple):
             return torch.nn.functional.pad(x, (*beside, slots - own, 0), value=empty)
 
         order = self.order
-        if order is not None:  # in the order of the slots, those that were added come last
+        if order is not None:  # in slot order, the added slots come last
             added = torch.arange(own, slots, device=order.device)
             order = torch.cat([added.expand(*order.shape[:2], slots - own), order], dim=2)
         return Held(front(self.keys), front(self.values), front(self.position, -1), order)
 
     def as_slots(self, x: Tensor) -> Tensor:
-        """Reorder x (B, H, S), one number per token, to the order of the slots."""
+        """Reorder x (B, H, S), one number per token, to slot order."""
         if self.order is None:
             return x
         return torch.empty_like(x).scatter_(2, self.order.expand_as(x), x)
 
 
 def joined_parts(pieces: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
-    """Tensors (b, h, ...), one for each part of a view, as one tensor (B, H, ...)."""
+    """Join tensors (b, h, ...), one for each part of a view, to one tensor (B, H, ...)."""
     if all(segment.rows is None for segment in segments):
         return torch.cat(list(pieces), dim=1)
     own, first = pieces[0].shape[1], segments[0].head
@@ -218,19 +218,19 @@ def joined_parts(pieces: Sequence[Tensor], segments: Sequence[Segment]) -> Tenso
 
 
 class View(NamedTuple):
-    """The slots that one chunk of queries attends to, without a copy of the past.
+    """The slots that a chunk of queries attends to; the past is not copied.
 
-    A query at position t sees a slot at position p if 0 <= p <= t and every `reach` allows it;
-    with `bounds`, if first <= p <= last instead. Positions below 0 are never seen. A query at
-    position -1, or one whose last is below 0, sees nothing and its output is zero.
+    A query at position t sees a slot at position p if 0 <= p <= t and every `reach` allows it. With
+    `bounds` the condition is first <= p <= last instead, and p >= 0. A query at position -1, or
+    with last < 0, sees nothing, and its output is zero.
 
     Args:
-        segments: the slots, in any order of positions, except that without `bounds` the last n
-            slots of the last segment are the chunk's own, in the order of the queries.
+        segments: the slots, in any order of positions. Without `bounds`, the last n slots of the
+            last segment must be the chunk's own, in the order of the queries.
         position: the queries' positions, (n,) if all rows share them, else (B, n).
-        ragged: whether any slot may be empty or any query may see nothing. False asserts that every
+        ragged: whether a slot may be empty or a query may see nothing. False asserts that every
             slot is live and that all slots before the chunk's own are older than all queries.
-        reaches: the limits of what a query sees; a limit that excludes nothing may be left out.
+        reaches: limits on what a query sees; limits that exclude nothing may be left out.
         bounds: the first and the last position that each query sees, integers (2, n) or (B, 2, n).
             None: 0 and the query's own.
     """
@@ -248,7 +248,7 @@ class View(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """S over all segments, or of the longest part if heads or rows differ in length."""
+        """S over all segments; of the longest part if heads or rows differ in length."""
         if self.in_parts:
             return max(segment.slots for segment in self.segments)
         return sum(segment.slots for segment in self.segments)
@@ -259,8 +259,8 @@ class View(NamedTuple):
         return self.segments[0].part
 
     def in_runs(self) -> View:
-        """The same view, with encoded segments divided into runs that are short enough to decode at
-        once. The division does not depend on where segments of one encoding end."""
+        """The same view, with encoded segments divided into runs short enough to decode at once.
+        The division does not depend on boundaries between segments of one encoding."""
         chains: list[list[Segment]] = []
         for segment in self.segments:
             if chains and not segment.plain and segment.follows(chains[-1][-1]):
@@ -280,7 +280,7 @@ class View(NamedTuple):
         return self._replace(segments=tuple(run for some in runs for run in some))
 
     def in_order(self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool) -> Held:
-        """All slots, decoded; sorted by position if slots were `moved` or the view is in parts."""
+        """All slots, decoded; sorted by position if slots were `moved` or the view has parts."""
         if self.in_parts:
             parts = [
                 self._replace(segments=(s._replace(head=None, rows=None, part=False),)).in_order(
@@ -310,12 +310,12 @@ class View(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether queries see all slots, except for causality within the chunk."""
+        """Whether all queries see all slots, except for causality within the chunk."""
         return not (self.ragged or self.reaches) and self.bounds is None
 
     def observed(self, newest: int | None) -> Tensor | None:
-        """The queries whose mass counts, bool (B|1, n): the `newest` real ones of each row; None:
-        all."""
+        """Which queries count for the mass, bool (B|1, n): the `newest` real queries of each row;
+        None: all."""
         if newest is None or newest >= self.chunk:
             return None
         position = self.position.reshape(-1, self.chunk)
@@ -323,7 +323,7 @@ class View(NamedTuple):
 
     @property
     def square(self) -> bool:
-        """Whether the chunk holds all tokens, stored as floats, with causal attention only."""
+        """Whether the chunk holds all tokens, as floats, under causal attention alone."""
         if not self.dense or len(self.segments) > 1 or self.in_parts:
             return False
         return self.segments[0].plain and self.segments[0].slots == self.chunk > 1
@@ -348,7 +348,7 @@ class View(NamedTuple):
 
 
 def unbounded(position: Tensor) -> Tensor:
-    """The bounds of queries at `position`, (n,) or (B, n), that see every position; those at -1 see
-    none: int32 (2, n) or (B, 2, n)."""
+    """The bounds, int32 (2, n) or (B, 2, n), that let queries at `position`, (n,) or (B, n), see
+    every position; queries at -1 see none."""
     last = torch.where(position < 0, -1, LAST).to(torch.int32)
     return torch.stack([torch.zeros_like(last), last], dim=-2)

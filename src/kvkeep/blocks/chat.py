@@ -1,4 +1,4 @@
-"""Blocks in chat messages: marks find them again in the text that a chat template renders."""
+"""Blocks in chat messages: marks locate them in the text that a chat template renders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Marks:
     are drawn at random for each rendering, so that no text contains them by chance.
 
     Args:
-        wanted: whether the block of an index, counted in the order of `put`, gets marks.
+        wanted: whether a block gets marks, given its index in the order of `put`.
     """
 
     def __init__(self, wanted: Callable[[int], bool] = lambda _: True) -> None:
@@ -46,42 +46,42 @@ class Marks:
         """Remove the marks from a rendered text.
 
         Returns:
-            The text without marks; and for each block's index, the kind ("a" start, "z" end) and
-            character of each mark.
+            The text without marks; and for each block's index, the marks found, each
+            with its kind ("a" start, "z" end) and character index.
         """
         pieces, last, length = list[str](), 0, 0
-        found: dict[int, list[tuple[str, int]]] = {}
+        marks: dict[int, list[tuple[str, int]]] = {}
         for match in self._pattern.finditer(rendered):
             pieces.append(rendered[last : match.start()])
             length += len(pieces[-1])
-            found.setdefault(int(match[2]), []).append((match[1], length))
+            marks.setdefault(int(match[2]), []).append((match[1], length))
             last = match.end()
-        return "".join([*pieces, rendered[last:]]), found
+        return "".join([*pieces, rendered[last:]]), marks
 
 
 def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark | Refused]]:
-    """The text that a template renders of messages, tools and so on that contain parts.
+    """Render messages, tools and so on that contain parts.
 
     Args:
-        given: arguments of `render`, with parts where it takes text.
+        given: arguments of `render`, with parts in place of text.
         render: renders arguments that contain plain text only.
 
     Returns:
-        As `located`.
+        See `located`.
     """
     return located(lambda marks: render(_replaced(given, marks.put)))
 
 
 def located(render: Callable[[Marks], str]) -> tuple[str, list[Mark | Refused]]:
-    """Find where blocks are in a rendered text.
+    """Locate blocks in a rendered text.
 
     Args:
         render: renders the text and passes each block through `Marks.put`. It is called several
             times, and must pass the same blocks in the same order each time.
 
     Returns:
-        The text rendered without marks; and for each block where it is, or why it is refused. A
-        block inside another follows it.
+        The text rendered without marks; and for each block its location, or why it is refused. A
+        nested block follows the block that contains it.
     """
     none = Marks(lambda _: False)
     plain = render(none)
@@ -91,7 +91,7 @@ def located(render: Callable[[Marks], str]) -> tuple[str, list[Mark | Refused]]:
         bare, ends = marks.removed(render(marks))
         if bare == plain:
             break
-        if attempt == 0:  # the template changes some block: try each by itself
+        if attempt == 0:  # the template changes some block: test each block separately
             good = {index for index in good if _left_alone(index, render, plain)}
         else:
             good, ends = set(), {}
@@ -110,11 +110,11 @@ def _mark_of(
         return Refused(text, "it is empty")
     if index not in good:
         return Refused(text, "the template changes its text")
-    found = ends.get(index, [])
-    if [end for end, _ in found] != ["a", "z"]:
-        times = sum(end == "a" for end, _ in found)
+    own = ends.get(index, [])
+    if [end for end, _ in own] != ["a", "z"]:
+        times = sum(end == "a" for end, _ in own)
         return Refused(text, f"the template has it {times} times")
-    return Mark(found[0][1], found[1][1])
+    return Mark(own[0][1], own[1][1])
 
 
 def _replaced(value: Any, text_of: Callable[[Marked], str]) -> Any:

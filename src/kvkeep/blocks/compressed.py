@@ -1,4 +1,4 @@
-"""Prompts whose blocks are compressed: each block by itself, and then moved to its position."""
+"""Prompts with compressed blocks: each is compressed by itself, then moved to its position."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def assemble_compressed(
     namespace: str = "",
     capacity: int | None = None,
 ) -> Assembled:
-    """A cache of tokens by policy `kvzip`. Each span is computed and compressed by itself, or taken
-    from the store so; the tokens between spans are computed at their place, attend to what is held
-    of all before them, and are all kept. Without spans all tokens are one compressed text.
+    """A cache of tokens under policy `kvzip`. Each span is computed and compressed by itself, or
+    taken compressed from the store. Tokens between spans are computed in place, attend to all kept
+    slots before them, and are all kept. Without spans, all tokens are one compressed text.
 
     Args:
         tokens: int64 (n,), on the CPU.
-        spans: ascending.
+        spans: in ascending order.
         capacity: see `kvkeep.Cache`.
     """
     options: dict[str, Any] = {"spec": spec, "namespace": namespace, "capacity": capacity}
@@ -60,8 +60,8 @@ def assemble_compressed(
 
 
 def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: int) -> int:
-    """The bytes that a compressed text of so many tokens takes; of a cache that compresses none,
-    those of all tokens."""
+    """Bytes of a compressed text of `tokens` tokens; if the cache does not compress, bytes of all
+    tokens."""
     if compresses(cache):
         wanted = [layer.policy.compression for layer in cache.layers]
         tokens = max(one.slots(tokens) for one in wanted if one is not None)
@@ -69,11 +69,11 @@ def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: 
 
 
 def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
-    """Put a compressed text, which begins at position 0, behind what a layer holds."""
+    """Append a compressed text, which begins at position 0, to a layer's slots."""
     held, by = layer.state(), layer.fed
     parts: Mapping[str, Planes] = text.parts
     if by:
-        assert text.history.geometry is not None  # something was fed
+        assert text.history.geometry is not None  # the text has tokens
         dtype = text.history.geometry.dtype
         moved_parts = dict[str, Planes]()
         for name, planes in text.parts.items():

@@ -1,4 +1,4 @@
-"""Join caches of texts that were computed apart, by moving them to new positions."""
+"""Joins caches of separately computed texts by moving them to new positions."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def join(
     """A cache that holds the texts of several caches, one after the other.
 
     Each text was fed by itself, from position 0, so its tokens attended to no other text. The
-    result is that of one forward of all texts at their new positions under a block-diagonal mask;
-    tokens that are fed afterwards attend to everything. A forward without that mask gives other
-    keys and values.
+    result equals one forward of all texts at their new positions under a block-diagonal mask;
+    tokens fed afterwards attend to everything. A forward without that mask gives different keys and
+    values.
 
-    Keys are shared and stay as they are: attention rotates the few queries instead, by the offset
-    of each text. When a policy evicts, or a snapshot is taken, keys are rotated once (and encoded
-    again). Only the first text should begin with a BOS token.
+    Keys are shared and not changed: attention rotates the few queries instead, by each text's
+    offset. When a policy evicts, or a snapshot is taken, keys are rotated once (and encoded again).
+    Only the first text should begin with a BOS token.
 
     Args:
-        model: that computed the caches.
-        caches: of one row each, with the same specs. They are frozen, and can still be used.
-        spec: of the result; None: that of the caches. A cache with a budget, in `@host` storage or
-            with `kivi` begins with caches of `keep_all`: the next forward sees all tokens, and
+        model: the model that computed the caches.
+        caches: caches of one row each, with the same specs. They are frozen, and remain usable.
+        spec: spec of the result; None: the caches' spec. A cache with a budget, in `@host` storage
+            or with `kivi` is made from caches of `keep_all`: the next forward sees all tokens, then
             evicts.
         capacity: see `kvkeep.Cache`.
 
     Raises:
-        ShapeError: no caches, or one with several rows.
-        StateError: the caches differ in specs, or in whether the model was attached, or a cache of
-            `spec` cannot begin with theirs.
+        ShapeError: no caches, or a cache with several rows.
+        StateError: the caches differ in specs, or in whether the model was attached; or a cache of
+            `spec` cannot begin with their slots.
         UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its positions
             are learned, its frequencies depend on the length, or it has recurrent layers.
     """
@@ -61,8 +61,8 @@ def join(
     exact = exact_specs(cache.specs)
     if not encodes_alike(exact, joined.specs):
         raise StateError(
-            f"caches of {joined.specs[0]}, but one of {cache.specs[0]} begins with {exact[0]}; "
-            "feed the texts to caches of that"
+            f"caches of {joined.specs[0]}, but a cache of {cache.specs[0]} begins with caches of "
+            f"{exact[0]}; feed the texts to caches of {exact[0]}"
         )
     begin(cache, joined)
     return cache
@@ -75,8 +75,8 @@ def join_at(
 
     Args:
         starts: the position at which each text begins, ascending.
-        columns: total number of tokens. Those that no text holds must be computed before anything
-            else is fed; see `kvkeep.blocks.recomputation`.
+        columns: total number of tokens. Compute tokens that no text holds before feeding anything
+            else; see `kvkeep.blocks.recomputation`.
     """
     _require_alike(caches)
     rotaries = moving(host)
@@ -98,23 +98,23 @@ def join_at(
 
 
 def moving(host: Host) -> list[Rotary]:
-    """How each layer rotates its keys; without frequencies where it does not.
+    """The rotary embedding of each layer, without frequencies if the layer does not rotate.
 
     Raises:
-        UnsupportedError: keys cannot be moved to another position.
+        UnsupportedError: keys cannot be moved to other positions.
     """
     found = host.rotaries()
     if not any(found):
         raise UnsupportedError(
-            f"{host.name} has no rotary embedding, so the keys of a text cannot be moved to "
-            "other positions; use a PrefixStore, which reuses them where they are"
+            f"{host.name} has no rotary embedding, so the keys of a text cannot be moved to other "
+            "positions; use a PrefixStore, which reuses them at their own positions"
         )
     none = Rotary(torch.empty(0))
     return [one or none for one in found]
 
 
 def windowed(cache: ModelCache) -> str:
-    """Which layers of a cache have a sliding window, in words; empty if none has."""
+    """Describe the layers of a cache that have a sliding window; empty if there are none."""
     found = [index for index, layer in enumerate(cache.layers) if layer.window is not None]
     if not found:
         return ""
@@ -126,7 +126,7 @@ def windowed(cache: ModelCache) -> str:
 
 
 def moved(run: Run, by: int, rotary: Rotary) -> Run:
-    """A run moved by so many positions, added to those by which it was moved before."""
+    """A run moved by `by` more positions."""
     already = 0 if run.rotation is None else run.rotation.offset
     if not by and not already:
         return run

@@ -1,4 +1,4 @@
-"""Parts of a prompt: text, blocks to be reused, and components made of both."""
+"""Parts of a prompt: text, blocks to reuse, and components made of both."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from kvkeep.errors import SpecError
 
 @runtime_checkable
 class Component(Protocol):
-    """An object made of parts, such as a tool with its description, or a page of documents."""
+    """An object made of parts, such as a tool with its description or a page of documents."""
 
     def parts(self) -> Sequence[Part]:
-        """Its parts, in order."""
+        """The parts, in order."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text that is computed at its place in the prompt."""
+    """Text that is computed in place, in its prompt."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part that other prompts contain too, perhaps at another place.
+    """A part that occurs in several prompts, perhaps at different places.
 
     Args:
-        content: text or other parts. These may be blocks, which are reused where this one cannot
-            be.
-        use_cache: whether it is reused; False treats it as text.
+        content: text or other parts. Nested blocks are reused where this block cannot be.
+        use_cache: whether to reuse it; False treats it as text.
     """
 
     content: Part | Sequence[Part]
@@ -47,7 +46,7 @@ Part = Union[str, Text, Block, Component]  # noqa: UP007 - Block's content is a 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a block is in a text: characters `start` to `stop`, exclusive, without surrounding
+    """Location of a block in a text: characters `start` to `stop`, exclusive, without surrounding
     white space."""
 
     start: int
@@ -64,7 +63,7 @@ class Refused:
 
 @dataclass
 class Marked:
-    """A text, and where its blocks are. A block inside another follows it in the list."""
+    """A text and the locations of its blocks. A nested block follows the block that contains it."""
 
     text: str = ""
     marks: list[Mark] = field(default_factory=list)
@@ -109,18 +108,18 @@ def is_part(value: Any) -> bool:
 
 
 def marked(part: Part | Sequence[Part]) -> Marked:
-    """The text of some parts, and where its blocks are.
+    """The text of some parts, and the locations of its blocks.
 
     Raises:
         SpecError: a value is not a part.
     """
-    found = Marked()
-    found.add(part)
-    return found
+    whole = Marked()
+    whole.add(part)
+    return whole
 
 
 def listed(content: Part | Sequence[Part]) -> Sequence[Part]:
-    """One part or several, as a sequence."""
+    """One part, or several parts, as a sequence."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return content
     return [content]

@@ -1,4 +1,4 @@
-"""Build a cache of tokens, some spans of which were computed apart, at other positions."""
+"""Builds a cache of tokens, some spans of which were computed elsewhere, at other positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.store.beginning import begin, exact_specs
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
 
-_SAMPLED = 64  # tokens by which the deviation is estimated
+_SAMPLED = 64  # tokens sampled to estimate the deviation
 
 
 class Span(NamedTuple):
@@ -31,15 +31,15 @@ class Span(NamedTuple):
 
 
 class Assembled(NamedTuple):
-    """A cache, and where its tokens came from.
+    """A cache, and the sources of its tokens.
 
     Args:
         exact: tokens found as a stored prefix.
         found: tokens found in spans.
-        repaired: tokens of spans that were computed again.
-        deviation: how far the keys and values of the spans' other tokens are from those of a plain
-            prefill: the relative norm of the difference in the second layer, of a sample. None
-            where it was not estimated.
+        repaired: tokens of spans that were recomputed.
+        deviation: distance of the keys and values of the spans' other tokens from a plain prefill:
+            the relative norm of the difference in the second layer, over a sample. None: not
+            estimated.
         compressed: tokens of compressed texts.
     """
 
@@ -60,22 +60,22 @@ def prefill(
     store: PrefixStore | None = None,
     namespace: str = "",
 ) -> ModelCache:
-    """A cache of texts, one after the other, each of which is computed by itself.
+    """A cache of several texts in sequence, each computed by itself.
 
     Args:
-        model: attached, if tokens are to be computed again.
+        model: the model; attached, if tokens are to be recomputed.
         texts: token ids, int64 (n,), none empty; only the first should begin with a BOS token.
-        recompute: which tokens of the texts after the first are computed again, with attention to
-            all tokens before them. 0: none (block-diagonal attention). "boundary:k": the first k of
-            each text. A share, such as 0.15: those whose keys and values would change most
-            (CacheBlend). "all": all, which is the plain prefill.
-        spec: of the cache. One with a budget evicts after the next forward, which sees all tokens.
-        store: where computed texts are found and stored.
-        namespace: of the store's entries.
+        recompute: which tokens of the texts after the first are recomputed, attending to all tokens
+            before them. 0: none (block-diagonal attention). "boundary:k": the first k of each text.
+            A share, such as 0.15: the tokens whose keys and values would change most (CacheBlend).
+            "all": all, which equals a plain prefill.
+        spec: spec of the cache. With a budget, the next forward sees all tokens, then evicts.
+        store: the store for computed texts.
+        namespace: namespace of the store's entries.
 
     Raises:
-        ShapeError: no texts, or an empty one.
-        SpecError: another `recompute`.
+        ShapeError: no texts, or an empty text.
+        SpecError: `recompute` is invalid.
         UnsupportedError: see `join`.
     """
     if not texts or any(text.dim() != 1 or not len(text) for text in texts):
@@ -121,17 +121,17 @@ def assemble(
     capacity: int | None = None,
     estimate: bool = True,
 ) -> Assembled:
-    """A cache of tokens. Each span is computed by itself; tokens between spans are computed at
-    their place, with attention to all before them.
+    """A cache of tokens. Each span is computed by itself; tokens between spans are computed in
+    place, attending to all tokens before them.
 
     Args:
         tokens: int64 (n,), on the CPU.
-        spans: ascending, none before `first`.
-        first: how many leading tokens, at least 1, are computed as a plain prefix.
+        spans: in ascending order, none before `first`.
+        first: number of leading tokens, at least 1, computed as a plain prefix.
         recompute: see `prefill`.
-        prompt: see `kvkeep.PrefixStore.read`; no span contains an invocation.
+        prompt: see `kvkeep.PrefixStore.read`; no span contains an adapter's invocation.
         capacity: see `kvkeep.Cache`.
-        estimate: estimate the deviation, at the cost of a few tokens in two layers.
+        estimate: estimate the deviation, which runs a few tokens through two layers.
     """
     mode, amount = parsed(recompute)
     host = host_of(model)
@@ -167,7 +167,7 @@ def assemble(
     more = round(amount * int((kinds == _SPAN).sum())) if mode == "share" else 0
     deviation = None
     computed = certain.nonzero().flatten()
-    # A forward needs at least one token that passes through every layer.
+    # A forward needs at least one token that goes through every layer.
     if more or (estimate and len(computed) and not recomputation.why_not_compared(host)):
         sample = ((kinds == _SPAN) & ~certain).nonzero().flatten()
         if mode != "share":
@@ -188,7 +188,7 @@ _FIRST, _SPAN, _BETWEEN = range(3)
 
 
 def _kinds(count: int, spans: Sequence[Span]) -> Tensor:
-    """For each token: whether it is in the first span, in a later one, or in none."""
+    """For each token: whether it lies in the first span, in a later span, or in none."""
     kinds = torch.full((count,), _BETWEEN)
     for index, (start, stop) in enumerate(spans):
         kinds[start:stop] = _SPAN if index else _FIRST

@@ -1,4 +1,4 @@
-"""Prompts and chats with blocks: how they are tokenized, and how their cache is computed."""
+"""Prompts and chats with blocks: tokenization, and building their caches."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a prompt's keys and values came from, in tokens.
+    """The sources of a prompt's keys and values, in tokens.
 
     Args:
-        tokens: of the prompt, without its last one.
-        exact: found as a stored prefix; their slots are those of a plain prefill, to the last bit.
+        tokens: all tokens of the prompt but the last.
+        exact: found as a stored prefix; their slots equal a plain prefill's, bit for bit.
         found: found in stored blocks.
-        repaired: of blocks, computed again with attention to all tokens before them.
-        approximate: of blocks, used as computed by themselves, without the tokens before them.
-        compressed: in texts of which only the slots that policy `kvzip` keeps are held.
-        deviation: an estimate of how far the approximate ones are from a plain prefill: the
-            relative norm of the difference of keys and values in the second layer, of a sample. 0
-            if none are approximate, None if it could not be estimated. How much it changes an
-            answer depends on the model.
+        repaired: tokens of blocks that were recomputed, attending to all tokens before them.
+        approximate: tokens of blocks used without recomputation: they did not attend to the tokens
+            before their block.
+        compressed: tokens of texts compressed by policy `kvzip`.
+        deviation: estimated distance of the approximate tokens from a plain prefill: the relative
+            norm of the difference of keys and values in the second layer, over a sample. 0 if no
+            token is approximate, None if there is no estimate. Its effect on an answer depends on
+            the model.
         blocks: one report for each marked block.
     """
 
@@ -77,7 +78,7 @@ class Report:
 
 
 class Prefilled(NamedTuple):
-    """A cache of a prompt's tokens without the last, and where they came from."""
+    """A cache of a prompt's tokens without the last token, and their sources."""
 
     cache: ModelCache
     report: Report
@@ -88,8 +89,8 @@ class Encoded:
 
     Attributes:
         input_ids: int64 (1, n).
-        blocks: the tokens of each marked block, in order; a block inside another follows it.
-        report: of the last prefill, by `generate` too; None before the first.
+        blocks: tokens of each marked block, in order; a nested block follows its container.
+        report: report of the last prefill, also by `generate`; None before the first prefill.
     """
 
     def __init__(self, ids: Tensor, blocks: Sequence[BlockTokens]) -> None:
@@ -107,23 +108,23 @@ class Encoded:
         namespace: str = "",
         capacity: int | None = None,
     ) -> Prefilled:
-        """A cache of all tokens but the last, which `generate` or your own loop feeds.
+        """Build a cache of all tokens but the last, which `generate` or your own loop feeds.
 
-        A stored prefix is used as it is. After it, each block is taken from the store or computed
-        by itself, and the other tokens are computed at their place. Blocks that cannot be reused
-        are treated as text, and the report says why.
+        A stored prefix is used unchanged. After it, each block is taken from the store or computed
+        by itself, and all other tokens are computed in place. Blocks that cannot be reused are
+        treated as text, and the report says why.
 
         Args:
-            model: attached.
-            recompute: which tokens of blocks are computed again: see `kvkeep.blocks.prefill`.
-            spec: of the cache.
-            store: where computed tokens are found and stored.
-            namespace: of the store's entries.
+            model: an attached model.
+            recompute: which tokens of blocks are recomputed; see `kvkeep.blocks.prefill`.
+            spec: spec of the cache.
+            store: the store for computed tokens.
+            namespace: namespace of the store's entries.
             capacity: see `kvkeep.Cache`.
 
         Raises:
-            ShapeError: no tokens, or more than the model's context.
-            SpecError: a `recompute` or spec that does not exist.
+            ShapeError: the prompt is empty, or longer than the model's context.
+            SpecError: `recompute` or the spec is invalid.
         """
         parsed(recompute)
         store = PrefixStore() if store is None else store
@@ -174,7 +175,7 @@ class Encoded:
         stored = store.known(*keyed(host, known, exact, namespace, cache.activation))
         behind = [span for span in spans if span.stop > stored]
         first = behind[0].start if behind else len(known)
-        if behind and first == 0:  # it is at the position for which it was computed
+        if behind and first == 0:  # it already is at its position
             first = behind.pop(0).stop
         read = assemble(
             model,
@@ -201,7 +202,7 @@ class Encoded:
         if not len(ids) or len(ids) > (most or len(ids)):
             raise ShapeError(
                 f"a prompt of {len(ids)} tokens, but the model takes 1 to {most or 'any number'}; "
-                "give it text, or a shorter one"
+                "give it text, or a shorter prompt"
             )
         return ids[:-1]
 
@@ -229,7 +230,7 @@ class Prompt:
         parts: text, `Text`, `Block`, or anything with `parts()`.
 
     Raises:
-        SpecError: one of them is not a part.
+        SpecError: a value is not a part.
     """
 
     def __init__(self, parts: Part | Sequence[Part]) -> None:
@@ -246,10 +247,10 @@ class Prompt:
         return self._marked.text
 
     def encode(self, tokenizer: Any, *, shortest: int = SHORTEST) -> Encoded:
-        """Tokenize it, with the special tokens that the tokenizer adds, such as BOS.
+        """Tokenize the prompt, with the special tokens that the tokenizer adds, such as BOS.
 
         Args:
-            shortest: fewest tokens of a block that is reused.
+            shortest: fewest tokens of a block to reuse.
         """
         ids, blocks = tokenized(
             tokenizer, self.text, self._marked.marks, special=True, shortest=shortest
@@ -261,10 +262,10 @@ class Chat:
     """Messages of a chat, which may contain blocks.
 
     Args:
-        messages: as for `apply_chat_template`. Wherever it takes text, tool results included, a
-            part or a list of parts and text may be given.
-        options: of `apply_chat_template`, such as `tools=`, which may contain parts too.
-            `add_generation_prompt` is True unless given.
+        messages: as for `apply_chat_template`. Any text, tool results included, may be replaced by
+            a part or a list of parts and text.
+        options: options of `apply_chat_template`, such as `tools=`, which may contain parts too.
+            `add_generation_prompt` is True by default.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> None:
@@ -275,10 +276,10 @@ class Chat:
         self.options = {"add_generation_prompt": not going_on} | options
 
     def encode(self, tokenizer: Any, *, shortest: int = SHORTEST) -> Encoded:
-        """Render it by the tokenizer's chat template, and tokenize it.
+        """Render the chat by the tokenizer's chat template, and tokenize it.
 
         Args:
-            shortest: fewest tokens of a block that is reused.
+            shortest: fewest tokens of a block to reuse.
 
         Raises:
             SpecError: the tokenizer has no chat template, or a value is not a part.
@@ -296,7 +297,7 @@ class Chat:
 
 
 def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
-    """Why no block can be reused by a model; empty if blocks can."""
+    """Why a model can reuse no block; empty if it can."""
     if recompute == "all":
         return 'recompute="all" computes everything'
     if reason := cache.why_not(Feature.JOINED):
@@ -311,7 +312,7 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     if windows:
         return f"{windows}, so blocks cannot be moved"
     if any(layer.storage.limited for layer in cache.layers):
-        return "fixed storage has no room for what is computed again; use @growing"
+        return "fixed storage has no room for recomputed tokens; use @growing"
     reason = why_not_compared(host) if parsed(recompute).mode == "share" else ""
     return f"{reason}; use recompute='boundary:32'" if reason else ""
 

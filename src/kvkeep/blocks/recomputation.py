@@ -1,4 +1,4 @@
-"""Compute some tokens of joined texts again, so that they attend to the texts before them."""
+"""Recomputes some tokens of joined texts, so that they attend to the texts before them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvkeep.planes import POSITION, part, slot_count
 
 
 class Blended(NamedTuple):
-    """The positions that were computed again, int64 (n,), ascending; and how far the keys and
-    values of the other candidates are from recomputed ones, as a relative norm."""
+    """The positions that were recomputed, int64 (n,), ascending; and the distance of the other
+    candidates' keys and values from recomputed ones, as a relative norm."""
 
     positions: Tensor
     deviation: float
@@ -27,18 +27,18 @@ class Blended(NamedTuple):
 
 @torch.inference_mode()
 def recompute(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> None:
-    """Compute tokens of a joined cache again, with attention to all tokens before them.
+    """Recompute tokens of a joined cache, attending to all tokens before them.
 
     Args:
-        host: of an attached model.
+        host: host of an attached model.
         tokens: all tokens that the cache counts as fed, int64 (T,).
-        positions: which to compute, int64 (n,), ascending; they must include all that the cache
-            does not hold.
+        positions: positions to recompute, int64 (n,), ascending; they must include all positions
+            that the cache does not hold.
 
     Raises:
         UnsupportedError: the cache's spec or the model does not allow it.
-        ShapeError: tokens or positions that do not fit the cache.
-        StateError: something was fed since the caches were joined.
+        ShapeError: tokens or positions do not fit the cache.
+        StateError: tokens were fed since the caches were joined.
     """
     _require(host, cache, tokens, positions)
     for layer in cache.layers:
@@ -56,18 +56,18 @@ def blend(
     certain: Tensor,
     count: int,
 ) -> Blended:
-    """Compute again the tokens whose keys and values would change most.
+    """Recompute the tokens whose keys and values would change most.
 
-    All candidates pass through the first layer. The second layer compares their new keys and values
-    with those that the cache holds; only those that differ most pass through the rest of it and the
-    layers after it.
+    All candidates go through the first layer. The second layer compares their new keys and values
+    with the cache's; only the tokens that differ most go through the rest of it and the later
+    layers.
 
     Args:
         tokens: all tokens that the cache counts as fed, int64 (T,).
-        candidates: positions, int64 (n,), ascending; they must include all that the cache does not
-            hold.
-        certain: bool (n,), candidates that are computed in any case.
-        count: how many of the others are computed.
+        candidates: positions, int64 (n,), ascending; they must include all positions that the cache
+            does not hold.
+        certain: bool (n,), candidates that are always recomputed.
+        count: number of further candidates to recompute.
 
     Raises:
         UnsupportedError, ShapeError, StateError: see `recompute`.
@@ -119,7 +119,7 @@ class _LayerProxy:
 
 
 class _LaterLayer(_LayerProxy):
-    """A layer after the second: when its step runs, it replaces the slots of the chosen tokens."""
+    """A layer after the second: its step replaces the slots of the chosen tokens."""
 
     def __init__(self, layer: LayerCache, choice: _SecondLayer) -> None:
         super().__init__(layer, choice.candidates)
@@ -132,14 +132,14 @@ class _LaterLayer(_LayerProxy):
 
 
 class _SecondLayer(_LayerProxy):
-    """The second layer: it gets all candidates and chooses those that are certain and those that
-    differ most."""
+    """The second layer: it gets all candidates, and chooses the certain ones and those that differ
+    most."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor, certain: Tensor, count: int) -> None:
         super().__init__(layer, candidates)
         self._certain = certain
         self._count = min(len(candidates), int(certain.sum()) + count)
-        self.index = candidates[:0]  # of the chosen among the candidates
+        self.index = candidates[:0]  # indices of the chosen candidates
         self.deviation = 0.0
 
     @property
@@ -148,7 +148,7 @@ class _SecondLayer(_LayerProxy):
         return self.candidates[self.index]
 
     def narrowed(self) -> Narrowed:
-        """The tokens that the later layers get."""
+        """The tokens that go through the later layers."""
         return Narrowed(self.index, self.chosen)
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -168,12 +168,12 @@ class _SecondLayer(_LayerProxy):
         return out
 
     def _compared(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """For each candidate, squared: the distance of its held keys and values from the new ones,
-        infinite if it is certain; and the norm of the new ones."""
+        """For each candidate: the squared distance of its cached keys and values from the new ones,
+        infinite if it is certain; and the squared norm of the new ones."""
         layer = self._layer
         planes = layer.state().parts["slots"]
         slot = torch.searchsorted(planes[POSITION][0, 0], self.candidates.to(torch.int32))
-        slot = slot.clamp(max=slot_count(planes) - 1)  # for tokens after all that are held
+        slot = slot.clamp(max=slot_count(planes) - 1)  # for candidates after all cached tokens
         differ, norm = torch.zeros(2, len(slot), device=k.device)
         for codec, name, new in ((layer.key_codec, "k", k), (layer.value_codec, "v", v)):
             held = codec.decode(part(planes, name), torch.float32)[:, :, slot]
@@ -183,17 +183,17 @@ class _SecondLayer(_LayerProxy):
 
 
 def why_not_compared(host: Host) -> str:
-    """Why the second layer cannot tell how much a token's keys and values would change; empty if it
-    can."""
+    """Why the second layer cannot estimate how much a token's keys and values would change; empty
+    if it can."""
     if host.parallel:
-        return "each process would compare tokens by its own heads, and choose others"
+        return "each process would compare tokens by its own heads, and choose different ones"
     if not host.narrows or len(host.kinds) < 2:
         return "the model has no second layer to compare tokens in"
     return ""
 
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:
-    """Let tokens at some positions be fed again: their slots in frozen runs are hidden."""
+    """Allow the tokens at some positions to be fed again: hide their slots in frozen runs."""
     history = layer.history
     history.floor = history.columns  # the newest slots are no longer the newest tokens
     history.columns -= len(positions)
@@ -205,15 +205,15 @@ def _feed(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> N
 
 
 def require_repairable(host: Host, cache: ModelCache) -> None:
-    """Raise UnsupportedError when tokens in a cache of these specs cannot be computed again."""
+    """Raise UnsupportedError if tokens in a cache of these specs cannot be recomputed."""
     if not host.attached:
         raise UnsupportedError(
-            "only an attached model computes tokens again; call kvkeep.attach(model)"
+            "only an attached model can recompute tokens; call kvkeep.attach(model)"
         )
     windows = windowed(cache)
     if windows:
         raise UnsupportedError(
-            f"{windows}, where tokens cannot be computed again; use recompute=0 with texts that "
+            f"{windows}, where tokens cannot be recomputed; use recompute=0 with texts that "
             "fit the window, or recompute='all'"
         )
     evicting = next((x.policy for x in cache.layers if x.policy.evicts), None)
@@ -228,11 +228,11 @@ def _require(host: Host, cache: ModelCache, tokens: Tensor, certain: Tensor) -> 
     require_repairable(host, cache)
     if tokens.shape != (cache.fed,):
         raise ShapeError(
-            f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}; give all of them"
+            f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}; give all tokens"
         )
     held = cache.layers[0].positions()[0, 0].cpu()
     if any(layer.storage.length for layer in cache.layers) or bool((held < 0).any()):
-        raise StateError("something was fed since the cache was joined; recompute before feeding")
+        raise StateError("tokens were fed after the caches were joined; recompute before feeding")
     known = torch.zeros(len(tokens), dtype=torch.bool)
     known[held.long()] = known[certain] = True
     missing = int((~known).sum())

@@ -1,4 +1,4 @@
-"""The option `recompute=`: which tokens of reused blocks are computed again."""
+"""The option `recompute=`: which tokens of reused blocks are recomputed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Recompute = int | float | str
 """0; a share of the tokens, above 0 and below 1; "boundary:32"; or "all"."""
 
 RECOMPUTE = 0.15
-"""The default: the 15 % of a block's tokens whose keys and values would change most."""
+"""Default: the 15 % of a block's tokens whose keys and values would change most."""
 
 
 class RecomputeOption(NamedTuple):
-    """The option parsed: "none", "boundary", "share" or "all", and the tokens or share of them."""
+    """The parsed option: "none", "boundary", "share" or "all", and a number or share of tokens."""
 
     mode: str
     amount: float
@@ -24,7 +24,7 @@ def parsed(recompute: Recompute) -> RecomputeOption:
     """Parse the option.
 
     Raises:
-        SpecError: it is none of the known values.
+        SpecError: the value is invalid.
     """
     if recompute == "all":
         return RecomputeOption("all", 1)

@@ -1,4 +1,4 @@
-"""Tokens of a prompt, and which of them each marked block covers."""
+"""Tokenizes a prompt, and finds the tokens of each marked block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvkeep.blocks.parts import Mark, Refused
 from kvkeep.blocks.prefill import Span
 
 SHORTEST = 16
-"""Fewest tokens of a block that is reused."""
+"""Fewest tokens of a block to reuse."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class BlockTokens:
     """The tokens of a marked block, or why it is not reused.
 
     Args:
-        text: of the block.
-        span: which tokens of the prompt it covers; None if it was refused before that was known.
+        text: the block's text.
+        span: the prompt's tokens that it covers; None if it was refused before they were known.
         refused: why it is not reused; empty if it is.
     """
 
@@ -31,7 +31,7 @@ class BlockTokens:
     refused: str = ""
 
     def refuse(self, reason: str) -> BlockTokens:
-        """The same block, refused for a reason; an earlier reason stays."""
+        """The same block, refused for a reason; an earlier reason takes precedence."""
         return self if self.refused else replace(self, refused=reason)
 
 
@@ -40,14 +40,15 @@ def tokenized(
 ) -> tuple[Tensor, list[BlockTokens]]:
     """Tokenize a text, and find the tokens of each block.
 
-    The text is tokenized once, as a whole, so the tokens are those of the plain prompt; a block's
-    are those that lie within its mark. A token across a block's boundary is not the block's. A
-    block whose boundary falls within a word is refused.
+    The text is tokenized once, as a whole, so its tokens are the plain prompt's. A block's tokens
+    are those within its mark; a token across its boundary is not one of them. A block whose
+    boundary falls within a word is refused.
 
     Args:
-        marks: where the blocks are, a block inside another after it; or why one is refused.
+        marks: locations of the blocks, nested blocks after their containers; or why a block is
+            refused.
         special: whether the tokenizer adds its special tokens, such as BOS.
-        shortest: fewest tokens of a block that is reused.
+        shortest: fewest tokens of a block to reuse.
 
     Returns:
         Token ids, int64 (n,), and one `BlockTokens` for each mark.
@@ -63,18 +64,18 @@ def tokenized(
         ]
     offsets = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2)
     taken: list[Mark] = []
-    found: list[BlockTokens] = []
+    blocks: list[BlockTokens] = []
     for mark in marks:
         if isinstance(mark, Refused):
-            found.append(BlockTokens(mark.text, None, mark.reason))
+            blocks.append(BlockTokens(mark.text, None, mark.reason))
             continue
         block = _tokens_of(text, mark, offsets, shortest)
         if any(one.start <= mark.start and mark.stop <= one.stop for one in taken):
             block = block.refuse("it is inside a block that is reused")
         elif not block.refused:
             taken.append(mark)
-        found.append(block)
-    return ids, found
+        blocks.append(block)
+    return ids, blocks
 
 
 def _tokens_of(text: str, mark: Mark, offsets: Tensor, shortest: int) -> BlockTokens:

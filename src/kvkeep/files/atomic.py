@@ -14,25 +14,26 @@ from pathlib import Path
 from kvkeep.reading import opened
 
 PARTIAL = ".kvkeep-partial"
-"""The suffix of files that are still being written."""
+"""Suffix of files that are still being written."""
 
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
-"""The modes of files and directories that only their owner may read."""
+"""Modes of files and directories that only their owner may read."""
 
-_WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second over larger writes to new files
+_WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second on larger writes to new files
 
 
 @contextmanager
 def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[FileIO]:
-    """A temporary file in the directory of `path`, renamed to `path` at the end, so that readers
-    never see a partial file. It has the mode of the file it replaces from the start.
+    """A context for writing a file: yields a temporary file in the directory of `path` and renames
+    it to `path` at the end, so that readers never see a partial file. The temporary file has the
+    mode of the file that it replaces.
 
     Args:
         sync: flush to disk (fsync) before and after the file is renamed.
         private: only the owner may read a new file; otherwise the umask applies.
 
     Raises:
-        OSError: it cannot be written; the file at `path` is unchanged.
+        OSError: the file cannot be written; the file at `path` is unchanged.
     """
     _sweep(path.parent)
     with _new_partial(path, private) as file:
@@ -41,7 +42,7 @@ def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[Fil
             yield file
             if sync:
                 os.fsync(file.fileno())
-            partial.replace(path)  # still locked, so that it is not removed as abandoned
+            partial.replace(path)  # still locked, so that no sweep removes it as abandoned
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -66,8 +67,8 @@ def sync_to_disk(path: Path) -> None:
 
 
 def _new_partial(path: Path, private: bool) -> FileIO:
-    """A new temporary file in the directory of `path`, with the mode of the file there; open, and
-    locked while it is being written."""
+    """A new temporary file in the directory of `path`, open and locked, with the mode of the file
+    at `path`."""
     before = None
     with suppress(FileNotFoundError):
         before = stat.S_IMODE(path.stat().st_mode) & 0o777
@@ -83,11 +84,11 @@ def _new_partial(path: Path, private: bool) -> FileIO:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        file.close()  # another process removed it as abandoned before it was locked
+        file.close()  # another process swept it as abandoned before it was locked
 
 
 def _sweep(directory: Path) -> None:
-    """Remove partial files that killed processes left behind: those that are not locked."""
+    """Remove partial files left behind by killed processes: the files that are not locked."""
     for partial in directory.glob(f".*{PARTIAL}"):
         with suppress(OSError), opened(partial, follow=False) as handle:
             if _locked(handle):
@@ -95,7 +96,7 @@ def _sweep(directory: Path) -> None:
 
 
 def _locked(handle: int) -> bool:
-    """Try to lock a file until it is closed; returns whether that succeeded."""
+    """Try to lock a file until it is closed; return whether that succeeded."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""The header of a saved cache, and the bounds on the values that are accepted from a file."""
+"""The header of a saved cache, and the bounds on values read from a file."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvkeep.errors import SavedCacheError
 from kvkeep.files.headers import require_seal, typed
 
 FORMAT = 1
-"""The version of the file format that is written, and the newest that can be read."""
+"""Version of the file format: the version written, and the newest that can be read."""
 
 HEADER = "kvkeep"
-"""The key of the header in the metadata of a file."""
+"""Key of the header in a file's metadata."""
 
 _MOST_LAYERS = 1 << 12
 _MOST = {"rows": 1 << 20, "heads": 1 << 20, "key_width": 1 << 20, "value_width": 1 << 20}
 MOST_TOKENS = 1 << 31
-"""The upper bounds of numbers that are accepted from a header."""
+"""Upper bounds of numbers in a header."""
 
 
 @dataclass(frozen=True)
 class LayerHeader:
-    """The state and geometry of one layer; see `kvkeep.layer.history.History`, whose `joined` is
-    saved as `apart`, and whose `pads` and `offset` are tensors."""
+    """The state and geometry of one layer; see `kvkeep.layer.history.History`. Its `joined` is
+    saved as `apart`; its `pads` and `offset` are saved as tensors."""
 
     kind: str
     columns: int
@@ -45,12 +45,12 @@ class Header:
     """The header of a saved cache.
 
     Args:
-        specs: the spec of each layer, as text.
+        specs: spec of each layer, as text.
         capacity: slots of fixed storage, or None.
-        fingerprint: what the keys and values depend on, by name.
+        fingerprint: everything that the keys and values depend on, by name.
         routed: see `kvkeep.cache.Cache.routed`.
-        notes: text that the caller saved with the cache, by name.
-        checksums: the XXH3 checksum of each tensor's bytes, by its name.
+        notes: the caller's own text, by name.
+        checksums: XXH3 checksum of each tensor's bytes, by tensor name.
     """
 
     format: int
@@ -65,10 +65,10 @@ class Header:
 
 
 def header_of(metadata: Mapping[str, str], path: Path) -> Header:
-    """Read the header in the metadata of a file.
+    """Read the header from a file's metadata.
 
     Raises:
-        SavedCacheError: it is malformed, of a newer version, or has values out of bounds.
+        SavedCacheError: the header is malformed, of a newer version, or has values out of bounds.
     """
     try:
         require_seal(HEADER, metadata)
@@ -93,7 +93,7 @@ def header_of(metadata: Mapping[str, str], path: Path) -> Header:
 
 
 def _require_bounds(header: Header) -> None:
-    """Raise ValueError if a number in a header is out of the bounds of any cache."""
+    """Raise ValueError if a number in a header exceeds the bounds of any cache."""
     count = len(header.layers)
     if not 1 <= count <= _MOST_LAYERS or len(header.specs) != count:
         raise ValueError(

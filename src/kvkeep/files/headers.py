@@ -11,13 +11,13 @@ import torch
 import xxhash
 
 DTYPES = {str(t): t for t in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
-"""The types that keys and values may have, by their names in headers."""
+"""Dtypes that keys and values may have, by their names in headers."""
 
 _CHECKSUM = "kvkeep_checksum"
 
 
 def sealed(name: str, header: Mapping[str, Any]) -> dict[str, str]:
-    """A header and its checksum, as metadata of a file."""
+    """A header and its checksum, as metadata for a file."""
     text = json.dumps(header)
     return {name: text, _CHECKSUM: xxhash.xxh3_128_hexdigest(text.encode())}
 
@@ -32,7 +32,7 @@ Described = TypeVar("Described")
 
 
 def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
-    """Build a header from fields of the declared types; those with defaults are optional."""
+    """Build a header from fields of the declared types; fields with defaults are optional."""
     inner: tuple[Any, ...]
     if not isinstance(fields, dict):
         raise TypeError(f"{str(fields)[:50]!r} is not a {kind.__name__}")
@@ -41,14 +41,14 @@ def typed(kind: type[Described], fields: dict[str, Any]) -> Described:
             continue
         value, inner = fields[name], get_args(declared)
         outer: Any = get_origin(declared) or declared
-        found = isinstance(value, inner if outer is UnionType else outer)
-        if not found or isinstance(value, bool) > (bool in (declared, *inner)):
+        fits = isinstance(value, inner if outer is UnionType else outer)
+        if not fits or isinstance(value, bool) > (bool in (declared, *inner)):
             raise TypeError(f"{name} is {value!r:.50}, not {declared}")
         items = value.values() if outer is dict else value if outer is list else ()
         if not all(isinstance(item, inner[-1]) for item in items):
-            raise TypeError(f"{name} does not hold {inner[-1].__name__}s only")
+            raise TypeError(f"{name} holds values other than {inner[-1].__name__}")
         if any(isinstance(item, str) and not _is_unicode(item) for item in (value, *items)):
-            raise TypeError(f"{name} holds half of a surrogate pair, which no file or index takes")
+            raise TypeError(f"{name} holds half of a surrogate pair, which UTF-8 cannot encode")
     return kind(**fields)
 
 

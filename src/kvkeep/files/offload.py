@@ -36,12 +36,12 @@ class Kept(NamedTuple):
 
 
 class Offload:
-    """Keeps tensors in host memory or in a file until they are needed again.
+    """Keeps tensors in host memory or in a file until they are needed.
 
     Args:
-        host_bytes: what may lie in host memory; what comes beyond that goes to a file. None: half
-            of what is available now.
-        directory: where that file lies, without a name; None: the system's directory for
+        host_bytes: most bytes in host memory; further tensors go to a file. None: half of the
+            memory available now.
+        directory: directory of that file, which has no name; None: the system's directory for
             temporary files.
 
     Raises:
@@ -55,12 +55,12 @@ class Offload:
         self._file: Any = None
         self._free: dict[int, list[int]] = defaultdict(
             list
-        )  # offsets of free gaps in the file, by length
+        )  # offsets of free gaps in the file, by length of the gap
         self._end = 0
 
     def put(self, x: Tensor) -> Kept:
-        """Offload a tensor. A contiguous x in host memory that is not a view is kept without a
-        copy, so the caller must not write to it.
+        """Offload a tensor. A contiguous tensor in host memory that is not a view is kept without a
+        copy: the caller must not write to it.
 
         Raises:
             StateError: the disk is full.
@@ -79,12 +79,12 @@ class Offload:
         return Kept(place, x.device)
 
     def get(self, kept: Kept) -> Tensor:
-        """The tensor on its original device; the caller must not write to it."""
+        """Return the tensor on its original device; the caller must not write to it."""
         place = kept.place
         return (self._read(place) if isinstance(place, Spilled) else place).to(kept.device)
 
     def drop(self, kept: Kept) -> None:
-        """Free the space of a tensor."""
+        """Free a tensor's space."""
         place, count = kept.place, kept.place.nbytes
         if isinstance(place, Spilled):
             self._free[count].append(place.offset)
@@ -93,7 +93,7 @@ class Offload:
             self.host_bytes -= count
 
     def retain(self, kept: Iterable[Kept]) -> None:
-        """Count these as all tensors that are held, after an interrupt of `put` or `drop`."""
+        """After an interrupted `put` or `drop`: count these tensors as all that are kept."""
         places = [one.place for one in kept]
         spilled = sorted((x for x in places if isinstance(x, Spilled)), key=lambda x: x.offset)
         gaps, end = defaultdict[int, list[int]](list), 0
@@ -113,7 +113,7 @@ class Offload:
 
     def put_tree(self, tree: Any, known: dict[int, Kept]) -> Any:
         """Offload the floating-point tensors in nested tuples, lists and dicts. `known` maps the
-        ids of tensors that are already offloaded to their entries, so that each is kept once."""
+        ids of tensors already offloaded to their entries, so that each tensor is kept once."""
 
         def keep(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():

@@ -1,9 +1,9 @@
 """Saves a cache to a safetensors file with a versioned JSON header, and loads it again.
 
 Planes are written in their encoded form, so a loaded cache gives the same results, bit for bit, as
-one that was never saved. Tensors are named `layer.part.plane`. The header is the file's metadata
-entry `kvkeep`: it describes the tensors and has a checksum of each. The entry `kvkeep_checksum` is
-the checksum of the header. Nothing is unpickled.
+the cache that was saved. Tensors are named `layer.part.plane`. The file's metadata entry `kvkeep`
+is the header: it describes the tensors and has a checksum of each. The entry `kvkeep_checksum` is
+the header's checksum. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def save(
     """Write a cache to a file atomically.
 
     Args:
-        cache: holds at least one token.
+        cache: a cache with at least one token.
         path: the file to write.
-        specs: the spec of each layer, as text.
-        fingerprint: what the keys and values depend on, by name.
+        specs: spec of each layer, as text.
+        fingerprint: everything that the keys and values depend on, by name.
         capacity: slots of fixed storage, or None.
-        tokens: the token ids that were fed, integers (B, columns), to save with the cache.
+        tokens: token ids fed, integers (B, columns), to save with the cache.
         notes: text to save with the cache, by name.
-        sync: flush to disk, so that the file survives a loss of power.
+        sync: flush to disk, so that the file survives a power loss.
         private: only the owner may read a new file.
 
     Raises:
@@ -68,7 +68,7 @@ def save(
         SavedCacheError: the file cannot be written; the previous file is unchanged.
     """
     if not cache.fed:
-        raise StateError("this cache is empty; feed it tokens before it is saved")
+        raise StateError("this cache is empty; feed it tokens before saving it")
     states = cache.states("save")
     tensors: dict[str, Tensor] = {}
     for index, state in enumerate(states):
@@ -98,14 +98,14 @@ def save(
 
 
 class Saved:
-    """A saved cache whose header has been validated. Tensors are read into memory, not mapped, so
-    a truncation of the file can neither change them nor end the process. `nbytes` is the size of
-    the file.
+    """A saved cache with a validated header. Tensors are read into memory, not mapped, so
+    truncating the file can neither change them nor crash the process. `nbytes` is the size of the
+    file.
 
     Args:
         path: the file to read.
-        verify: compare all checksums, which reads the whole file. Otherwise only the header is read
-            until the tensors are needed.
+        verify: compare all checksums, which reads the whole file. False: read only the header until
+            the tensors are needed.
 
     Raises:
         SavedCacheError: the file is not a saved cache, is incomplete, or has a newer version; or
@@ -130,7 +130,7 @@ class Saved:
 
     @property
     def tokens(self) -> Tensor | None:
-        """The token ids saved with it, int64 (B, columns), or None."""
+        """The saved token ids, int64 (B, columns), or None."""
         if _TOKENS not in self.header.checksums:
             return None
         tokens = (self._tensors or self._read_again([_TOKENS]))[_TOKENS]
@@ -185,7 +185,7 @@ class Saved:
                 states.append(self._state(index, layer, header, of_layers.pop(0)))
             except SavedCacheError:
                 raise
-            except KVKeepError as error:  # a codec or a policy refuses what its header says
+            except KVKeepError as error:  # a codec or policy rejects the header
                 raise SavedCacheError(
                     f"{self.path}, layer {index}: {error}; save it again"
                 ) from error
@@ -207,7 +207,7 @@ class Saved:
         if found.keys() != specs.keys():
             odd = sorted(found.keys() ^ specs.keys())[:3]
             raise SavedCacheError(
-                f"{self.path} has other states of recurrent layers than the model, such as {odd}; "
+                f"{self.path} has different recurrent states than the model, such as {odd}; "
                 "load it for the model it was saved with"
             )
         rows = self.header.layers[0].rows
@@ -219,7 +219,7 @@ class Saved:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[int, Layout]]:
-        """Open the file and parse its header; errors in the body become SavedCacheErrors too."""
+        """Open the file and parse its header; errors raised in the body become SavedCacheErrors."""
         try:
             with opened(self.path) as handle:
                 size = os.fstat(handle).st_size
@@ -244,10 +244,10 @@ class Saved:
             raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
 
     def _read_again(self, names: list[str]) -> dict[str, Tensor]:
-        """Read tensors from the file again; raise if the file has changed."""
+        """Read tensors from the file again; raise if the file has changed since."""
         with self._opened() as (handle, layout):
             if layout.metadata != self._metadata or not set(names) <= set(layout.entries):
-                raise SavedCacheError(f"{self.path} was changed meanwhile; open it again")
+                raise SavedCacheError(f"{self.path} has changed since it was opened; open it again")
             return self._read(handle, layout, names)
 
     def _read(self, handle: int, layout: Layout, names: list[str]) -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ class Saved:
                 "tensors; save it again"
             )
         known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
-        # In chunked attention no slot is held where a chunk begins.
+        # In chunked attention a layer holds no slot when a chunk has just begun.
         if (
             (not parts and not layer.chunked)
             or parts.keys() - known - {"aside", "bulk"}
@@ -347,8 +347,8 @@ class Saved:
         block = {"bulk": layer.key_codec.block}
         counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
         held = counts if layer.policy.ragged else [sum(counts)]
-        # Whether all tokens must be held: nothing was evicted, and no empty slots were freed.
-        bounded = layer.policy.evicts or layer.policy.ragged  # kvzip is without a budget
+        # All tokens must be there if nothing was evicted and no empty slot was freed.
+        bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget of its own
         whole = not header.floor or not (bounded or history.pads is not None)
         if max(held) > header.columns or (whole and min(held) < header.columns):
             raise SavedCacheError(
@@ -420,7 +420,7 @@ def _geometry(header: LayerHeader, dtype: torch.dtype) -> Geometry:
 def _plane_specs(
     layer: LayerCache, part: str, header: LayerHeader, dtype: torch.dtype
 ) -> dict[str, PlaneSpec]:
-    """The planes that a part of a layer must have."""
+    """The planes that a part of a layer must have, by name."""
     codecs = (layer.key_codec, layer.value_codec)
     if layer.key_codec.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
@@ -428,7 +428,7 @@ def _plane_specs(
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """The tensors of each layer, by their names without the layer's number."""
+    """The tensors of each layer, named without the layer's index."""
     found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     numbers = {str(index): index for index in range(layers)}
     for name, x in tensors.items():

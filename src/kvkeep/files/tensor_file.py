@@ -1,8 +1,8 @@
 """Reading and writing of safetensors files.
 
 Tensors are written without a copy, so a cache that fills half of the memory can be saved. Files are
-read as untrusted input: the header is parsed within limits and must describe every byte that
-follows it, or the file is refused before memory is allocated for it.
+untrusted input: the header is parsed within limits and must describe every byte after it; otherwise
+the file is refused before memory is allocated for it.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -34,12 +34,12 @@ _TYPES = {
 }
 _DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 MOST_HEADER = 1 << 24
-"""The longest header that is written, in bytes, and the default limit for reading."""
+"""Longest header written, in bytes, and the default limit for reading."""
 
 _ALIGNED = 8
-_PART_BYTES = 16  # each list or object of a valid header takes more; this bounds the parsing time
+_PART_BYTES = 16  # each list or object of a valid header takes more; bounds the parsing time
 _MOST_AXES = 8
-_MOST_BYTES = 1 << 48  # more than any file has
+_MOST_BYTES = 1 << 48  # more than any file
 
 
 class Entry(NamedTuple):
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     stop: int
 
     def tensor(self, data: bytearray, place: int = 0) -> Tensor:
-        """The tensor whose bytes begin at offset `place` of `data`; it shares their memory.
+        """The tensor at byte offset `place` of `data`, whose memory it shares.
 
         Raises:
             ValueError: the offset is not aligned to the dtype.
@@ -61,12 +61,12 @@ class Entry(NamedTuple):
         if place % self.dtype.itemsize:
             raise ValueError(f"a tensor of {self.dtype} begins at byte {place}, not aligned")
         count = math.prod(self.shape)
-        found = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
-        return found.view(self.shape)
+        flat = torch.frombuffer(data, dtype=self.dtype, count=count, offset=place)
+        return flat.view(self.shape)
 
 
 class HeaderError(ValueError):
-    """A header is too long to be read again."""
+    """A header is too long to be read back."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Layout:
         """Parse the first bytes of a file.
 
         Args:
-            most: the longest header that is accepted, in bytes.
+            most: longest header accepted, in bytes.
 
         Raises:
-            ValueError: they are not a valid header, or the header is incomplete.
+            ValueError: the bytes are not a valid header, or the header is incomplete.
         """
         stop = _ALIGNED + header_bytes(data, most)
         if stop > len(data):
@@ -118,10 +118,10 @@ class Layout:
         return cls(entries, metadata, stop)
 
     def tensor(self, name: str, data: bytearray) -> Tensor:
-        """A tensor of a file that is in memory as `data`, which it shares.
+        """A tensor of a file read into `data`, whose memory it shares.
 
         Raises:
-            ValueError: its bytes are not aligned to its dtype.
+            ValueError: the tensor's bytes are not aligned to its dtype.
         """
         entry = self.entries[name]
         return entry.tensor(data, self.start + entry.start)
@@ -133,18 +133,18 @@ def header_bytes(data: bytes | bytearray | memoryview[int], most: int) -> int:
     Raises:
         ValueError: there are fewer than eight bytes, or the header is longer than `most`.
     """
-    found = int.from_bytes(data[:_ALIGNED], "little")
-    if len(data) < _ALIGNED or found > most:
-        raise ValueError(f"its header would have {found} bytes, at most {most} are read")
-    return found
+    length = int.from_bytes(data[:_ALIGNED], "little")
+    if len(data) < _ALIGNED or length > most:
+        raise ValueError(f"its header would have {length} bytes, at most {most} are read")
+    return length
 
 
 def checksum(x: Tensor) -> str:
     """The XXH3 checksum of a tensor's bytes in contiguous order."""
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for piece in _pieces(x):
-        found.update(piece)
-    digest: str = found.hexdigest()
+        hasher.update(piece)
+    digest: str = hasher.hexdigest()
     return digest
 
 
@@ -160,9 +160,8 @@ def write(
     """Write a file atomically; see `whole_file`.
 
     Args:
-        whole: called for each tensor in the order of `order` when its bytes are written; returns
-            the tensor with those bytes, of the same shape and dtype. For tensors that are sharded
-            over processes.
+        whole: called for each tensor, in the order of `order`, when its bytes are written; returns
+            the full tensor, of the same shape and dtype. For tensors sharded over processes.
     """
     with whole_file(path, sync=sync, private=private) as file:
         for piece in _file(tensors, metadata, whole):
@@ -170,12 +169,12 @@ def write(
 
 
 def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The content of the file that `write` would write."""
+    """The bytes of the file that `write` would write."""
     return b"".join(_file(tensors, metadata))
 
 
 def size(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Bytes of the file that `write` would write, header included."""
+    """Size in bytes of the file that `write` would write, header included."""
     content = sum(x.numel() * x.element_size() for x in tensors.values())
     return len(_header(tensors, order(tensors), metadata)) + content
 
@@ -192,7 +191,7 @@ def _file(
 
 
 def order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The order of tensors in a file: large elements first, so that each tensor is aligned."""
+    """The order of tensors in a file: largest elements first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
@@ -212,7 +211,7 @@ def _header(tensors: Mapping[str, Tensor], names: list[str], metadata: Mapping[s
     text += b" " * (-len(text) % _ALIGNED)
     if len(text) > MOST_HEADER:
         raise HeaderError(
-            f"a header of {len(text)} bytes, but {MOST_HEADER} are read; save fewer notes with it"
+            f"a header of {len(text)} bytes, but at most {MOST_HEADER} are read; save fewer notes"
         )
     return len(text).to_bytes(8, "little") + text
 
@@ -233,7 +232,7 @@ def _entry(name: str, field: Any) -> Entry:
 
 
 def _counts(numbers: Any, most: int) -> bool:
-    """Whether `numbers` is a list of at most `most` integers within the size of any file."""
+    """Whether `numbers` is a list of at most `most` integers, each a possible file size."""
     return (
         isinstance(numbers, list)
         and len(numbers) <= most

@@ -1,1 +1,1 @@
-"""Steps inside graphs: compiled ones, CUDA graphs, and exported programs."""
+"""Steps inside graphs: compiled graphs, CUDA graphs, and exported programs."""

@@ -1,5 +1,5 @@
-"""Checks that the parts of a loaded program agree: its header, its layers, their state, and the
-shapes that its operators give. Nothing of it is computed."""
+"""Checks that the parts of a loaded program agree: header, layers, their state, and the shapes that
+its operators return. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLACEHOLDER, _COUNTS, _PADS = "placeholder", "counts", "pads"
 def require_consistent(
     traced: ExportedProgram, specs: Sequence[str], rows: int, room: int, vocabulary: int
 ) -> None:
-    """Raise ValueError, or an error of kvkeep's or torch's, unless a program agrees with itself.
+    """Raise ValueError, or an error of kvkeep or torch, unless the parts of a program agree.
 
     Args:
         specs, rows, room, vocabulary: see `kvkeep.graph.program.Header`.
@@ -39,10 +39,10 @@ def require_consistent(
     if len(shapes) != 2 or any(len(shape) != 2 or shape[0] != rows for shape in shapes):
         raise ValueError(f"its inputs are {shapes}, but its header says {rows} rows")
     if room < 1 or vocabulary < 1:
-        raise ValueError(f"it has room for {room} tokens of a vocabulary of {vocabulary}")
+        raise ValueError(f"it has room for {room} tokens and a vocabulary of {vocabulary}")
     layers = list(_layers(traced))
     if [description.spec for description, _ in layers] != list(specs):
-        raise ValueError("its header names other specs than its layers")
+        raise ValueError("the specs in its header differ from those of its layers")
     for index, (description, state) in enumerate(layers):
         _require_state(index, description, state, room)
     if len({int(state[_COUNTS][0]) for _, state in layers}) != 1:
@@ -51,7 +51,7 @@ def require_consistent(
 
 
 def _layers(traced: ExportedProgram) -> Iterator[tuple[Description, Mapping[str, Tensor]]]:
-    """Each layer's description and the tensors of its state, which fit it in shape and dtype."""
+    """Each layer's description and state tensors, whose shapes and dtypes match it."""
     buffers = traced.graph_signature.inputs_to_buffers
     for node in traced.graph.nodes:
         if node.target is not torch.ops.kvkeep.step_in.default:
@@ -84,7 +84,7 @@ def _layers(traced: ExportedProgram) -> Iterator[tuple[Description, Mapping[str,
 
 
 def _source(node: Node) -> str:
-    """The input that a tensor of a state is, or is a copy of on the same device."""
+    """The name of the input that a state tensor is, or is copied from on the same device."""
     while node.op != _PLACEHOLDER:
         node = node.args[0]  # type: ignore[assignment]
     return node.name
@@ -108,7 +108,7 @@ def _require_state(
 
 
 def _require_shapes(traced: ExportedProgram) -> None:
-    """Raise unless every operator, of tensors without content, gives what the program says."""
+    """Raise unless every operator, on tensors without content, returns the recorded shapes."""
     graph = traced.graph_module
     given = [node.meta["val"] for node in graph.graph.nodes if node.op == _PLACEHOLDER]
     mode = detect_fake_mode(given)
@@ -116,23 +116,23 @@ def _require_shapes(traced: ExportedProgram) -> None:
     try:
         with mode, torch.no_grad():
             _Compared(graph).run(*given)
-    except GuardOnDataDependentSymNode:  # only the content of a tensor tells how it goes on
+    except GuardOnDataDependentSymNode:  # the rest depends on the content of a tensor
         return
 
 
 class _Compared(Interpreter):
-    """Runs a graph, and compares the shape and dtype of each tensor with the recorded one."""
+    """Runs a graph and compares the shape and dtype of each tensor with the recorded ones."""
 
     def run_node(self, n: Node) -> Any:
-        found, recorded = super().run_node(n), n.meta.get("val")
-        if isinstance(found, Tensor) and isinstance(recorded, Tensor):
-            fits = found.dtype == recorded.dtype and found.dim() == recorded.dim()
+        result, recorded = super().run_node(n), n.meta.get("val")
+        if isinstance(result, Tensor) and isinstance(recorded, Tensor):
+            fits = result.dtype == recorded.dtype and result.dim() == recorded.dim()
             if not fits or any(
                 statically_known_true(a != b)
-                for a, b in zip(found.shape, recorded.shape, strict=True)
+                for a, b in zip(result.shape, recorded.shape, strict=True)
             ):
                 raise ValueError(
-                    f"{n.name} is {tuple(found.shape)} {found.dtype}, not "
+                    f"{n.name} is {tuple(result.shape)} {result.dtype}, not "
                     f"{tuple(recorded.shape)} {recorded.dtype}"
                 )
-        return found
+        return result

@@ -1,7 +1,7 @@
 """Steps inside a compiled graph: each is one opaque operation, so torch traces nothing of a cache.
 
-A graph refers to a layer by its ticket, a small tensor whose number is looked up when the graph
-runs. So one graph serves all caches of a model, of any length, and no Python number of a cache is
+A graph refers to a layer by its ticket, a small tensor with a number that is looked up when the
+graph runs. So one graph serves all caches of a model, of any length, and no number of a cache is
 compiled in.
 """
 
@@ -23,38 +23,38 @@ from kvkeep.layer.ready import NOT_MADE, PreparedStep
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import address_of
 
-ON_HOST = (torch.Tag.cudagraph_unsafe,)  # their work on the host is not replayed by CUDA graphs
+ON_HOST = (torch.Tag.cudagraph_unsafe,)  # CUDA graphs do not replay work on the host
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor position, float scale, float? softcap, Tensor? sinks, "
     "Tensor? until=None"
 )
-"""The schema of the fields of `StepInputs`, for operators that take them as separate arguments."""
+"""The fields of `StepInputs` as an operator schema, for operators with separate arguments."""
 _GONE = (
-    "this graph was given a cache that is gone, or that belongs to another process; give it "
+    "this graph was given a cache that no longer exists or belongs to another process; give it "
     "a cache of this process"
 )
 
 
 class Traced(Protocol):
-    """What traced code may call on a layer. While tracing, tensors are symbolic."""
+    """The methods of a layer that traced code may call. While tracing, tensors are symbolic."""
 
     @property
     def on_device(self) -> bool:
-        """Whether the state is on the device, so that uncompiled code uses these methods too."""
+        """Whether the state is on the device, so that eager code calls these methods too."""
 
     def fed(self) -> Tensor:
         """Columns fed to the layer, int64 ()."""
 
     def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-        """Positions of the next n tokens: int32 (1, n), or (B, n) with -1 for padding, which is
-        where `real`, bool (B, n), is False."""
+        """Positions of the next n tokens: int32 (1, n), or (B, n) with -1 where `real`, bool (B,
+        n), is False (padding)."""
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, with positions as `next_positions` returns them."""
 
 
 class Steps(Protocol):
-    """The object that a ticket refers to. `in_graph` is the step; see `Traced` for the others."""
+    """The object that a ticket refers to. `in_graph` runs the step; for the rest see `Traced`."""
 
     def fed(self) -> int | Tensor:
         """Columns fed."""
@@ -67,7 +67,7 @@ class Steps(Protocol):
 
 
 class SteppedLayer(Protocol):
-    """What a ticket asks of a layer: a `LayerCache`, or one of several sequences."""
+    """A layer that can have a ticket: a `LayerCache`, or one layer of several sequences."""
 
     @property
     def fed(self) -> int:
@@ -75,7 +75,7 @@ class SteppedLayer(Protocol):
 
     @property
     def padded(self) -> bool:
-        """Whether some row had padding."""
+        """Whether any row had padding."""
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `LayerCache.next_positions`."""
@@ -85,7 +85,7 @@ class SteppedLayer(Protocol):
 
 
 class OfLayer:
-    """A layer's steps, for a graph. It holds a weak reference to the layer."""
+    """A layer's steps for use in a graph; holds a weak reference to the layer."""
 
     def __init__(self, layer: SteppedLayer) -> None:
         self._known = ref(layer)
@@ -120,11 +120,11 @@ _TICKET = Struct("=8q")  # KvTicket of native/abi.h
 
 
 class Ticket:
-    """Refers to a layer's steps in this process, by a number, while they are alive. In its memory a
-    step can be prepared, which a program then makes without Python.
+    """Refers to a layer's steps in this process by a number, as long as the layer exists. A
+    prepared step lies in the ticket's memory, and a program makes it without Python.
 
     Attributes:
-        number: the ticket as a tensor; a copy of it refers to no prepared step.
+        number: the ticket as a tensor; copies of the tensor refer to no prepared step.
     """
 
     on_device = False
@@ -136,11 +136,11 @@ class Ticket:
         with torch.inference_mode(False):
             self.number = torch.frombuffer(self._memory, dtype=torch.int64)
         self._address = self.number.data_ptr()
-        self._kept: PreparedStep | None = None  # to whose memory the ticket refers
+        self._kept: PreparedStep | None = None  # keeps the memory alive that the ticket points to
         self.clear(0)
 
     def prepare(self, fed: int, step: PreparedStep | None) -> None:
-        """Set how many columns are fed, and the step to make; None: Python makes it."""
+        """Set the number of columns fed and the step to make; None: Python makes it."""
         if step is None:
             self.clear(fed)
             return
@@ -149,13 +149,13 @@ class Ticket:
         _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *records, NOT_MADE)
 
     def clear(self, fed: int) -> None:
-        """Set how many columns are fed; no step is prepared."""
+        """Set the number of columns fed; no step is prepared."""
         _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *[0] * 4, NOT_MADE)
         self._kept = None
 
     @property
     def result(self) -> int:
-        """What became of the prepared step: a KvStepResult, or `NOT_MADE`."""
+        """The prepared step's result: a KvStepResult, or `NOT_MADE`."""
         return int.from_bytes(self._memory[-8:], sys.byteorder, signed=True)
 
     def fed(self) -> Tensor:
@@ -183,13 +183,13 @@ def led_to(ticket: Tensor) -> Steps:
     """The steps that a ticket's number refers to.
 
     Raises:
-        StateError: they are gone, or of another process.
+        StateError: the steps no longer exist, or belong to another process.
     """
     return steps_of(int(ticket[1]))
 
 
 def steps_of(number: int) -> Steps:
-    """Like `led_to`, by a ticket's number."""
+    """The steps of a ticket's number; see `led_to`."""
     steps: Steps | None = _steps.get(number)
     if steps is None:
         raise StateError(_GONE)
@@ -205,8 +205,8 @@ def define_operator(
     fake: Callable[..., Tensor],
     tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
-    """Define `kvkeep::...`, without gradients. `run` computes it, `fake` gives the shape of its
-    result. The wrappers of `torch.library.custom_op` would take longer than a step's own Python."""
+    """Define operator `kvkeep::...`, without gradients. `run` computes it; `fake` returns a tensor
+    of the result's shape. Wrappers of `torch.library.custom_op` would take longer than a step."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -241,7 +241,7 @@ def _fake_step(ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object)
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-# Each declares that it changes the ticket, so that torch neither reorders nor merges calls.
+# Every schema declares that it changes the ticket, so torch neither reorders nor merges calls.
 fed = define_operator("fed(Tensor(a!) ticket) -> Tensor", _fed, _fake_fed, ON_HOST)
 next_positions = define_operator(
     "next_positions(Tensor(a!) ticket, SymInt n, Tensor? real, Device device) -> Tensor",
@@ -250,7 +250,7 @@ next_positions = define_operator(
     ON_HOST,
 )
 step = define_operator(f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor", _step, _fake_step, ON_HOST)
-"""`Ticket.run` as an operator; the two before likewise."""
+"""Operators for `Ticket.fed`, `next_positions` and `run`."""
 
 
 def run(layer: SteppedLayer, inputs: StepInputs) -> Tensor:
@@ -258,5 +258,5 @@ def run(layer: SteppedLayer, inputs: StepInputs) -> Tensor:
     position = inputs.position
     assert position is not None
     if not layer.padded and int(position if position.numel() == 1 else position.min()) >= 0:
-        inputs = inputs._replace(position=position[0])  # all rows have the same
+        inputs = inputs._replace(position=position[0])  # the same for all rows
     return layer.run(inputs)

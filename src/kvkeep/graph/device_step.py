@@ -1,8 +1,8 @@
-"""DeviceStep: a layer's decode step with all of its state in tensors on the device of its slots.
+"""DeviceStep: a layer's decode step with all state in tensors on the device of its slots.
 
 A step reads nothing from the host: the cursor, the slot counts and the victim are tensors, so one
-CUDA graph serves all later steps. With a budget, each token is written to the slot that the step
-before has freed.
+CUDA graph serves all later steps. With a budget, each token goes to the slot that the previous step
+freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class Cursors:
-    """The cursors of layers that evict nothing. Layers that hold equally many slots share one
+    """The cursors of layers that evict nothing. Layers that hold the same number of slots share one
     cursor, so that a model's step advances it once.
 
     Args:
@@ -37,7 +37,7 @@ class Cursors:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def at(self, held: int) -> tuple[Tensor, Tensor]:
-        """The cursor of layers that now hold `held` slots: the slot of the next token, int64
+        """The cursor of layers that hold `held` slots: the index of the next token's slot, int64
         (1, 1, 1), and the number of slots in use including it, int32 ()."""
         if held not in self._held:
             device = self.columns.device
@@ -57,15 +57,15 @@ class Cursors:
 
 
 class DeviceStep(Step):
-    """Steps of one token per row through a layer that holds a prompt, until `close`.
+    """Decode steps (one token per row) of a layer that holds a prompt, until `close`.
 
     Args:
         layer: a layer with fixed storage; do not use it before `close`.
         cursors: shared by all layers; the caller advances them after each step.
 
     Raises:
-        StateError: the layer holds no prompt, or eviction waits for a crop.
-        SpecError: the storage is not fixed, or has no slot for a token beside the budget.
+        StateError: the layer holds no prompt, or an eviction waits for a crop.
+        SpecError: the storage is not fixed, or has no slot for a token beyond the budget.
         UnsupportedError: the policy or codec needs the host, or tensors whose shapes change.
     """
 
@@ -76,7 +76,7 @@ class DeviceStep(Step):
         self.policy = policy = layer.policy
         self._evicts = policy.budget is not None
         if self._evicts:
-            layer.slots.thaw()  # slots that forks share cannot be evicted
+            layer.slots.thaw()  # slots shared with forks cannot be evicted
         self._layer, self._columns = layer, cursors.columns
         self._fed, self._held = layer.fed, layer.storage.length
         self._history = layer.history
@@ -102,12 +102,12 @@ class DeviceStep(Step):
         self._ticket = Ticket(self)
 
     def require(self, n: int) -> None:
-        """Raise CapacityError when n more tokens do not fit."""
+        """Raise CapacityError if n more tokens do not fit."""
         if not self._evicts:
             self._layer.storage.require(self._held + n)
 
     def count(self, n: int) -> None:
-        """Update the host's counts after n tokens were fed, for example by replaying a graph."""
+        """Update the host's counts after n tokens, for example after replaying a graph."""
         self._fed += n
         self._held = min(self._held + n, self._slots - self._evicts)
 
@@ -137,7 +137,7 @@ class DeviceStep(Step):
         return self._step(inputs)
 
     def in_graph(self, inputs: StepInputs) -> Tensor:
-        """`run`, called by a graph through the ticket."""
+        """`run`, as called by a graph through the ticket."""
         return self.run(inputs)
 
     def _extend(
@@ -147,7 +147,7 @@ class DeviceStep(Step):
         layer, queries = self._layer, position[0] if self._pads is None else position
         own = layer.own_planes(k, v, queries)
         write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._cursor)
-        # One position for all rows: in each, the token is real, not padding.
+        # One position for all rows: the token is real in every row.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
         return layer.sight.view(segments, queries, None, 0, empty=True)
@@ -157,7 +157,7 @@ class DeviceStep(Step):
             self._free(observation._replace(position=self._chunk))
 
     def close(self) -> None:
-        """Give the slots back to the layer, and free the empty ones."""
+        """Return the slots to the layer, and free empty slots."""
         layer, history = self._layer, self._history
         history.columns, history.memory = self._fed, self._memory
         if not self._evicts:
@@ -171,8 +171,8 @@ class DeviceStep(Step):
         layer.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
-        """Pass the observation to the policy, and empty the slot of lowest worth. The next token is
-        written there."""
+        """Pass the observation to the policy, and empty the slot of lowest worth, where the next
+        token will be written."""
         layer, policy = self._layer, self._layer.policy
         newest = self._columns.to(torch.int64).view(1, 1, 1)
         if observation.position is None:
@@ -195,14 +195,14 @@ class DeviceStep(Step):
 
 
 def _slots_of(layer: LayerCache) -> int:
-    """How many slots a step needs. With a budget, that is one more for the next token, unless the
-    policy has a reach: then one slot of the budget is out of reach of the next query."""
+    """Number of slots that a step needs. With a budget it is one more, for the next token, unless
+    the policy has a reach: then the next query cannot reach one slot of the budget."""
     policy, storage = layer.policy, layer.storage
     return storage.capacity if policy.budget is None else policy.budget + (policy.reach is None)
 
 
 def require_fitting(layer: LayerCache) -> None:
-    """Raise the errors that `DeviceStep` documents, before anything is changed."""
+    """Raise the errors that `DeviceStep` documents, before anything changes."""
     policy: Any = layer.policy
     if not layer.storage.fixed_addresses:
         raise SpecError(
@@ -210,7 +210,7 @@ def require_fitting(layer: LayerCache) -> None:
             "storage, such as keep_all@fixed:4096"
         )
     if not layer.fed or not layer.storage.length:
-        raise StateError("the cache holds no prompt of its own; feed one first")
+        raise StateError("the cache holds no prompt of its own; feed a prompt first")
     if layer.cursor.record_past or layer.slots.aside is not None:
         raise StateError(
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "

@@ -1,4 +1,4 @@
-"""Layers with all of their state in tensors, for programs that outlive the traced process.
+"""Layers with all state in tensors, for programs that outlive the process that traces them.
 
 A step is one operation on these tensors: it builds a layer around them, runs `LayerCache.run`, and
 writes the changed state back.
@@ -32,14 +32,14 @@ _COUNTS = ("columns", "floor", "slots")
 
 @dataclass(frozen=True)
 class Description:
-    """How to build a layer.
+    """A recipe for building a layer.
 
     Args:
         spec: the spec as text, with fixed storage.
-        capacity: the number of slots.
-        index, count: the layer's index, and the number of layers of the model.
-        window: the layer's own sliding window in tokens; None if it has none.
-        chunked: whether that window begins at a multiple of its size.
+        capacity: number of slots.
+        index, count: index of the layer, and number of layers of the model.
+        window: the layer's own sliding window in tokens; None: no window.
+        chunked: whether the window begins at a multiple of its size.
     """
 
     spec: str
@@ -71,9 +71,9 @@ def require_exportable(spec: CacheSpec) -> None:
     """Check that the state of a layer with this spec fits tensors of a fixed shape.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: the state grows, or the policy reads a file.
     """
-    named = spec.policy.file is not None  # a program names no file to open
+    named = spec.policy.file is not None  # programs open no files
     if not spec.storage.limited or Need.ROTARY in spec.policy.needs or named:
         raise UnsupportedError(
             f"{spec} cannot be exported: its slots or its policy's state grow; use fixed storage, "
@@ -86,8 +86,8 @@ class LayerTensors(nn.Module):
     columns, floor and slots; and `pads`, int64 (B,): each row's padding.
 
     Args:
-        description: the layer to hold.
-        like: a layer that was fed at least one token; its geometry is used.
+        description: how to build the layer.
+        like: a layer with at least one token, whose geometry is used.
 
     Raises:
         UnsupportedError: the state does not fit tensors of a fixed shape.
@@ -133,7 +133,7 @@ def described(text: str) -> tuple[Description, list[str]]:
     """A layer's description, and the names of its planes, from their JSON.
 
     Raises:
-        ValueError, TypeError, KeyError: they are malformed.
+        ValueError, TypeError, KeyError: the JSON is malformed.
     """
     fields = json.loads(text)
     names = fields.pop("planes")
@@ -147,7 +147,7 @@ def described(text: str) -> tuple[Description, list[str]]:
     tags=ON_HOST,
 )
 def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
-    """`LayerTensors.run`: `state` are its buffers in order, `text` is its description as JSON."""
+    """`LayerTensors.run`: `state`: its buffers in order; `text`: its description as JSON."""
     description, names = described(text)
     asked, (*planes, counts, pads) = StepInputs(*inputs), state
     if len(planes) != len(names):
@@ -171,7 +171,7 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     return out
 
 
-_layers = WeakTensorKeyDictionary()  # keyed by `counts`; each step sets a layer's state
+_layers = WeakTensorKeyDictionary()  # layers by `counts`; each step loads a layer's state
 
 
 @step_in.register_fake

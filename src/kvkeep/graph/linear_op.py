@@ -1,4 +1,4 @@
-"""Linear layers of few rows inside a compiled graph: one operation for all layers of one input.
+"""Linear layers of few rows inside a compiled graph: one operation for all layers of an input.
 
 A graph's layers of the same input (queries, keys and values; gate and up) become one call of the
 native kernel, so its cost per call and the wait for its threads are paid once.
@@ -23,7 +23,7 @@ _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
 def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
     """x (..., inputs), of few rows, times several weights (outputs, inputs): (..., all outputs).
-    What the kernel does not read goes to torch."""
+    Layers that the kernel does not support are computed by torch."""
     out = Weights.known(weights, biases).product(x)
     if out is None:
         pairs = zip(weights, biases, strict=True)
@@ -41,8 +41,9 @@ linears = define_operator(
 
 
 def route_linears(graph: GraphModule) -> int:
-    """Replace a graph's linear layers of few rows, without gradients, by `kvkeep::linears`, those
-    of one input together. Returns the number of layers replaced; 0 without the native library."""
+    """Replace a graph's linear layers of few rows and without gradients by `kvkeep::linears`, one
+    for all layers of an input. Return the number of layers replaced; 0 without the native
+    library."""
     if not native_library.available or torch.is_grad_enabled():
         return 0
     inputs: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
@@ -70,7 +71,7 @@ def _join(graph: GraphModule, x: Node, layers: list[Node]) -> None:
             if len(layers) > 1:
                 own: Any = (..., slice(start, start + outputs))
                 out = graph.graph.call_function(operator.getitem, (joined, own))
-                if rows > 1:  # contiguous, as a layer's output is: later views may need it
+                if rows > 1:  # make it contiguous like a layer's output, for later views
                     dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
                     out = graph.graph.call_function(torch.clone, (out,), dense)
             start += outputs
@@ -88,7 +89,7 @@ def _gains(node: Node) -> bool:
         and node.args[1].op in ("placeholder", "get_attr")  # type: ignore[union-attr]
         and x.is_cpu
         and x.dtype is weight.dtype
-        and isinstance(x.numel(), int)  # it may depend on data (adapters of a language, experts)
+        and isinstance(x.numel(), int)  # it may depend on data (language adapters, experts)
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and weight.nbytes >= FEWEST_BYTES
         and readable(weight, bias)
@@ -100,5 +101,5 @@ def _bias(node: Node) -> Any:
 
 
 def _value(node: Any) -> Any:
-    """The symbolic tensor of a node."""
+    """A node's symbolic tensor."""
     return node.meta.get("example_value") if isinstance(node, Node) else None

@@ -27,9 +27,9 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 def compiler_options() -> dict[str, Any]:
-    """Options of torch's compiler: no checks in each step that operations return what they say. The
-    width of vectors, which torch chooses alike by itself, is named because torch's cache on disk
-    otherwise returns code for another width, whose results are wrong."""
+    """Options of torch's compiler: skip the check, in each step, that operations return the
+    declared shapes. The vector width is torch's own choice, but must be named: torch's disk cache
+    would otherwise return code for another width, with wrong results."""
     return {
         "size_asserts": False,
         "alignment_asserts": False,
@@ -38,7 +38,7 @@ def compiler_options() -> dict[str, Any]:
 
 
 class PreparedLayer(Protocol):
-    """A layer whose steps a program makes."""
+    """A layer that a program can step."""
 
     @property
     def fed(self) -> int:
@@ -52,19 +52,19 @@ def compile_package(graph: GraphModule, inputs: Sequence[Tensor], path: Path) ->
     """Compile a graph to a file.
 
     Args:
-        graph: takes `inputs`, weights among them, whose shapes are those of all later runs. No
-            weight is a constant: torch would compile the values of small ones into the program.
-        path: of the file, ending in .pt2.
+        graph: takes `inputs`, which include the weights; later runs have the same shapes. Weights
+            must not be constants: torch would compile the values of small ones into the program.
+        path: file name ending in .pt2.
     """
     connect()
     options = compiler_options() | {
-        # Linear layers and attention have threads of kvkeep's. What is left is small, and code for
-        # several threads would be for one number of them, and could not raise errors.
+        # kvkeep's own threads run linear layers and attention. The rest is small, and torch's
+        # threaded code would fix the number of threads and could not raise errors.
         "cpp.threads": 1,
         "aot_inductor.custom_ops_to_c_shims": SHIMS,
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own use of its names
+        warnings.simplefilter("ignore", FutureWarning)  # torch uses its own deprecated names
         exported = torch.export.export(graph, tuple(x.detach() for x in inputs), strict=False)
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs=options
@@ -72,15 +72,15 @@ def compile_package(graph: GraphModule, inputs: Sequence[Tensor], path: Path) ->
 
 
 class Package:
-    """A program on disk, loaded. One thread runs it at a time.
+    """A program loaded from disk. One thread at a time runs it.
 
     Args:
-        path: of the file.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
         connect()
-        # Torch would compile tests of the processor's vectors, for a second.
+        # Otherwise torch spends a second compiling tests of the processor's vector units.
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             self._program = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
         if self._program.get_constant_fqns():
@@ -93,11 +93,12 @@ class Package:
         tickets: Mapping[int, Ticket],
         layers: Sequence[PreparedLayer],
     ) -> Sequence[Tensor] | None:
-        """The program's results; None, with nothing changed, while another thread runs it.
+        """Run the program; return its results, or None, with nothing changed, if another thread is
+        running it.
 
         Args:
-            given: all its inputs, in order.
-            tickets: by the layer, those among the inputs.
+            given: all inputs, in order.
+            tickets: the tickets among the inputs, by layer index.
             layers: the layers.
 
         Raises:
@@ -106,7 +107,7 @@ class Package:
         if not self._busy.acquire(blocking=False):
             return None
         ready: list[tuple[Ticket, PreparedStep]] = []
-        with ExitStack() as ended:  # all of it, also if a step's end raises
+        with ExitStack() as ended:  # ends every step, even if one raises
             ended.callback(self._busy.release)
             for place, ticket in tickets.items():
                 layer = layers[place]

@@ -1,8 +1,8 @@
 """Program: a decode step and its cache, exported by torch and saved as a .pt2 file.
 
 Running a loaded program needs torch and kvkeep, but neither transformers nor the model's files.
-Loading one runs code: torch compiles text of the file to Python, so load only files you trust.
-Nothing in it is unpickled, and content that no export writes is refused (see `vetting.py`).
+Loading a file runs code: torch compiles text of the file to Python, so load only files you trust.
+Nothing is unpickled, and content that no export writes is refused (see `vetting.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
 FORMAT = 1
-"""The format version that is written, and the only one that can be read."""
+"""The file format's version: the only one written and read."""
 
 _HEADER = "kvkeep.json"
 _MOST_JSON = 1 << 28
@@ -50,7 +50,7 @@ _OURS = re.compile(
     r"|data/weights/(weight_\d+|model_weights_config\.json)"
     r"|data/constants/(tensor_\d+|model_constants_config\.json))"
 )
-"""Names of the parts that `torch.export.save` writes for a program whose state is only tensors."""
+"""Names of the parts that `torch.export.save` writes for a program whose state is all tensors."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Header:
     """The metadata of a program.
 
     Args:
-        format: the version of the file format.
-        version: the version of kvkeep that exported it.
-        specs: the spec of each layer, as text.
-        rows: the batch size.
-        room: how many columns fit its cache.
-        vocabulary: the number of token ids; they start at 0.
-        fingerprint: what its keys and values depend on, by name.
+        format: version of the file format.
+        version: version of the exporting kvkeep.
+        specs: spec of each layer, as text.
+        rows: batch size.
+        room: number of columns that fit its cache.
+        vocabulary: number of token ids, which start at 0.
+        fingerprint: everything that its keys and values depend on, by name.
     """
 
     format: int
@@ -79,7 +79,7 @@ class Header:
     def now(
         cls, specs: list[str], rows: int, room: int, vocabulary: int, fingerprint: dict[str, str]
     ) -> Header:
-        """The header of a program that this version of kvkeep exports."""
+        """The header of a program exported by this version of kvkeep."""
         return cls(FORMAT, __version__, specs, rows, room, vocabulary, fingerprint)
 
 
@@ -94,7 +94,7 @@ class Program:
     def __init__(self, traced: ExportedProgram, header: Header) -> None:
         self.header = header
         self._traced = traced
-        self._path: Path | None = None  # of the file that it was loaded from
+        self._path: Path | None = None  # the file it was loaded from
         self._step: nn.Module = traced.module()
         self._single: Callable[..., Any] = self._step
         self._state = {
@@ -112,7 +112,7 @@ class Program:
         """Columns fed, including padding.
 
         Raises:
-            StateError: a step was interrupted, so the counts of its layers differ.
+            StateError: a step was interrupted, so the layers' counts differ.
         """
         return self._agreed()
 
@@ -129,7 +129,7 @@ class Program:
         """Feed new tokens and return the logits of the next one.
 
         Args:
-            input_ids: int64 or int32 (rows, n): a prompt, a part of one, or the newest token.
+            input_ids: int64 or int32 (rows, n): a prompt, part of a prompt, or the newest token.
             attention_mask: (rows, n), 0 where a new token is padding; None: no padding.
 
         Returns:
@@ -139,12 +139,12 @@ class Program:
             ShapeError: the tensors do not fit the program; nothing was fed.
             CapacityError: the tokens do not fit its cache; nothing was fed.
             StateError: a step was interrupted; `reset` the program.
-            SavedCacheError: an operator of a program that was loaded from a file fails.
+            SavedCacheError: an operator of a program loaded from a file fails.
         """
         rows, room = self.header.rows, self.header.room
         if not all(isinstance(x, Tensor) for x in (input_ids, attention_mask) if x is not None):
             raise ShapeError(
-                f"token ids are {type(input_ids).__name__}; give tensors for them and for the mask"
+                f"token ids are {type(input_ids).__name__}; give tensors for the ids and the mask"
             )
         if input_ids.dim() != 2 or len(input_ids) != rows or not input_ids.shape[1]:
             raise ShapeError(
@@ -156,7 +156,7 @@ class Program:
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ShapeError(
                 f"attention mask {tuple(attention_mask.shape)} for token ids "
-                f"{tuple(input_ids.shape)}; give one of the same shape, for the new tokens only"
+                f"{tuple(input_ids.shape)}; give the same shape, for the new tokens only"
             )
         vocabulary = self.header.vocabulary
         if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocabulary:
@@ -178,14 +178,14 @@ class Program:
                 return cast(Tensor, step(input_ids.long(), mask.bool()))
         except (KVKeepError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # what a file's operators raise
+        except Exception as error:  # raised by a file's operators
             if self._path is None or step is not self._step:
                 raise
             raise _unusable(self._path, "run", error) from error
 
     def compile(self, **options: Any) -> None:
-        """Compile the step of a single token with `torch.compile(**options)`, for speed. The first
-        such step compiles, which takes time."""
+        """Compile the single-token step with `torch.compile(**options)`, for speed. The next such
+        step compiles, which takes time."""
         self._single = torch.compile(self._step, **{"fullgraph": True} | options)
 
     def reset(self) -> None:
@@ -198,8 +198,8 @@ class Program:
         """Write the program, with the contents of its cache, to a .pt2 file atomically.
 
         Args:
-            path: a name that ends in .pt2.
-            sync: flush to disk, so that the file survives a loss of power.
+            path: file name ending in .pt2.
+            sync: flush to disk, so that the file survives a power loss.
 
         Raises:
             SavedCacheError: the file cannot be written; the previous file is unchanged.
@@ -224,12 +224,12 @@ class Program:
         """Load a saved program. This runs code: torch evaluates expressions from the file and runs
         the operators it names. Load only files from people whose code you would run.
 
-        The file is read once, into memory. Its parts are checked, their checksums included, and
-        copied to a new archive; torch reads that archive, never the file itself.
+        The file is read once, into memory. Its parts and their checksums are checked, then copied
+        to a new archive; torch reads that archive, never the file itself.
 
         Raises:
-            SavedCacheError: the file is not a program, is incomplete, has another format, or
-                contains pickles, or expressions, operators or names that no export of kvkeep
+            SavedCacheError: the file is not a program, is incomplete, or has another format; it
+                contains pickles, or expressions, operators or names that kvkeep's export never
                 writes; or its parts do not fit each other.
         """
         header, archive = _checked(named(path))
@@ -237,7 +237,7 @@ class Program:
             traced = torch.export.load(archive)
             require_consistent(traced, header.specs, header.rows, header.room, header.vocabulary)
             program = cls(traced, header)
-        except Exception as error:  # torch raises errors of many kinds for malformed files
+        except Exception as error:  # torch raises many types for malformed files
             raise _unusable(path, "loaded", error) from error
         program._path = Path(path)
         return program
@@ -248,8 +248,8 @@ def _unusable(path: str | os.PathLike[str], how: str, error: Exception) -> Saved
 
 
 class _Whole(RawIOBase):
-    """A file for torch's writer, which ends the process if `write` raises. Writes are complete; the
-    first error is kept in `error`, and later writes do nothing."""
+    """A file for torch's writer, which aborts the process if `write` raises. Writes are complete;
+    `error` keeps the first error, and later writes do nothing."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -278,16 +278,16 @@ def named(path: str | os.PathLike[str]) -> Path:
     """Return the path, after checking its suffix.
 
     Raises:
-        SavedCacheError: it does not end in .pt2.
+        SavedCacheError: the path does not end in .pt2.
     """
     if Path(path).suffix != ".pt2":
-        raise SavedCacheError(f"{path}: torch names programs *.pt2; give such a name")
+        raise SavedCacheError(f"{path}: torch requires program names that end in .pt2; rename it")
     return Path(path)
 
 
 def _checked(path: Path) -> tuple[Header, BytesIO]:
-    """Check that a file is complete and contains only what an export writes. Return its header, and
-    a new archive of the parts that were read and checked.
+    """Check that a file is complete and contains only parts that an export writes. Return its
+    header and a new archive of the checked parts.
 
     ZIP readers disagree about unusual archives, such as two in one file, so torch never reads the
     file itself.
@@ -300,15 +300,15 @@ def _checked(path: Path) -> tuple[Header, BytesIO]:
         raise SavedCacheError(f"no file {path}; check the path it was saved to") from error
     except SavedCacheError:
         raise
-    except Exception as error:  # zipfile raises errors of many kinds
+    except Exception as error:  # zipfile raises many types
         raise SavedCacheError(f"{path} cannot be read: {error}; export it again") from error
 
 
 def _require_ours(members: list[ZipInfo], size: int, path: Path) -> None:
-    """Raise SavedCacheError for parts that no export writes, before any part is read."""
+    """Raise SavedCacheError for parts that no export writes, before reading any part."""
     if f"archive/extra/{_HEADER}" not in {member.filename for member in members}:
         raise SavedCacheError(
-            f"{path} is no kvkeep program: it has no {_HEADER}; give a file that kvkeep saved"
+            f"{path} is not a kvkeep program: it has no {_HEADER}; give a file that kvkeep saved"
         )
     odd = _not_ours(members)
     if odd:
@@ -349,13 +349,13 @@ def _copied(archive: ZipFile, path: Path) -> tuple[Header, BytesIO]:
                 odd = why_refused(json.loads(data))
                 if odd:
                     raise SavedCacheError(
-                        f"{path} contains {odd}, which torch would make code from, and which no "
-                        "export of kvkeep writes; export it again"
+                        f"{path} contains {odd}, which torch would turn into code and kvkeep's "
+                        "export never writes; export it again"
                     )
             if name.endswith(_HEADER):
                 header = _header(json.loads(data), path)
             target.writestr(ZipInfo(name), data)
-    assert header is not None  # `_require_ours` checked it
+    assert header is not None  # `_require_ours` has checked it
     copy.seek(0)
     return header, copy
 
@@ -363,9 +363,9 @@ def _copied(archive: ZipFile, path: Path) -> tuple[Header, BytesIO]:
 def _header(fields: Any, path: Path) -> Header:
     """The header from its parsed JSON."""
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        found = fields.get("format") if isinstance(fields, dict) else None
+        version = fields.get("format") if isinstance(fields, dict) else None
         raise SavedCacheError(
-            f"{path} is a program of format {found}, this kvkeep reads {FORMAT}; export it again"
+            f"{path} is a program of format {version}; this kvkeep reads {FORMAT}; export it again"
         )
     try:
         return typed(Header, fields)
@@ -376,15 +376,16 @@ def _header(fields: Any, path: Path) -> Header:
 
 
 def _not_ours(members: list[ZipInfo]) -> str:
-    """Describe a part that kvkeep does not write, and that torch might unpickle; empty if none."""
+    """Describe a part that kvkeep does not write and torch might unpickle; empty if there is
+    none."""
     seen = set[str]()
     for member in members:
         name = member.filename
-        # torch reads the first of two equal names, and ignores case.
+        # Of two equal names torch reads the first, and it ignores case.
         if name.casefold() in seen or not _OURS.fullmatch(name):
             return name
         if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
-            return f"{name}, compressed"  # it may expand to any size
+            return f"{name}, compressed"  # its expanded size is unlimited
         if member.flag_bits & _ENCRYPTED:
             return f"{name}, encrypted"
         if name.endswith(".json") and member.file_size > _MOST_JSON:

@@ -1,5 +1,5 @@
-"""kvkeep's operators as programs call them that torch's AOTInductor has compiled: functions of the
-native library, `native/program.cpp`, which need no Python if a step is prepared."""
+"""Declarations of kvkeep's operators for programs compiled by torch's AOTInductor: functions of the
+native library (`native/program.cpp`), which need no Python if a step is prepared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHIMS = {
         "AtenTensorHandle* out)"
     ],
 }
-"""Declarations of the functions that compute operators, for AOTInductor."""
+"""C declarations of the functions that compute operators, for AOTInductor."""
 
 _FUNCTIONS = (
     "aoti_torch_get_data_ptr",
@@ -49,13 +49,13 @@ _FUNCTIONS = (
     "aoti_torch_delete_tensor_object",
     "torch_get_num_threads",
 )
-"""The functions of torch in KvTorch of native/abi.h."""
+"""The torch functions in KvTorch of native/abi.h."""
 
 _DTYPES = {
     **{3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 7: torch.float64},
     15: torch.bfloat16,
 }
-"""By torch's ScalarType: the types that steps may have."""
+"""Types that steps may have, by torch's ScalarType."""
 _MADE = 1  # KV_MADE of native/abi.h
 _TORCH, _TENSOR, _TRACED = Struct("=9q"), Struct("=5q"), Struct("=q280s2d")
 _raised = local()
@@ -63,7 +63,7 @@ _raised = local()
 
 @cache
 def connect() -> None:
-    """Give the native library torch's functions, and the one that makes steps in Python."""
+    """Give the native library torch's functions, and a callback that makes steps in Python."""
     assert LIBRARY is not None
     own = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     addresses = [ctypes.cast(getattr(own, name), c_void_p).value for name in _FUNCTIONS]
@@ -72,18 +72,18 @@ def connect() -> None:
 
 
 def raised() -> BaseException | None:
-    """The error of the last step that this thread made in Python for a program; None: there is
-    none, or an interrupt came outside of the code that notes it."""
+    """The error of this thread's last step in Python for a program; None: no error, or an interrupt
+    outside of the code that records it."""
     error: BaseException | None = getattr(_raised, "error", None)
     _raised.error = None
     return error
 
 
 def _step(address: int) -> int:
-    """Make a step that is not prepared: KvTracedStep -> `_MADE`, or 0 after an error."""
+    """Make an unprepared step, given a KvTracedStep; return `_MADE`, or 0 after an error."""
     try:
         _make_step(address)
-    except BaseException as error:  # it cannot pass through the program
+    except BaseException as error:  # it cannot propagate through the program
         _raised.error = error
         return 0
     return _MADE

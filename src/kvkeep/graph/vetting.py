@@ -1,9 +1,9 @@
-"""Checks the text that torch turns into code when it loads a program, and refuses all that exports
-of kvkeep do not write.
+"""Checks the text that torch turns into code when it loads a program; refuses text that kvkeep's
+export never writes.
 
-torch evaluates expressions of shapes, compiles guards and the names of values into Python, looks up
-operators by name, and imports types. So a program's file is code. These checks close the known ways
-to abuse that; they are no sandbox.
+torch evaluates shape expressions, compiles guards and value names into Python, looks up operators
+by name, and imports types. So a program's file is code. These checks close the known ways to abuse
+that; they are no sandbox.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _PLAIN = (
 
 
 def why_refused(model: Any) -> str:
-    """Describe a string in a program, given the parsed JSON of `models/model.json`, that no export
-    of kvkeep writes; empty if there is none."""
+    """Describe a string of a program that kvkeep's export never writes, given the parsed JSON of
+    `models/model.json`; empty if there is none."""
     for name, value in _strings(model):
         if not _is_known(name, value):
             return f"{name} {value[:80]!r}"
@@ -55,8 +55,8 @@ def why_refused(model: Any) -> str:
 
 
 def _strings(part: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every string with the name of its field. Field names are included, as 'the name', because
-    they may be names of values."""
+    """Every string, with the name of its field. Field names themselves are yielded as 'the name',
+    because they may be value names."""
     waiting: list[tuple[Any, str]] = [(part, name)]
     while waiting:
         part, name = waiting.pop()
@@ -79,7 +79,7 @@ def _is_known(name: str, text: str) -> bool:
         return _OPERATORS.fullmatch(text) is not None and not _OPENS_FILES.match(text)
     if name in ("in_spec", "out_spec"):
         return _is_structure(text)
-    if name in ("as_float", "as_floats"):  # other numbers are no strings
+    if name in ("as_float", "as_floats"):  # all other numbers are not strings
         return text in ("Infinity", "-Infinity", "NaN")
     if name == "torch_version":
         return re.fullmatch(r"[\w.+-]*", text, re.ASCII) is not None
@@ -87,7 +87,7 @@ def _is_known(name: str, text: str) -> bool:
 
 
 def _parsed(text: str) -> list[ast.AST]:
-    """The nodes of a Python expression; empty if the text is not one."""
+    """The nodes of a Python expression; empty if the text is not an expression."""
     try:
         return list(ast.walk(ast.parse(text, mode="eval"))) if len(text) <= _MOST_TEXT else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -174,14 +174,14 @@ def _is_symbol(part: ast.AST) -> bool:
 
 def _is_base(bases: list[ast.expr]) -> bool:
     """Whether this is a single base that contains no power: nested powers give numbers of a million
-    digits, however small each exponent is."""
+    digits, however small the exponents."""
     calls = (part for each in bases for part in ast.walk(each) if isinstance(part, ast.Call))
     names = (part.func.id for part in calls if isinstance(part.func, ast.Name))
     return len(bases) == 1 and "Pow" not in names
 
 
 def _is_small(exponents: list[ast.expr]) -> bool:
-    """Whether this is a single exponent, too small to give a number of a million digits."""
+    """Whether this is a single exponent too small to give a number of a million digits."""
     numbers = [part.value for part in _numbers(exponents)]
     symbols = any(isinstance(part, ast.Name) for e in exponents for part in ast.walk(e))
     calls = sum(isinstance(part, ast.Call) for e in exponents for part in ast.walk(e))

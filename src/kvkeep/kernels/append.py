@@ -53,7 +53,7 @@ def _rotated(X, at, d, ROTATION, D: tl.constexpr, WIDE: tl.constexpr, ROTATED: t
     """Elements d of a token in float32, multiplied by ROTATION (D, D) if ROTATED."""
     if ROTATED:
         y = tl.zeros((WIDE,), tl.float32)
-        for first in range(0, D, 16):  # rows at a time, limited by registers
+        for first in range(0, D, 16):  # 16 rows at a time, limited by registers
             i = first + tl.arange(0, 16)
             x = tl.load(X + at + i, mask=i < D, other=0.0).to(tl.float32)
             mask = (i < D)[:, None] & (d < D)[None, :]
@@ -109,7 +109,7 @@ def _write(X, PLANE, SCALE, ZERO, ROTATION, at, to, to_scale, CODE: tl.constexpr
 
 @triton.jit
 def _of_groups_bad(x, odd, d, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Which groups hold a number that is not finite, bool (COUNT,)."""
+    """Which groups hold a non-finite number, bool (COUNT,)."""
     own = (d // SIZE)[None, :] == tl.arange(0, COUNT)[:, None]
     good = (tl.abs(x) < float("inf")) & (tl.abs(odd) < float("inf"))
     return tl.max(tl.where(own & (good == 0)[None, :], 1, 0), axis=1) > 0
@@ -129,7 +129,7 @@ def append(
 ):  # fmt: skip
     """Writes token i of each row and head to slot CURSOR + `first` + i of all planes.
 
-    Grid: (n, H, B). CURSOR int64 (B|1, H|1), or None for 0; PLACES: heads of the position plane.
+    Grid: (n, H, B). CURSOR: int64 (B|1, H|1), or None for 0. PLACES: heads of the position plane.
     """
     token, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

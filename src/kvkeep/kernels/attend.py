@@ -1,5 +1,5 @@
 """Attention over the slots of one segment, a tile at a time, for all queries of a kv head. The
-slots are divided into splits, whose results `merge` combines.
+slots are divided into splits; `merge` combines their results.
 
 Source: online softmax arXiv 1805.02867; tiles FlashAttention-2 (arXiv 2307.08691); splits over the
 keys Flash-Decoding (2023).
@@ -14,14 +14,14 @@ from kvkeep.kernels.codes import INT2, INT4, PLAIN, numbers, product, within
 
 _PLAIN, _INT4, _INT2 = tl.constexpr(PLAIN), tl.constexpr(INT4), tl.constexpr(INT2)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-COLUMNS = 16  # int64 numbers of an item of a TABLE, of which 15 are used
+COLUMNS = 16  # int64 numbers per item of a TABLE; 15 are used
 _COLUMNS = tl.constexpr(COLUMNS)
 _CENTRE = tl.constexpr(24.0)  # the middle of 4-bit codes (8) plus the 16 that `numbers` adds
 
 
 @triton.jit
 def _middle(CODE: tl.constexpr):
-    """The code from which 4-bit or 2-bit codes are counted."""
+    """The code that counts as zero for 4-bit or 2-bit codes."""
     if CODE == _INT4:
         return 8.0
     else:
@@ -31,8 +31,8 @@ def _middle(CODE: tl.constexpr):
 @triton.jit
 def _query_indices(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexpr,
                    SHARED: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """The row, token and query head of each query of a tile, and which of them exist. A tile
-    enumerates (row,) token and query of the group, the latter fastest."""
+    """The row, token and query head of each query of a tile, and whether the query exists. A tile
+    enumerates (row,) token and query head of the group, the last fastest."""
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = m // GROUP
     if SHARED:
@@ -49,8 +49,8 @@ def _query_indices(block, pair, rows, n, HEADS: tl.constexpr, GROUP: tl.constexp
 def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl.constexpr,
              SIZE: tl.constexpr, DK: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
              FIRST: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Queries (GROUPS * BLOCK_M, WIDE): repeated for each group of elements with a scale, with
-    zeros in all other groups, so that one product gives the contribution of each group."""
+    """Queries (GROUPS * BLOCK_M, WIDE), once for each group of elements with a scale, zero in all
+    other groups: one product then gives the contribution of each group."""
     d = FIRST + STEP * tl.arange(0, WIDE)
     at = row * q_row + query_head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
     q = tl.load(Q + at[:, None] + d[None, :], mask=real[:, None] & (d < DK)[None, :], other=0.0)
@@ -83,8 +83,8 @@ def _scales(X, slot, here, x_slot, COUNT: tl.constexpr, GROUPS: tl.constexpr):
 def _times_scales(q, KS, KZ, at, FIRST: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
                   AFFINE: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
                   TYPE: tl.constexpr):  # fmt: skip
-    """One part of the queries times the scales of its channels, and what is to be added to the
-    scores for zeros and for the middle of codes."""
+    """One part of the queries times the scales of its channels, and the terms to add to the scores
+    for zero points and for the middle of codes."""
     word = tl.arange(0, WIDE)
     d = at + FIRST + PARTS * word
     scale = tl.load(KS + d, mask=word < WORDS, other=0.0).to(tl.float32)
@@ -107,8 +107,8 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot
             GROUPS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
             SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             TYPE: tl.constexpr):  # fmt: skip
-    """Scores (BLOCK_M, BLOCK_N) in base-2 logarithmic units of the slots from `first` on. If
-    BLOCK is more than 1, scales are by channel, and all these slots share them."""
+    """Scores (BLOCK_M, BLOCK_N), in base-2 logarithmic units, of the slots from `first` on. If
+    BLOCK > 1, scales are by channel, and all these slots share them."""
     words = _tile(K, slot, here, k_slot, WORDS, WIDE)
     added = tl.zeros((BLOCK_M,), tl.float32)
     if BLOCK > 1:
@@ -150,8 +150,8 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot
 def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: tl.constexpr,
                  PARTS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DK: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Queries in up to four parts, one for each element of a word of keys; and for 4-bit and 2-bit
-    keys the sum of each group (GROUPS, BLOCK_M)."""
+    """Queries in up to four parts, one for each element of a word of keys; for 4-bit and 2-bit keys
+    also the sum of each group (GROUPS, BLOCK_M)."""
     q0 = _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS, SIZE, DK, WIDE,
                   PARTS, 0, BLOCK_M, TYPE)  # fmt: skip
     q1, q2, q3 = q0, q0, q0
@@ -176,8 +176,8 @@ def _query_parts(Q, row, token, query_head, real, q_row, q_head, q_token, CODE: 
 def _seen(slot, here, position, q_position, low, high, token, before, real, n,
           size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
           DENSE: tl.constexpr, BOUNDED: tl.constexpr, REACHES: tl.constexpr):  # fmt: skip
-    """Which slots each query sees: bool (queries, slots). The first position is `low` if BOUNDED,
-    else 0; the last is `high`."""
+    """Which slots each query sees: bool (queries, slots). A query sees positions from `low` if
+    BOUNDED, else 0, up to `high`."""
     seen = here[None, :] & real[:, None]
     if DENSE:
         return seen & (slot[None, :] <= before + token[:, None])
@@ -198,7 +198,7 @@ def _seen(slot, here, position, q_position, low, high, token, before, real, n,
 def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
            CODE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr,
            WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Stores acc (GROUPS * BLOCK_M, WIDE) + more to every STEP-th element from FIRST on; each group
+    """Stores acc (GROUPS * BLOCK_M, WIDE) + more to every STEP-th element from FIRST on. Each group
     of elements has its own rows of acc."""
     d = FIRST + STEP * tl.arange(0, WIDE)
     if CODE == _INT4 or CODE == _INT2:  # noqa: SIM109 - not Triton
@@ -211,7 +211,7 @@ def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
 
 @triton.jit
 def _column(TABLE, item, column: tl.constexpr, ALIGNED: tl.constexpr):
-    """A number of an item; with ALIGNED it is a multiple of 16, which allows wide loads."""
+    """A number of a table item; ALIGNED asserts a multiple of 16, which allows wide loads."""
     x = tl.load(TABLE + item * _COLUMNS + column)
     return tl.multiple_of(x, 16) if ALIGNED else x
 
@@ -241,17 +241,17 @@ def attend(
     """Computes one split of the slots for one tile of queries.
 
     Grid: (tiles of queries, splits, B * H, or H if the segment is SHARED by all rows). Codes are
-    packed in words of PARTS elements; there is one product for each element of a word, so words are
+    packed in words of PARTS elements, with one product for each element of a word, so words are
     not unpacked in memory.
 
     Writes the partial results OUT (parts, B, n, Hq, DV) and LSE (parts, B, n, Hq), in base 2. With
     MASS it also writes the weights SHARE (B, H, n * GROUP, mass_slots), relative to the largest
     score so far, which goes to TOP (B, H, n * GROUP, tops).
 
-    With a TABLE, the splits are its items: int64 (items, COLUMNS). Each says where its slots are,
-    relative to K, KS, KZ, V, VS and VZ, in elements; the strides of heads of K, KS, V and VS; the
-    first slot and the one after the last; the part to write; and which of ROWS, int32, attend to
-    them: the first, and how many. `n` is 1, every row sees all slots, and SHARED is set.
+    With a TABLE, the splits are its items: int64 (items, COLUMNS). An item holds, in order: the
+    offsets of its slots in K, KS, KZ, V, VS and VZ, in elements; the strides of heads of K, KS, V
+    and VS; its first slot and the slot after its last; the part to write; and the range of ROWS,
+    int32, that attend to it: first, count. `n` is 1, every row sees all slots, and SHARED is set.
     """
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     part, count = first_part + split, rows
@@ -303,7 +303,7 @@ def attend(
     if TABLE is not None:
         start = _column(TABLE, split, 10, False).to(tl.int32)
         stop = _column(TABLE, split, 11, False).to(tl.int32)
-    if DENSE and not MASS and not SHARED:  # none of these queries sees later slots
+    if DENSE and not MASS and not SHARED:  # no query of the tile sees later slots
         last = tl.minimum(n - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
         stop = tl.minimum(stop, before + last + 1)
 

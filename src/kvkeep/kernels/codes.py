@@ -1,4 +1,4 @@
-"""Shared by the kernels: conversion of codes to numbers, and visibility."""
+"""Shared by the kernels: decoding of codes, and visibility."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs these kernels on the CPU (TRITON_INTERPRET=1)."""
 
 PLAIN, INT8, INT4, FP8, INT2 = (CODES[x] for x in ("plain", "int8", "int4", "fp8", "int2"))
-"""How a plane is encoded, as constants of kernels."""
+"""The encoding of a plane, as constants for kernels."""
 
 _INTERPRETED, _TRANSLATED = tl.constexpr(INTERPRETED), tl.constexpr(not INTERPRETED)
 _PLAIN_CODE, _INT8_CODE, _FP8_CODE = tl.constexpr(PLAIN), tl.constexpr(INT8), tl.constexpr(FP8)
 _INT2_CODE = tl.constexpr(INT2)
-_FP8_BIAS = tl.constexpr(2.0**120)  # between the exponents of E4M3 and float32
+_FP8_BIAS = tl.constexpr(2.0**120)  # from the exponent bias of E4M3 to that of float32
 
 
 @triton.jit
 def product(a, b, TYPE: tl.constexpr):
-    """a @ b in float32, of operands in TYPE."""
-    if _INTERPRETED:  # whose dot reads bfloat16 as integers
+    """a @ b in float32, with operands cast to TYPE."""
+    if _INTERPRETED:  # the interpreter's dot reads bfloat16 as integers
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
 
 
-# PTX that converts one code of each of two 16-bit words to two numbers. A shift also moves bits
-# from one word into the other; the mask removes them.
+# PTX that decodes one code of each of two 16-bit words. A shift also moves bits from one word into
+# the other; the mask removes them.
 
 _INT8_BF16 = """{{ .reg .b32 x, a, b;
 xor.b32 x, $1, 0x80808080;
@@ -87,7 +87,7 @@ PTX = {
 
 _WRITTEN = tl.constexpr(
     repr(sorted(PTX.items()))
-)  # part of the key of compiled kernels: see `numbers`
+)  # part of the cache key of compiled kernels; see `numbers`
 
 
 @triton.constexpr_function
@@ -97,18 +97,16 @@ def _ptx(code, part, wanted):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def numbers(words, CODE: tl.constexpr, PART: tl.constexpr, TYPE: tl.constexpr):
-    """Numbers of TYPE, not scaled yet: the PART-th code of each word, counted from the low bits.
+    """Unscaled numbers of TYPE: the PART-th code of each word, counted from the low bits.
 
-    Codes are converted by placing their bits in those of a float, which takes fewer instructions
-    than a conversion. The numbers of 4-bit codes are too large by 16; 2-bit
-    codes are counted from their middle.
+    Codes are converted by placing their bits in a float's bits, which takes fewer instructions
+    than a conversion. Numbers of 4-bit codes are too large by 16; 2-bit codes are relative to their
+    middle.
     """
     if CODE == _PLAIN_CODE:
         return words.to(TYPE)
     if _TRANSLATED:
-        tl.static_assert(
-            _WRITTEN != ""
-        )  # so that a change of the instructions compiles a new kernel
+        tl.static_assert(_WRITTEN != "")  # so that changed instructions compile a new kernel
         if words.dtype == tl.int16:
             if TYPE == tl.bfloat16:
                 return tl.inline_asm_elementwise(
@@ -142,12 +140,12 @@ def within(query, slot, size, first, keep_from, keep_to):
 
 @triton.jit
 def rounded(x):
-    """A float32 below 2**22 in magnitude, rounded to the nearest integer, ties to even."""
+    """A float32 of magnitude below 2**22, rounded to the nearest integer, ties to even."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def half_precision(x):
-    """A scale as float16, clamped to its range; a non-finite one becomes NaN, to stay visible."""
+    """A scale as float16, clamped to its range; a non-finite scale becomes NaN, to stay visible."""
     x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
     return tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x).to(tl.float16)

@@ -27,7 +27,7 @@ def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.c
         base = tl.where(higher == -float("inf"), 0.0, higher)
         share = tl.exp2(lse - base)
         at = (part * queries + query) * DV
-        # What was never written has no share, but may be NaN in memory.
+        # Parts that were never written have no share, but their memory may hold NaN.
         some = here & (lse != -float("inf"))
         x = tl.load(PART + at[:, None] + d[None, :], mask=some[:, None] & (d < DV)[None, :],
                     other=0.0)  # fmt: skip
@@ -35,10 +35,10 @@ def merge(PART, PART_LSE, OUT, LSE, parts, queries, DV: tl.constexpr, WIDE: tl.c
         acc = acc * fade + tl.sum(x * share[:, None], axis=0)
         total = total * fade + tl.sum(share, axis=0)
         top = higher
-    found = total != 0  # NaN is propagated
-    acc = tl.where(found, acc / tl.where(found, total, 1.0), 0.0)
+    seen = total != 0  # NaN is propagated
+    acc = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
     tl.store(OUT + query * DV + d, acc, mask=d < DV)
-    tl.store(LSE + query, tl.where(found, top + tl.log2(total), -float("inf")))
+    tl.store(LSE + query, tl.where(seen, top + tl.log2(total), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["n", "slots", "mass_slots", "mass_first", "top_first", "tops",
@@ -49,7 +49,7 @@ def receive(SHARE, TOP, LSE, SEEN, USED, MASS, n, slots, mass_slots, mass_first,
     """Computes the mass of one segment's slots from the weights that `attend` wrote.
 
     Grid: (blocks of slots, B * H). SEEN (B|1, n): the queries that count; None: all. Writes MASS
-    (B, H, mass_slots) from `mass_first` on.
+    (B, H, mass_slots) from slot `mass_first` on.
     """
     pair = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Computes the mass of long chunks, or the largest weights, by a second pass over the keys, without
+"""Computes the mass of long chunks, or the largest weights, in a second pass over the keys, without
 storing scores."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def weigh(
 ):  # fmt: skip
     """Computes one tile of slots, for all queries of one row and kv head.
 
-    Grid: (tiles of slots, B * H). `owned`: 0 if the segment is shared by all rows, else 1. LSE
-    (B, n, Hq) is in base 2. Writes MASS (B, H, mass_slots) from `mass_first` on.
+    Grid: (tiles of slots, B * H). `owned`: 0 if all rows share the segment, else 1. LSE (B, n, Hq)
+    is in base 2. Writes MASS (B, H, mass_slots) from slot `mass_first` on.
     """
     pair = tl.program_id(1)
     row, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
@@ -46,7 +46,7 @@ def weigh(
         position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     begin = 0
-    if DENSE:  # earlier queries see none of these slots
+    if DENSE:  # earlier queries see none of the tile's slots
         begin = tl.maximum(0, start - before) * GROUP // BLOCK_M
     for block in range(begin, tl.cdiv(n * GROUP, BLOCK_M)):
         rows_, token, query_head, real = _query_indices(

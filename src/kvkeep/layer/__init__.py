@@ -1,1 +1,1 @@
-"""One layer's cache: what it holds, and the step that changes it."""
+"""One layer's cache: its slots, and the step that changes them."""

@@ -1,4 +1,4 @@
-"""AttendingLayer: a layer whose chunk is a text of its own to the model."""
+"""AttendingLayer: a layer that looks empty to the model but attends to slots stored elsewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from kvkeep.layer.step import StepInputs
 
 
 class AttendingLayer(ABC):
-    """What a model asks of a layer that to it holds nothing before the chunk, although the layer's
-    attention may read slots of others."""
+    """The part of a layer that a model calls in a chunk.
+
+    To the model the layer holds nothing before the chunk, so positions and masks are a
+    new text's. Its attention may read slots of other layers.
+    """
 
     padded = False
     window: int | None

@@ -1,5 +1,4 @@
-"""What a layer begins with: tokens that another layer holds, or that were computed elsewhere, in
-this layer's encoding."""
+"""Fills an empty layer with tokens that another layer holds or that were computed elsewhere."""
 
 from __future__ import annotations
 
@@ -17,18 +16,21 @@ from kvkeep.planes import POSITION, Planes, part, slot_count
 
 
 def begin_with(layer: LayerCache, text: LayerCache) -> None:
-    """Replace the contents of a layer by the tokens of one that keeps all, as if they had been fed
-    in one chunk that is not settled yet: the next chunk sees all of them, and the policy chooses
-    among all. Their slots are shared where that is possible, until the policy evicts."""
+    """Replace a layer's contents by the tokens of a layer that keeps all.
+
+    The result equals feeding these tokens in one chunk without settling: the next chunk sees all of
+    them, and the policy chooses among all. Where possible both layers share the slots until the
+    policy evicts.
+    """
     layer.adopt_frozen(text.history, tuple(runs_for(layer, text)))
 
 
 def runs_for(layer: LayerCache, text: LayerCache) -> Iterator[Run]:
-    """The slots of `text`, whose rows have had no padding, as runs that `layer` can adopt: with the
-    planes of its policy, and encoded as it encodes new tokens.
+    """The slots of `text` as runs that `layer` can adopt: in its encoding, with its policy's
+    planes.
 
-    Keys and values are shared where both encode alike and no slot was moved or hidden. The policy
-    is shown keys and values as `text` holds them.
+    The rows of `text` must have had no padding. Keys and values are shared if both layers encode
+    alike and no slot was moved or hidden. The policy sees the decoded keys and values of `text`.
     """
     text.freeze()
     frozen: FrozenRuns = text.slots.frozen
@@ -50,9 +52,9 @@ def check_tokens(layer: LayerCache, k: Tensor, v: Tensor) -> None:
     """Check that an empty layer can begin with keys and values (B, H, n, D).
 
     Raises:
-        ShapeError: they do not fit each other, or a codec does not take their width.
-        CapacityError: there is no room for them.
-        StateError: they require gradients, which the storage or a codec does not propagate.
+        ShapeError: keys and values do not fit each other, or a codec does not support their width.
+        CapacityError: the storage has no room for n tokens.
+        StateError: the tensors require gradients, which the storage or a codec does not propagate.
     """
     check_chunk(k, v, None, None)
     layer.key_codec.planes(k.shape[3], k.dtype)
@@ -64,13 +66,13 @@ def check_tokens(layer: LayerCache, k: Tensor, v: Tensor) -> None:
 def begin_with_tokens(
     layer: LayerCache, k: Tensor, v: Tensor, columns: int, real: Tensor | None = None
 ) -> None:
-    """Replace the contents of a layer by keys and values that were computed elsewhere, as
-    `begin_with` does. They are copied.
+    """Replace a layer's contents by copies of keys and values that were computed elsewhere; see
+    `begin_with`.
 
     Args:
-        k, v: (B, H, n, D), of the newest n columns; older ones are gone.
-        columns: how many were fed.
-        real: which of them are tokens, bool (B, columns), where the others are padding; None: all.
+        k, v: (B, H, n, D), of the newest n columns; older columns are evicted already.
+        columns: number of columns fed.
+        real: bool (B, columns), False for padding; None: no padding.
     """
     n, k, v = k.shape[2], k.clone(), v.clone()
     position = History().next_positions(
@@ -91,8 +93,8 @@ def _run_of(
     rows: int,
     planes: Planes | None = None,
 ) -> Run:
-    """A run of keys and values (B|1, H, n, D) at `position`, (n,) or (B, n), with the planes of a
-    layer's policy. `planes` are theirs if they are encoded already."""
+    """A run of keys and values (B|1, H, n, D) at `position`, (n,) or (B, n), with the planes of the
+    layer's policy. `planes`: the same keys and values, already encoded; None: encode them."""
     own = layer.own_planes(k, v, position)
     slots = layer.slots.codecs.encode(k, v) if planes is None else {n: planes[n] for n in planes}
     slots[POSITION] = own.pop(POSITION)

@@ -27,12 +27,12 @@ class BlockEncoded(LayerSlots):
     """`blocks`, with one encoded block of tokens per slot, and a plain `tail` of the newest tokens.
 
     Args:
-        codecs: both encode the same number of tokens together.
-        storage: holds the tail; this object takes ownership. The blocks get another one like it.
+        codecs: both with the same block length.
+        storage: holds the tail; this object takes ownership. The blocks get an empty copy of it.
 
     Raises:
-        SpecError: the storage is fixed, so a prompt may not fit before it is encoded; or only one
-            such storage can be read at a time.
+        SpecError: the storage is fixed, so it may have no room for a prompt before it is encoded;
+            or the process can read only one storage of its kind at a time.
     """
 
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
@@ -125,7 +125,7 @@ class BlockEncoded(LayerSlots):
     def encode_waiting(self, *, hide: bool = False) -> None:
         planes = self.tail.evictable()
         order = order_of_encoding(planes[POSITION], *self.blocks.codecs)
-        first = self.hidden  # which are first in the order, because of their position
+        first = self.hidden  # hidden slots come first in the order: their position is -1
         oldest = order[:, :, first : first + self.waiting]
         taken = take(planes, oldest)
         position = taken[POSITION]
@@ -189,9 +189,9 @@ class BlockEncoded(LayerSlots):
 
 
 def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:
-    """The indices of plain tokens in the order in which they are encoded: by their `position`
-    (B, 1|H, n), the codecs' sinks last. The last `plain` of each row are its sinks and its newest
-    tokens, also where it has fewer tokens than the longest row."""
+    """The indices of plain tokens in encoding order: ascending `position` (B, 1|H, n), the codecs'
+    sinks last. The last `plain` indices of each row are its sinks and its newest tokens, even if
+    the row has fewer tokens than the longest row."""
     sinks = max(codec.sinks for codec in codecs)
     first = (position >= 0) & (position < sinks)
     last = torch.iinfo(position.dtype).max
@@ -199,9 +199,11 @@ def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:
 
 
 def filled(x: Tensor, position: Tensor, block: int) -> Tensor:
-    """Tokens x (B, H, n, D), n a multiple of `block`, with padding replaced by the last token of
-    its block, so that padding does not widen the range of a block's values. Padding has position -1
-    in `position`, (B, 1|H, n)."""
+    """Replace padding in tokens x (B, H, n, D) by the last token of its block.
+
+    Padding then does not widen the range of a block's values. n is a multiple of `block`; padding
+    has position -1 in `position`, (B, 1|H, n).
+    """
     blocks = x.reshape(*x.shape[:2], -1, block, x.shape[3])
     empty = position.reshape(*position.shape[:2], -1, block, 1) < 0
     return torch.where(empty, blocks[:, :, :, -1:], blocks).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Cursor: what a layer holds, how far it has come, and how a change that failed is undone."""
+"""Cursor: a layer's changing state, and how a failed change is undone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.policy import Observation
 
 
 class State(Enum):
-    """What is being done to a layer, or was when it was interrupted."""
+    """The change that is running, or that was interrupted."""
 
     IDLE = auto()
     WRITING = auto()
@@ -30,8 +30,8 @@ class State(Enum):
 
 
 class Before(NamedTuple):
-    """A layer's state before a token, as far as later steps change it in place. `planes` are copies
-    of the positions and the policy's planes; `mark` and `hidden` are those of the slots."""
+    """A layer's state before a token, without what later steps leave unchanged. `planes`: copies of
+    the positions and the policy's planes; `mark` and `hidden`: the slots' values."""
 
     history: History
     mark: tuple[int, ...]
@@ -40,26 +40,26 @@ class Before(NamedTuple):
 
 
 class Cursor:
-    """The changing part of a layer. Everything that a step, or another change, moves is here.
+    """The changing part of a layer: everything that a step or another change moves.
 
     Attributes:
-        slots: what holds the slots.
-        history: what was fed.
+        slots: the layer's slots.
+        history: the record of the tokens fed.
         chunk: positions of the last chunk's tokens.
-        state: see `State`.
+        state: the change in progress; see `State`.
         start: the history and the slots' mark before the last chunk.
-        turn: held by the thread that changes the layer.
-        journal: the states before the tokens that can be taken back, the oldest first.
-        record_past: whether the chunks fed may be drafts, of which a crop takes some back.
-        prompt: the columns that are certain although `record_past` is set.
-        holes_after: an integer if padding behind a row's first token counts in positions, as it
-            does in transformers' sliding windows: that among the first `holes_after` tokens does
-            not. None: no padding counts.
-        evicted: what `positions_of` gave for each eviction; None: it is not recorded.
-        unread: how many layers are still to attend to the last chunk's slots; see `ReadAgain`.
-        observed: what the policy observes after these readings.
-        queries: positions of the last chunk's queries, and until which they see; None: of one
-            token.
+        turn: lock held by the thread that changes the layer.
+        journal: the states before each draft token, the oldest first.
+        record_past: True while chunks may be drafts, which a crop takes back.
+        prompt: the leading columns that are certain even while `record_past` is set.
+        holes_after: padding after a row's first token counts in positions, as in transformers'
+            sliding windows, except among the first `holes_after` tokens. None: padding never
+            counts.
+        evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
+        unread: number of layers that have yet to attend to the last chunk's slots; see `ReadAgain`.
+        observed: the observation that the policy gets after these readings.
+        queries: positions of the last chunk's queries, and the newest position that each sees;
+            None: one token.
     """
 
     def __init__(self, slots: LayerSlots) -> None:
@@ -76,7 +76,7 @@ class Cursor:
         self.queries: tuple[Tensor, Tensor | None] | None = None
 
     def fork(self) -> Cursor:
-        """The same state, which shares the frozen slots and copies the others."""
+        """A copy of the cursor that shares the frozen slots."""
         other = copy(self)
         other.slots, other.history = self.slots.fork(), self.history.fork()
         other.evicted, other.turn, other.journal = None, Turn(), [*self.journal]
@@ -84,7 +84,7 @@ class Cursor:
 
     @property
     def tentative(self) -> bool:
-        """Whether the newest tokens may be taken back."""
+        """Whether a crop may take the newest tokens back."""
         return self.record_past and self.history.columns > self.prompt.columns
 
     # -- one change -------------------------------------------------------------------------
@@ -94,8 +94,8 @@ class Cursor:
         self.start, self.state = (self.history, self.slots.mark()), State.WRITING
 
     def take_back(self) -> None:
-        """Return to `start`, if no eviction has followed it. An interrupted call can be
-        repeated."""
+        """Return to `start`, if no eviction has followed it. Can be called again after an
+        interrupt."""
         assert self.start is not None
         self.state = State.WRITING
         self.forget_readings()
@@ -108,8 +108,8 @@ class Cursor:
 
     @contextmanager
     def moved(self) -> Iterator[None]:
-        """Move slots. If the body is interrupted, or fails after it has changed slots, the state
-        stays `MOVING`: the contents of the slots are unknown."""
+        """A context for moving slots. If its body is interrupted, or fails after changing slots,
+        the state stays `MOVING`: the contents of the slots are unknown."""
         mark = self.slots.mark()
         before = State.WRITING if self.state is State.WRITING else State.IDLE
         self.state = State.MOVING
@@ -123,7 +123,7 @@ class Cursor:
         self.state = before
 
     def pack(self) -> bool:
-        """Move rows of very different lengths to storages of their own; whether that was done."""
+        """Move rows of very different lengths to separate storages; return whether any moved."""
         packed = self.slots.pack()
         self.slots = packed or self.slots
         return packed is not None
@@ -156,7 +156,7 @@ class Cursor:
         self.state = State.IDLE
 
     def require_read(self) -> None:
-        """Raise StateError if readings of the last step are to come."""
+        """Raise StateError if some readings of the last step are outstanding."""
         if self.unread:
             raise StateError(
                 f"{self.unread} of the layers that share this layer's keys and values have not "
@@ -165,23 +165,23 @@ class Cursor:
             )
 
     def forget_readings(self) -> bool:
-        """Expect no readings any more; whether some were expected."""
+        """Cancel the outstanding readings; return whether there were any."""
         expected, self.unread, self.observed = self.unread > 0, 0, None
         return expected
 
-    # -- tokens that can be taken back ------------------------------------------------------
+    # -- drafts -----------------------------------------------------------------------------
 
     @property
     def entries(self) -> int:
-        """How many entries the journal has; those of steps that were taken back do not count."""
+        """Number of journal entries, without entries of steps that were taken back."""
         fed = self.history.columns
         return sum(before.history.columns < fed for before in self.journal)
 
     def note(self, names: Collection[str]) -> None:
-        """Add the present state to the journal.
+        """Add the current state to the journal.
 
         Args:
-            names: of the policy's planes.
+            names: the policy's planes.
         """
         del self.journal[self.entries :]
         held: dict[str, Tensor] = {}
@@ -192,13 +192,13 @@ class Cursor:
         self.journal.append(Before(history, self.slots.mark(), self.slots.hidden, held))
 
     def put_back(self, index: int) -> None:
-        """Return to the state in an entry of the journal."""
+        """Return to the state of journal entry `index`."""
         before = self.journal[index]
         self.state = State.MOVING
         self.forget_readings()
         self.slots.cut(before.mark)
         changed = dict(before.planes)
-        if not self.slots.hidden:  # no position has changed, and frozen ones cannot be written
+        if not self.slots.hidden:  # no position has changed, and frozen planes cannot be written
             changed.pop(POSITION, None)
         planes = self.slots.evictable()
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
@@ -213,9 +213,9 @@ class Cursor:
         self.state = State.IDLE
 
     def return_to(self, columns: int) -> None:
-        """Return to the state after `columns` columns, since which nothing was evicted but what the
-        journal can restore."""
-        # The tokens before an entry, back to the previous one, were fed without a decision.
+        """Return to the state after `columns` columns. Evictions since then must be in the journal,
+        which restores them."""
+        # The policy made no decision between the previous entry and the tokens before this entry.
         for index, before in enumerate(self.journal):
             if before.history.columns >= columns:
                 self.put_back(index)
@@ -228,7 +228,7 @@ class Cursor:
 
 
 def _copied(history: History) -> History:
-    """A copy that later steps do not change: they replace the tensors in `memory`."""
+    """A copy that later steps do not change; they replace the tensors in `memory`."""
     other = copy(history)
     other.memory = dict(history.memory)
     return other

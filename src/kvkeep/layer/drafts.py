@@ -1,9 +1,9 @@
-"""Drafts: a layer that takes tokens back, such as drafts that were rejected.
+"""Drafts: a layer that can take tokens back, such as rejected drafts.
 
-While `record_past` is set, nothing is freed. A layer whose evictions depend on positions only feeds
-a chunk of drafts at once and evicts after the next crop. Any other layer decides after each token,
-as it would without drafts, and evicted slots are hidden until the crop: at position -1, where no
-query sees them. Then the state before a token is that of a few small planes and the lengths.
+While `record_past` is set, no slot is freed. If evictions depend on positions alone, the layer
+feeds a chunk of drafts at once and evicts after the next crop. Any other layer settles after each
+token, as without drafts, and hides evicted slots (position -1, which no query sees) until the crop.
+So the state before a token is only the lengths and a few small planes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvkeep.layer.writing import Writing
 
 
 class Drafts(Writing):
-    """A layer that takes tokens back."""
+    """A layer that can take tokens back."""
 
     @property
     def rollback_limit(self) -> int:
-        """How many of the newest tokens `crop` can remove exactly."""
+        """Number of newest tokens that `crop` can remove exactly."""
         history, journal = self.cursor.history, self.cursor.journal
         oldest = journal[0].history if journal else history
         before = oldest.columns - oldest.floor if self.policy.rollback else 0
@@ -44,7 +44,7 @@ class Drafts(Writing):
 
     @property
     def _why_lasting(self) -> str:
-        """Why some tokens cannot be removed, and the remedy; empty if all of them can."""
+        """Why some tokens cannot be removed, and the remedy; empty if `crop` can remove all."""
         policy, again = self.policy, "reset() and feed the tokens again"
         if not policy.rollback:
             return (
@@ -63,19 +63,20 @@ class Drafts(Writing):
         return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def mend(self) -> None:
-        """Remove the tokens that an interrupted step wrote, if there was one.
+        """Remove the tokens of an interrupted step, if there is one.
 
         Raises:
-            StateError: the step was interrupted while slots were moved, so their contents are
-                unknown; or nothing was evicted, but the number of slots and the number of columns
-                fed differ.
+            StateError: the step was interrupted while it moved slots, so their contents are
+                unknown; or nothing was evicted, but the number of slots differs from the number of
+                columns fed.
         """
         with self.cursor.turn:
             self.cursor.mend()
 
     def crop(self, tokens: int) -> None:
-        """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. What is
-        left is certain then: hidden slots are freed, and the policy evicts down to its budget.
+        """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. The
+        remaining tokens become certain: hidden slots are freed, and the policy evicts to its
+        budget.
 
         Raises:
             RollbackError: `tokens` is positive, or -`tokens` exceeds `rollback_limit`.
@@ -101,13 +102,13 @@ class Drafts(Writing):
             )
 
     def _divides(self, n: int) -> bool:
-        """Whether a step of n tokens is made in pieces. Layers that attend to this layer's slots
-        after its step see its whole chunk, which then evicts nothing before the crop."""
+        """Whether a step of n tokens is made in pieces. If other layers attend to this layer's
+        slots, they see its whole chunk, so the chunk evicts nothing before the crop."""
         return self.cursor.record_past and not self.readers and (self._journaled or n > 1)
 
     def _together(self, left: int) -> int:
-        """How many of the next `left` tokens are fed at once: those that would be without drafts,
-        and more only if no decision comes between them."""
+        """How many of the next `left` tokens are fed at once: the size of a step without drafts, or
+        more if the policy makes no decision in between."""
         prompt = self.cursor.prompt
         certain = prompt.columns - self.cursor.history.columns
         if certain > 0:
@@ -115,12 +116,11 @@ class Drafts(Writing):
         return 1 if self.by_token or self.cursor.slots.fills(left) else left
 
     def _recorded(self, inputs: StepInputs, attend: Attend | None) -> Tensor:
-        """A step whose tokens may be taken back, in pieces. If it fails, it is undone as a whole;
-        or, if tokens of the prompt have changed what cannot be undone, every later call raises
-        until `reset`.
+        """A step in pieces, whose tokens may be taken back. If it fails, the whole step is undone;
+        if prompt tokens have evicted slots for good, every later call raises until `reset`.
 
         Raises:
-            UnsupportedError: some tokens see later ones, beyond their piece.
+            UnsupportedError: some tokens see tokens after their piece.
         """
         self._require_pieces_suffice(inputs)
         cursor = self.cursor
@@ -160,7 +160,7 @@ class Drafts(Writing):
         position = position.to(device)
         if bool(((until > position[..., last]) & (until > position)).any()):
             raise UnsupportedError(
-                "some tokens see later ones, such as those of an image, but while drafts are "
+                "some tokens see later tokens, as within an image, but while drafts are "
                 f"recorded policy {self.policy.name} and codec {self.key_codec.name} take tokens "
                 "one by one; feed the prompt before, or do not draft"
             )

@@ -1,4 +1,4 @@
-"""Frozen slots: several caches share them, because none of them writes to them."""
+"""Frozen slots: never written to, so several caches share them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvkeep.planes import (
 class FrozenPlanes(Planes):
     """Planes that are never written to. Copies of a cache share them, including deep copies.
 
-    Their batch size is that of the cache, or 1 if all of its rows share them.
+    Their batch size is the cache's B, or 1 if all rows share them.
     """
 
     def __init__(self, planes: Planes) -> None:
@@ -63,9 +63,9 @@ class FrozenPlanes(Planes):
 class Run(NamedTuple):
     """A run of frozen slots.
 
-    `planes` are shared. Each layer has its own copy of the planes in `own`: those that a policy
-    changes, and the positions if slots were moved or hidden. `rotation` is the distance from the
-    positions for which the keys were rotated to the positions of the slots; None: not moved.
+    Caches share `planes`. Each layer has its own copy of the planes in `own`: the planes that a
+    policy changes, and the positions if slots were moved or hidden. `rotation` is the distance from
+    the positions for which the keys were rotated to the slots' positions; None: not moved.
     """
 
     planes: FrozenPlanes
@@ -85,11 +85,11 @@ class Run(NamedTuple):
 
     @property
     def joined(self) -> Planes:
-        """The planes of both kinds."""
+        """All planes, shared and own."""
         return {**self.planes, **self.own}
 
     def without(self, positions: Tensor) -> Run:
-        """The same slots, with those at `positions`, (n,), hidden."""
+        """The same run, with the slots at `positions`, (n,), hidden."""
         place = self.joined[POSITION]
         hidden = place.masked_fill(torch.isin(place, positions.to(place)), -1)
         rest = {name: self.planes[name] for name in self.planes if name != POSITION}
@@ -97,8 +97,8 @@ class Run(NamedTuple):
         return self._replace(planes=FrozenPlanes(rest), own=own, hides=True)
 
     def merges_with(self, following: Run) -> bool:
-        """Whether this run is less than twice as long as the one after it, and both can be
-        joined."""
+        """Whether the two runs should become one: this run is less than twice as long as the next,
+        and no plane prevents it."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
         own = POSITION in self.own or POSITION in following.own
         return short and not own and self.planes.batch == following.planes.batch
@@ -131,21 +131,21 @@ class FrozenRuns:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that other caches may share; counted once if all rows share them."""
+        """Bytes that other caches may share; a run shared by all rows counts once."""
         return sum(plane_bytes(run.planes) for run in self.runs)
 
     @property
     def nbytes(self) -> int:
-        """All bytes, including the planes that the layer does not share."""
+        """All bytes, including each layer's own planes."""
         return self.shared_bytes + sum(plane_bytes(run.own) for run in self.runs)
 
     def followed_by(self, planes: Planes, own: Collection[str]) -> FrozenRuns:
-        """These runs and a new one of `planes`. The planes named in `own` are copied, because a
+        """These runs and a new run of `planes`. The planes named in `own` are copied, because a
         policy changes them."""
         mine = {name: planes[name].clone() for name in own}
         shared = {name: planes[name] for name in planes if name not in mine}
         runs = [*self.runs, Run(FrozenPlanes(shared), mine)]
-        # Each run costs attention some time, so short ones are joined: the longest stay in front.
+        # Each run costs attention time, so short runs are merged; the longest stay in front.
         while len(runs) > 1 and runs[-2].merges_with(runs[-1]):
             last = runs.pop()
             runs[-1] = runs[-1].followed_by(last)
@@ -153,7 +153,7 @@ class FrozenRuns:
 
     def placed(self, codec: Codec) -> list[Planes]:
         """The planes of each run without hidden slots, with keys rotated for their positions."""
-        found: list[Planes] = []
+        placed: list[Planes] = []
         for run in self.runs:
             planes = run.joined
             if run.rotation is not None:
@@ -163,8 +163,8 @@ class FrozenRuns:
             if run.hides:
                 seen = (planes[POSITION][0, 0] >= 0).nonzero().flatten()
                 planes = {name: plane.index_select(2, seen) for name, plane in planes.items()}
-            found.append(planes)
-        return found
+            placed.append(planes)
+        return placed
 
     def head(self, slots: int) -> FrozenRuns:
         """The first `slots` slots."""
@@ -186,7 +186,7 @@ class FrozenRuns:
         )
 
     def fork(self) -> FrozenRuns:
-        """The same runs, with copies of the planes that are not shared."""
+        """The same runs, with copies of the layer's own planes."""
         return self._each(lambda run: run._replace(own=deepcopy(run.own)))
 
     def _each(self, change: Callable[[Run], Run]) -> FrozenRuns:

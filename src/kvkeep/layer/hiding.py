@@ -1,4 +1,4 @@
-"""Hiding: empties the slots of columns that were fed as tokens and that a later mask hides."""
+"""Hiding: frees the slots of tokens that a later attention mask hides."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
     """The columns that `hide` would empty, bool (B, columns).
 
     Args:
-        shown: which columns hold tokens that later queries may see, bool (B, columns).
+        shown: bool (B, columns), True for tokens that later queries may see.
 
     Raises:
-        ShapeError: some of them were padding, or that is not known.
-        UnsupportedError: the layer has decided by these tokens what it keeps, or encoded them
-            together with others.
+        ShapeError: the mask shows padding, or it is unknown which columns were padding.
+        UnsupportedError: these tokens have already influenced which slots the policy keeps, or
+            share encoded blocks with other tokens.
     """
     history, policy, codec = layer.cursor.history, layer.policy, layer.key_codec
     kinds = history.columns_as()
@@ -29,13 +29,13 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
         raise ShapeError(
             f"the attention mask shows {shown.sum(dim=1).tolist()} tokens in the "
             f"{shown.shape[1]} columns before this call, which differ in number or place from "
-            f"the {history.seen.tolist()} that the cache was fed; a mask may hide "
-            "columns, but show none that were hidden: reset() the cache and feed the whole text"
+            f"the {history.seen.tolist()} that the cache was fed; a mask may hide columns, but "
+            "cannot show hidden columns again: reset() the cache and feed the whole text"
         )
     gone = tokens & ~shown
     why = ""
     if layer.by_token or policy.ragged:
-        why = f"policy {policy.name} has decided by them what it keeps"
+        why = f"policy {policy.name} has already chosen slots by them"
     elif codec.block > 1:
         why = f"codec {codec.name} has encoded them together with others"
     if why and bool(gone.any()):
@@ -48,9 +48,11 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
 
 
 def hide(layer: LayerCache, shown: Tensor) -> None:
-    """Empty the slots of the columns where `shown`, bool (B, columns), is False. Later tokens have
-    the positions that they would have had; what was evicted does not come back. See
-    `require_hiding`."""
+    """Empty the slots of the columns where `shown`, bool (B, columns), is False.
+
+    Later tokens keep the positions that they would have had; evicted slots do not come back. See
+    `require_hiding`.
+    """
     gone, cursor = require_hiding(layer, shown), layer.cursor
     if not bool(gone.any()):
         return

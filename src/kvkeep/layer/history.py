@@ -1,4 +1,4 @@
-"""History: what was fed to a layer, apart from the slots it holds."""
+"""History: the record of what was fed to a layer, apart from its slots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _new = object.__new__
 
 
 class History:
-    """What was fed to a layer: the number of columns, each row's padding, the geometry; and the
-    policy's state for each row."""
+    """The record of what was fed to a layer: number of columns, padding per row, geometry, and the
+    policy's state per row."""
 
     __slots__ = (
         "columns",
@@ -37,19 +37,20 @@ class History:
     def __init__(self) -> None:
         self.columns = 0
         self.pads: Tensor | None = None  # (B,) padding columns per row; None: no padding so far
-        # (B,) further columns per row that hold no token, but count in positions; None: none
+        # (B,) further columns per row that hold no token but count in positions; None: no such
+        # column
         self.holes: Tensor | None = None
-        # int8 (B, n) what the first n columns are: 0 a token, -1 padding, `HOLE`. Steps of one
-        # column leave it as it is; None: tokens
+        # int8 (B, n), kinds of the first n columns: 0 a token, -1 padding, `HOLE`. Decode steps do
+        # not extend it: later columns are tokens. None: all columns are tokens
         self.kinds: Tensor | None = None
         self.floor = 0  # a crop can return to this many columns, not to fewer
         self.joined = False  # whether the slots join texts computed without each other
-        # Whether token ids do not tell all that was fed: images, sound, foreign keys, ...
+        # Whether token ids do not identify the whole input: images, sound, foreign keys, ...
         self.embedded = False
-        # (B,) by how much the model's next rotary position exceeds `seen`, negative after most
-        # images, whose tokens share positions; None: by nothing
+        # (B,) the model's next rotary position minus `seen`; negative after most images, whose
+        # tokens share positions. None: 0
         self.offset: Tensor | None = None
-        # (B, n) the token ids of the first n columns, as far as they are known; None: of none
+        # (B, n) token ids of the first n columns, as far as they are known; None: unknown
         self.tokens: Tensor | None = None
         self.geometry: Geometry | None = None  # None before the first token
         self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
@@ -65,8 +66,8 @@ class History:
         else (B, n). Where `real`, bool (B, n), is False, the column is padding: position -1.
 
         Args:
-            holes_after: padding behind a row's first token, if that is not among its first
-                `holes_after`, counts: position `HOLE`. None: no padding counts.
+            holes_after: padding after a row's first token counts (position `HOLE`) unless it is
+                among the first `holes_after` columns. None: padding never counts.
         """
         if real is None:
             stop = self.columns + n
@@ -89,8 +90,8 @@ class History:
         Args:
             position: positions of the chunk's tokens, (n,) or (B, n) with -1 for padding.
             rows: B.
-            shows_padding: give a padding query the position of the last token before it in its row;
-                otherwise -1, where it sees nothing.
+            shows_padding: give a padding query the position of the last token before it in its row,
+                so that it sees that token's slots; False: -1, where it sees nothing.
             holes: some positions may be `HOLE`.
         """
         after, own = copy(self), position
@@ -110,7 +111,7 @@ class History:
         return after, position if shows_padding else own.expand_as(position)
 
     def with_column(self, *, floor: int | None = None) -> History:
-        """The history after one more column without padding, and with a new floor unless None."""
+        """The history after one more column without padding; `floor` None: keep the floor."""
         after = _new(History)  # each decode step comes here: `copy` takes several times as long
         after.columns, after.geometry = self.columns + 1, self.geometry
         after.floor = self.floor if floor is None else floor
@@ -121,7 +122,7 @@ class History:
         return after
 
     def without(self, newest: Tensor) -> History:
-        """The history before the newest n columns, whose positions are `newest`, (B, n)."""
+        """The history before the newest n columns; `newest` (B, n): their positions."""
         before = copy(self)
         before.columns -= newest.shape[1]
         if self.pads is not None:
@@ -177,7 +178,7 @@ class History:
         return fed
 
     def columns_as(self) -> Tensor | None:
-        """What each column is, int8 (B, columns), as in `kinds`; None: that is not known."""
+        """The kind of each column, int8 (B, columns), as in `kinds`; None: unknown."""
         if self.geometry is None:
             return None
         kinds = self._kinds(self.rows, self.geometry.device)
@@ -188,12 +189,12 @@ class History:
         return kinds
 
     def hide(self, kinds: Tensor) -> None:
-        """Change what columns are: some tokens become holes. `kinds`: int8 (B, columns)."""
+        """Turn some tokens into holes. `kinds`: int8 (B, columns)."""
         self.kinds, self.holes = kinds, (kinds == HOLE).sum(dim=1)
         self.pads = (kinds == -1).sum(dim=1)
 
     def _kinds(self, rows: int, device: torch.device) -> Tensor:
-        """`kinds`, followed by tokens up to the number of columns."""
+        """`kinds`, extended with tokens to the number of columns."""
         known = self.kinds
         if known is None:
             return torch.zeros(rows, self.columns, dtype=torch.int8, device=device)
@@ -205,8 +206,8 @@ def _kinds(position: Tensor) -> Tensor:
 
 
 class Prompt(NamedTuple):
-    """The first columns of a text, which are never taken back. They are read in chunks of `chunk`
-    columns; None: in one."""
+    """The leading columns of a text, which are never taken back. They are fed in chunks of `chunk`
+    columns; None: in one chunk."""
 
     columns: int = 0
     chunk: int | None = None
@@ -223,7 +224,7 @@ class LayerState(NamedTuple):
         return LayerState(self.history.fork(), self._each(torch.clone))
 
     def to(self, device: torch.device) -> LayerState:
-        """The same state on a device; tensors that are already there are not copied."""
+        """The same state on a device; tensors already on it are not copied."""
         history = self.history.fork()
         for name in ("pads", "holes", "kinds", "offset"):
             held = getattr(history, name)

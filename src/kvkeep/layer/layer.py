@@ -40,16 +40,16 @@ class LayerCache(Drafts):
         policy: chooses the slots to evict.
         key_codec, value_codec: encode and decode keys and values.
         storage: holds the slots; the layer takes ownership.
-        window: the layer's own sliding window, if it has one.
+        window: the layer's own sliding window in tokens; None: no window.
         chunked: the window begins at a multiple of its size (chunked attention): a query at
             position p sees the positions from p // window * window on.
-        rotary: the model's rotary embedding, for policies that need it; None: it has none.
-        readers: how many layers attend to the slots after each step; see `ReadAgain`.
+        rotary: the model's rotary embedding, for policies that need it; None: the model has none.
+        readers: number of layers that attend to the slots after each step; see `ReadAgain`.
 
     Attributes:
-        cursor: what the layer holds, and how far it has come.
-        plans: whether the native library makes steps of one token in one call, where it can;
-            otherwise extend, attend and settle do, with the same result.
+        cursor: the slots, the history and the state of the current step.
+        plans: make steps of one token in one call of the native library where it can; False: by
+            extend, attend and settle, with the same result.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -124,12 +124,14 @@ class LayerCache(Drafts):
         """Extend, attend and settle: q (B, Hq, n, Dk) -> out (B, Hq, n, Dv).
 
         `attend` replaces the attention function; None uses `dispatch`. Unless `causal`, every query
-        sees all slots that hold a token, those of the whole chunk included. The other arguments are
-        those of `extend` and `attend`. What is invalid, and a lack of memory for slots, raises
-        before anything is changed. If attention fails or is interrupted, or memory runs out while
-        settling, the new tokens are removed; slots that no later query can reach may be gone. If an
-        eviction fails after it has changed slots, or a chunk after one of several steps has, every
-        later call raises until `reset`.
+        sees all slots that hold a token, including the whole chunk. For the other arguments see
+        `extend` and `attend`.
+
+        Invalid input, or a lack of memory for slots, raises before anything changes. If attention
+        fails or is interrupted, or memory runs out while settling, the new tokens are removed;
+        slots that no later query can reach may already be freed. If an eviction fails after it has
+        changed slots, or a chunk of several steps fails after one of them has, every later call
+        raises until `reset`.
         """
         if not causal:
             self.sight.require_no_order()
@@ -149,37 +151,37 @@ class LayerCache(Drafts):
                         self._await_readings()
                     return made
             cursor.require_read()
-            if cursor.state is not State.WRITING:  # otherwise `mend` needs it
+            if cursor.state is not State.WRITING:  # otherwise `mend` needs `start`
                 cursor.start = None
             if self._divides(inputs.q.shape[2]):
                 return self._recorded(inputs, attend)
-            # Where attention weights are wanted all slots stay: they refer to all columns.
+            # Attention weights refer to all columns, so packing must not move slots.
             out = driven(self._undone(inputs, packs=attend is None), attend)
             if single and self.plans:
                 self._plan = StepPlan.of(self, inputs)
             return out
 
     def next_plan(self) -> StepPlan | None:
-        """The plan of the next step of one token a row; None: `run` must make it."""
+        """The plan of the next decode step (one token a row); None: only `run` can make it."""
         plan = self._plan
         if plan is None or self.cursor.unread:
             return None
         return plan if plan.ready(self.cursor.turn.entries) else None
 
     def prepare(self) -> Ready | None:
-        """Prepare the next step of one token a row; None: `run` must make it."""
+        """Prepare the next decode step (one token a row); None: only `run` can make it."""
         plan = self.next_plan()
         return None if plan is None or plan.looks or self.readers else Ready(plan)
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing has happened since a step after which there is room for one token."""
+        """Whether the last call was a step that left room for one more token."""
         return self._plan is not None and self._plan.known and not self.cursor.unread
 
     # -- whole-state changes ----------------------------------------------------------------
 
     def reset(self) -> None:
-        """Remove all tokens; those fed next may have another geometry."""
+        """Remove all tokens; the next tokens may have another geometry."""
         self.cursor.reset()
         self.cursor.turn, self._plan = Turn(), None
 
@@ -187,7 +189,7 @@ class LayerCache(Drafts):
         """See `Drafts.crop`."""
         super().crop(tokens)
         if not self.fed:
-            self._plan = None  # it holds the slots' memory
+            self._plan = None  # a plan refers to the slots' memory
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
@@ -203,20 +205,20 @@ class LayerCache(Drafts):
             cursor.history.take_rows(index)
 
     def mark_embedded(self, offset: Tensor | None = None, floor: int = 0) -> None:
-        """Record that token ids do not tell all that was fed: some tokens were those of images or
-        sound, or came as embeddings.
+        """Record that token ids do not identify the whole input: some tokens are images or sound,
+        or were given as embeddings.
 
         Args:
-            offset: see the attribute of that name.
-            floor: a crop must leave that many columns, because `offset` does not hold before.
+            offset: the model's next rotary position minus `seen`, (B,); see the attribute.
+            floor: fewest columns that a crop must leave, because `offset` is not valid before them.
         """
         history = self.cursor.history
         history.embedded, history.offset = True, offset
         history.floor = max(history.floor, floor)
 
     def state(self) -> LayerState:
-        """The history and all slots; the planes are views, valid until the next change. Drafts that
-        were not taken back are certain from now on; likewise in all changes of rows and freezes."""
+        """The history and all slots; the planes are views, valid until the next change. Drafts not
+        yet taken back become certain, as in every change of rows and every freeze."""
         self.accept()
         return LayerState(self.history, self.slots.parts())
 
@@ -225,7 +227,7 @@ class LayerCache(Drafts):
         self.slots.require_room(slot_count(state.parts.get("slots", {})))
 
     def restore(self, state: LayerState) -> None:
-        """Replace the contents by a copy of `state`, which a layer of the same kind returned."""
+        """Replace the contents by a copy of `state`, taken from a layer of the same kind."""
         cursor = self.cursor
         with cursor.turn:
             cursor.reset()
@@ -239,8 +241,8 @@ class LayerCache(Drafts):
             cursor.state = State.IDLE
 
     def adopt_frozen(self, history: History, runs: Sequence[Run]) -> None:
-        """Replace the contents by frozen slots, which other caches may share. New tokens are
-        written to a storage that follows them."""
+        """Replace the contents by frozen slots, which other caches may share. New tokens go to a
+        storage after them."""
         cursor = self.cursor
         with cursor.turn, cursor.moved():
             cursor.slots.adopt_frozen(runs, history)
@@ -265,14 +267,14 @@ class LayerCache(Drafts):
             self.slots.freeze()
 
     def fork(self) -> LayerCache:
-        """A layer in the same state, which shares the frozen slots and copies the others."""
+        """A layer in the same state. Frozen slots are shared; all other slots are copied."""
         other = copy(self)
         other.cursor, other._checks, other._plan = self.cursor.fork(), Checks(), None
         return other
 
     @property
     def kind(self) -> str:
-        """The policy, codecs and window as text; states fit only layers of the same kind."""
+        """The policy, codecs and window as text; a state fits only layers of the same kind."""
         kind = f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
         return f"{kind} chunked" if self.chunked else kind
 
@@ -285,22 +287,22 @@ class LayerCache(Drafts):
 
     @property
     def slots(self) -> LayerSlots:
-        """What holds the slots."""
+        """The layer's slots."""
         return self.cursor.slots
 
     @property
     def storage(self) -> Storage:
-        """The storage of the slots that are not frozen."""
+        """The storage of all slots that are not frozen."""
         return self.slots.storage
 
     @property
     def history(self) -> History:
-        """A copy of the record of what was fed."""
+        """A copy of the layer's history."""
         return self.cursor.history.fork()
 
     @property
     def seen(self) -> Tensor:
-        """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first."""
+        """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first token."""
         return self.cursor.history.seen
 
     @property
@@ -315,7 +317,7 @@ class LayerCache(Drafts):
 
     @property
     def record_past(self) -> bool:
-        """Whether the chunks fed may be drafts, of which `crop` takes some back. It can be set."""
+        """Whether the chunks fed may be drafts, which `crop` takes back. Can be set."""
         return self.cursor.record_past
 
     @record_past.setter
@@ -334,13 +336,13 @@ class LayerCache(Drafts):
 
     @property
     def offset(self) -> Tensor | None:
-        """By how much the model's next rotary position exceeds `seen`, int64 (B,); None: by
-        nothing. See `mark_embedded`."""
+        """The model's next rotary position minus `seen`, int64 (B,); None: 0. See
+        `mark_embedded`."""
         return self.cursor.history.offset
 
     @property
     def tokens(self) -> Tensor | None:
-        """The token ids of the first columns fed, (B, n), as far as they are known."""
+        """Token ids of the first columns fed, (B, n), as far as they are known."""
         return self.cursor.history.tokens
 
     @tokens.setter
@@ -353,7 +355,7 @@ class LayerCache(Drafts):
         return self.slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     def in_order(self, view: View) -> Held:
-        """Keys and values of a view in the order of their positions, for attention that masks by
+        """Keys and values of a view in ascending order of position, for attention that masks by
         column. They are copied if `moved`."""
         geometry = self.cursor.history.geometry
         assert geometry is not None
@@ -361,19 +363,19 @@ class LayerCache(Drafts):
 
     @property
     def moved(self) -> bool:
-        """Whether the order of slots may differ from that of positions, or is about to: after an
-        eviction, or when the layer holds more than its budget, or tokens to encode as a block."""
+        """Whether slots may be out of position order, now or after this step: after an eviction, or
+        if the layer holds more than its budget or has a block to encode."""
         slots, history = self.slots, self.cursor.history
         budget = self.policy.at(history.columns).budget
         return bool(history.floor) or slots.length > (budget or slots.length) or bool(slots.waiting)
 
     def held(self) -> Held | None:
-        """The decoded keys and values and their positions, the oldest first; None if no slot is
-        held. As long as no token was evicted, there is a column for each column that was fed:
-        freed slots of padding, and those that shorter heads lack, are empty slots in front.
+        """The decoded keys and values and their positions, the oldest first; None if the layer is
+        empty. If no token was evicted, there is one slot for each column fed: freed padding, and
+        the columns that shorter heads lack, are empty slots in front.
 
-        Valid until the next change. If nothing had to be decoded or moved, these are views of the
-        slots: do not write to them.
+        Valid until the next change. If nothing had to be decoded or moved, the tensors are views of
+        the slots: do not write to them.
         """
         slots, history = self.slots, self.cursor.history
         if history.geometry is None or not slots.length:
@@ -386,7 +388,7 @@ class LayerCache(Drafts):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys of `held`, (B, H, S, Dk); transformers uses this name."""
+        """Keys of `held`, (B, H, S, Dk); the name that transformers uses."""
         held = self.held()
         return None if held is None else held.keys
 
@@ -400,7 +402,7 @@ class LayerCache(Drafts):
 
     @property
     def length(self) -> int:
-        """Slots in use, a padded row's empty ones included; of the longest row or head."""
+        """Slots in use, including a padded row's empty slots; of the longest row or head."""
         return self.slots.length
 
     @property
@@ -420,12 +422,12 @@ class LayerCache(Drafts):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; on the CPU, bytes that were never written take no memory."""
+        """Bytes allocated; on the CPU, pages that were never written take no memory."""
         return self.slots.nbytes
 
     @property
     def kept(self) -> float:
-        """The share of the tokens fed that is held, on average over rows and heads; 1 before the
+        """Share of the tokens fed that the layer holds, averaged over rows and heads; 1 before the
         first token."""
         seen, position = int(self.seen.sum()), self.slots.positions()
         return int((position >= 0).sum()) / (seen * position.shape[1]) if seen else 1.0

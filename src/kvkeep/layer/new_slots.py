@@ -25,13 +25,12 @@ def new_slots(
     """Make the slots of an empty layer.
 
     Args:
-        key_codec, value_codec: encode keys and values; both encode the same number of tokens
-            together.
+        key_codec, value_codec: encode keys and values, with the same block length.
         storage: holds the slots; the result takes ownership.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
-        budget: the most slots that stay after a step; 0: fewer than are fed, but no fixed number;
-            None: all of them.
+        budget: most slots that stay after a step; 0: the policy evicts, but to no fixed number;
+            None: the policy keeps all.
 
     Raises:
         SpecError: the codecs, the storage and ragged heads cannot be combined.

@@ -1,4 +1,4 @@
-"""PackedLayer: the same layer of several sequences, whose tokens lie in one row."""
+"""PackedLayer: one layer of several sequences, whose tokens are packed in one row."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvkeep.native_library import LIBRARY
 
 
 class PackedLayer(AttendingLayer):
-    """Runs a step of each sequence's own layer, on its range of the tokens. The steps of one token
-    that the native library can make are one call of it, whose threads share the work of all.
+    """Runs each sequence's own layer on its range of the tokens. Decode steps that the native
+    library supports become one call, whose threads share the work of all sequences.
 
     Args:
-        layers: one layer of each sequence's cache; they hold one row each, or nothing.
-        counts: how many tokens of each sequence there are, in order.
+        layers: this layer of each sequence's cache, empty or with one row.
+        counts: number of tokens of each sequence, in order.
     """
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
@@ -37,11 +37,11 @@ class PackedLayer(AttendingLayer):
         self._result = NOT_MADE  # of their call
 
     def __len__(self) -> int:
-        """How many sequences there are."""
+        """Number of sequences."""
         return len(self._layers)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """The tokens' positions, each in its own sequence: int32 (n,)."""
+        """Positions of the tokens, each within its own sequence: int32 (n,)."""
         if n != sum(self._counts) or real is not None:
             raise UnsupportedError(
                 f"a packed forward of {sum(self._counts)} tokens asks for positions of {n}; the "
@@ -54,10 +54,10 @@ class PackedLayer(AttendingLayer):
         return torch.cat(found)
 
     def prepare(self) -> None:
-        """Prepare the steps that the native library can make. They hold their layers until `end`.
+        """Prepare the steps that the native library can make. Their layers stay locked until `end`.
 
-        All layers are prepared before the first runs: Python that has just run takes a fraction of
-        the time of Python that weights have displaced from the processor's caches.
+        All layers are prepared before the first one runs: running weights evict Python's working
+        set from the processor's caches, which makes later Python several times slower.
 
         Raises:
             StateError: another thread is changing a layer.
@@ -71,9 +71,9 @@ class PackedLayer(AttendingLayer):
             first += count
 
     def end(self) -> None:
-        """Count the tokens of the steps that the native library made, and return the others'
+        """Count the tokens of the steps that the native library made, and return all other prepared
         layers to their state before `prepare`."""
-        with ExitStack() as ended:  # all of them, also if one raises
+        with ExitStack() as ended:  # end every layer, even if one raises
             while self._ready:
                 ended.callback(self._ready.popitem()[1].end, self._result)
 
@@ -81,7 +81,7 @@ class PackedLayer(AttendingLayer):
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
         require_causal(inputs)
         q, v = inputs.q, inputs.v
-        # As models use it next: the heads of a token side by side.
+        # The layout that models use next: the heads of a token side by side.
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         made = self._run_together(inputs, out) or self._attend_together(inputs, out)
         first = 0
@@ -92,8 +92,8 @@ class PackedLayer(AttendingLayer):
         return out
 
     def _attend_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
-        """Make the steps of single tokens, with one call of attention for all of them where a
-        backend has one; returns their sequences."""
+        """Make the single-token steps, with one attention call for all if a backend supports it;
+        return the indices of their sequences."""
         singles = [sequence for sequence, count in enumerate(self._counts) if count == 1]
         if len(singles) < 2 or not several_at_once(inputs.q):
             return ()
@@ -111,12 +111,12 @@ class PackedLayer(AttendingLayer):
                 out[:, :, at : at + 1] = finished(step, result)
         finally:
             for step in phases:
-                step.close()  # one that is not finished is taken back
+                step.close()  # undoes a step that did not finish
         return singles
 
     def prepared(self) -> ReadyTogether | None:
-        """The steps of all sequences, to be made by one call of the library; None: not all are
-        ready, or they take different inputs."""
+        """The steps of all sequences as one native call; None: some sequence is not ready, or the
+        sequences need different inputs."""
         ready = [*self._ready.values()]
         if len(ready) < len(self._layers) or any(
             x.plan.looks or x.plan.kind is not ready[0].plan.kind for x in ready
@@ -125,12 +125,12 @@ class PackedLayer(AttendingLayer):
         return ReadyTogether(self, ready)
 
     def note(self, result: int) -> None:
-        """Note the result of the call of the steps that were ready."""
+        """Record the result of the native call of the prepared steps."""
         self._result = result
 
     def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
-        """Make the steps that are ready by one native call; returns their sequences. Those of other
-        inputs than expected are ready no more."""
+        """Make the prepared steps by one native call; return their sequences. Steps prepared for
+        other inputs are dropped."""
         ready = self._ready
         if not ready:
             return ()
@@ -150,7 +150,7 @@ class PackedLayer(AttendingLayer):
             ]
         )
         tokens = step_tokens(inputs, out)
-        self._result = FAILED  # should the call be interrupted
+        self._result = FAILED  # if the call is interrupted
         self._result = LIBRARY.kv_step(sequences, len(sequences) // SEQUENCE.size, tokens)
         require_memory(self._result, len(made))
         if self._result == UNLIKE:
@@ -160,8 +160,8 @@ class PackedLayer(AttendingLayer):
 
 
 class ReadyTogether:
-    """A step of all sequences of a `PackedLayer`, which has begun and is ended by it. See
-    `PreparedStep`."""
+    """One prepared step of all sequences of a `PackedLayer`, which the layer has begun and ends.
+    See `PreparedStep`."""
 
     def __init__(self, layer: PackedLayer, steps: Sequence[Ready]) -> None:
         self._layer = layer
@@ -170,9 +170,9 @@ class ReadyTogether:
         self.rows, self.kind = len(steps), steps[0].kind
 
     def begin(self) -> None:
-        """`PackedLayer.prepare` has begun."""
+        """Nothing to do: `PackedLayer.prepare` has begun the steps."""
 
     def end(self, result: int) -> None:
-        """See `PreparedStep`. If the program did not make it, `PackedLayer.run` may have."""
+        """See `PreparedStep`. If the program did not make the step, `PackedLayer.run` may have."""
         if result not in (NOT_MADE, RAISED):
             self._layer.note(result)

@@ -25,7 +25,7 @@ class Parted(LayerSlots):
     Args:
         codecs: encode keys and values.
         split: the parts; this object takes ownership.
-        blank: an empty storage like that of each part.
+        blank: an empty storage from which each part's storage is made.
     """
 
     def __init__(self, codecs: Codecs, split: Split, blank: Storage) -> None:
@@ -52,7 +52,7 @@ class Parted(LayerSlots):
         return self._split.read()[POSITION]
 
     def spans(self) -> tuple[Span, ...]:
-        """All slots in one: `positions()` pads the parts to one length."""
+        """One span of all slots: `positions()` pads the parts to one length."""
         plain = all(codec.layout == PLAIN for codec in self.codecs)
         return (Span(self._split.length, False, not plain),)
 
@@ -117,7 +117,7 @@ class Parted(LayerSlots):
         return self._holding(self._split)
 
     def _holding(self, split: Split) -> LayerSlots:
-        """Take these parts, and return the object that holds the slots."""
+        """Take `split` as the new parts; return the object that now holds the slots."""
         self._split = split
         return self
 
@@ -134,8 +134,8 @@ class ByHead(Parted):
 
     Args:
         codecs: encode keys and values.
-        storage: holds the slots of one head, and each other head gets one like it; this object
-            takes ownership.
+        storage: holds the slots of one head; the other heads get copies. This object takes
+            ownership.
 
     Raises:
         SpecError: the storage is fixed.
@@ -151,7 +151,7 @@ class ByHead(Parted):
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Those of the heads; of several for each head if rows differ too."""
+        """The storages of all heads; several for each head if rows differ in length too."""
         return self._split.storages
 
     def reset(self) -> ByHead:
@@ -182,9 +182,9 @@ class ByRows(Parted):
     Args:
         codecs: encode keys and values.
         split: the parts; this object takes ownership.
-        blank: an empty storage like that of each part.
-        undivided: makes an `Undivided` from a storage and its number of rows; called when a single
-            part is left, or none.
+        blank: an empty storage from which each part's storage is made.
+        undivided: makes an `Undivided` from a storage and its number of rows; called when at most
+            one part is left.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""StepPlan: a layer's step of one token a row, made by one call of the native library.
+"""StepPlan: a layer's decode step (one token a row) as one call of the native library.
 
-In Python the parts of a step (checks, writing, describing the slots, attention, the policy) take
+In Python the stages of a step (checks, writing, describing the slots, attention, the policy) take
 longer than attention over a few hundred slots.
 """
 
@@ -29,11 +29,11 @@ from kvkeep.storage import Storage
 
 _KIND = Struct("=13q2d")
 FAILED, UNLIKE = 1, 2  # KvStepResult
-BEGUN, RUNNING, DONE = range(3)  # of a step that waits to be made
+BEGUN, RUNNING, DONE = range(3)  # progress of a prepared step
 
 
 class Layout(NamedTuple):
-    """Of queries, keys or values of one token a row; strides are in elements."""
+    """The layout of queries, keys or values of one token a row; strides are in elements."""
 
     rows: int
     heads: int
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What must be the same in all steps that use the same records."""
+    """The properties of inputs that the packed records depend on."""
 
     q: Layout
     k: Layout
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
 
 def settles_alone(policy: Policy) -> bool:
-    """Whether a decode step under this policy changes no slots but its own and those that the reach
+    """Whether a decode step under this policy changes only its own slot and slots that the reach
     has passed."""
     reach = policy.reach
     bounded = reach is not None and policy.budget == reach.size + reach.fixed
@@ -65,29 +65,29 @@ def settles_alone(policy: Policy) -> bool:
 
 
 class StepPlan:
-    """The steps of one token a row of one layer, packed once and made many times.
+    """A layer's decode steps (one token a row), packed once and made many times.
 
-    A plan knows what the next step does, as long as nobody else takes the layer's turn;
-    otherwise it looks it up. It is the only code beside `LayerCache` that moves a layer's cursor.
+    A plan knows the next step as long as nothing else takes the layer's turn; otherwise it looks it
+    up. No other code beside `LayerCache` moves a layer's cursor.
 
     Attributes:
-        kind: see `kind_of`: inputs of this kind fit.
-        packed_kind: the same as a KvKind.
+        kind: kind of inputs that the plan accepts; see `kind_of`.
+        packed_kind: the same as a packed KvKind.
     """
 
     column: int
     """The column of the next token."""
     drops: int
-    """1: the next step frees a slot that its query cannot reach before the token is written."""
+    """1 if the next step, before it writes the token, frees a slot that its query cannot reach."""
     evicts: int
-    """How many slots it frees afterwards; where heads compete, of all of them together."""
+    """Number of slots that the step frees afterwards; in total if heads compete for slots."""
 
     def __init__(
         self, layer: Writing, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
     ) -> None:
         cursor, policy = layer.cursor, layer.policy
         history, slots = cursor.history, cursor.slots
-        assert history.geometry is not None  # `of`
+        assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
         self._left = torch.zeros(len(parts), dtype=torch.int64)
         records = LayerRecords(
@@ -105,11 +105,10 @@ class StepPlan:
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
-        # What a policy learned cannot be taken back by truncation.
+        # Truncation cannot undo what the policy learned.
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
         # A share of the tokens fed, and a window that begins anew, are looked up each time.
-        self._window = layer.window
         self._follows = policy.share is None and not isinstance(layer.window, Chunks)
         self._reach, self._budget = policy.reach, policy.budget
         self._in_blocks, self._free = slots.block > 1, 0
@@ -121,16 +120,16 @@ class StepPlan:
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = _strides(inputs, self.out_shape)
         self.column = self.drops = self.evicts = 0
-        self._safe = 0  # of the slots of a head that competes
+        self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if policy.share is not None else policy.protection.recent
         self._lengths: list[int] = []
-        self._mark: tuple[int, ...] = ()  # the state to return to, should the step be interrupted
+        self._mark: tuple[int, ...] = ()  # the slots' mark to return to after an interrupt
         self._dense = True
-        self._first: Tensor | None = None  # what the policy gives for the new token
+        self._first: Tensor | None = None  # the policy's values for the new token
 
     @classmethod
     def of(cls, layer: Writing, inputs: StepInputs) -> StepPlan | None:
-        """The plan of steps like the one just made; None if the library cannot make them."""
+        """A plan for repeating the last step with new tokens; None if the library cannot."""
         rule, slots, policy = rule_of(layer.policy), layer.cursor.slots, layer.policy
         if LIBRARY is None or rule is None or layer.cursor.history.geometry is None:
             return None
@@ -142,24 +141,24 @@ class StepPlan:
         if not plain or inputs.sinks is not None or inputs.until is not None:
             return None
         if layer.readers and policy.evicts and policy.reach is None:
-            return None  # it settles after the readings
+            return None  # the layer settles only after its readings
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
         if rule.learn != Learn.NOTHING and any(part.before for part in parts):
-            return None  # a policy's planes of frozen slots lie elsewhere
+            return None  # the policy's planes of frozen slots lie in other memory
         if not parts or not all(possible(part, slots.codecs, inputs, rule) for part in parts):
             return None
         return cls(layer, inputs, rule, parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_plan, ()  # copies of a layer have other addresses
+        return _no_plan, ()  # a copied layer's buffers have other addresses, so drop the plan
 
     # -- the next step ----------------------------------------------------------------------
 
     def ready(self, entries: int) -> bool:
-        """Whether the library can make the next step; if nobody has taken the layer's turn since
-        the last one, when it had been taken `entries` times, nothing has to be looked up."""
+        """Whether the library can make the next step. Nothing is looked up if the turn has been
+        taken exactly `entries` times, that is, not since the last step."""
         cursor = self.cursor
         if self._frees and (cursor.record_past or cursor.evicted is not None):
             return False
@@ -169,11 +168,11 @@ class StepPlan:
 
     @property
     def known(self) -> bool:
-        """Whether nothing has happened since a step after which there is room for one token."""
+        """Whether the last call was a step that left room for one more token."""
         return self._entries == self.cursor.turn.entries and self._turn is self.cursor.turn
 
     def _find(self) -> bool:
-        """Look up what the next step does; False if the library cannot make it."""
+        """Look up the next step; False if the library cannot make it."""
         cursor = self.cursor
         history, slots = cursor.history, cursor.slots
         if (
@@ -207,13 +206,13 @@ class StepPlan:
         return self._decides(length, drops, budget)
 
     def _decides(self, length: int, drops: int, budget: int | None) -> bool:
-        """Find which slots the next step frees and what its query sees; False if there is no room
-        for its token, or frozen slots would have to go.
+        """Determine which slots the next step frees and what its query sees. False if there is no
+        room for its token, or if it would free frozen slots.
 
         Args:
             length: slots in use.
-            drops: how many of them the next query cannot reach.
-            budget: of the policy once the token is fed; None: it keeps all that it can reach.
+            drops: number of these slots that the next query cannot reach.
+            budget: the policy's budget once the token is fed; None: it keeps all reachable slots.
         """
         reach, window, columns = self._reach, self._sight.window, self.column
         self.drops = drops
@@ -225,7 +224,7 @@ class StepPlan:
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
         if drops > 1 or (self._before and (drops or self.evicts)):
             return False
-        # Parts that are shorter than the longest free fewer slots before the token is written.
+        # Parts shorter than the longest free fewer slots before the token is written.
         spare = max(self._lengths) - drops
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
@@ -233,13 +232,13 @@ class StepPlan:
         return True
 
     def _surplus(self, budget: int) -> int:
-        """How many slots exceed the budget after the token, before the policy evicts."""
+        """Number of slots over the budget after the token is written, before the policy evicts."""
         if self._rule.floor is not None:
             return sum(self._lengths) - (budget - 1) * len(self._lengths)
         return self._before + max(self._lengths) + 1 - self.drops - budget
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether inputs of one token a row are of the kind that the plan was made for."""
+        """Whether the plan accepts inputs of one token a row."""
         if inputs.sinks is not None or inputs.until is not None:
             return False
         if _exactly(inputs) != self._exactly and not self._takes_like(inputs):
@@ -247,7 +246,7 @@ class StepPlan:
         return not wants_gradients(*inputs[:3])
 
     def _takes_like(self, inputs: StepInputs) -> bool:
-        """Whether inputs differ from those of the plan in nothing that matters."""
+        """Whether the inputs match the plan's kind, although `_exactly` differs."""
         plain = all(
             type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
             for x in inputs[:3]
@@ -257,7 +256,7 @@ class StepPlan:
     # -- a step -----------------------------------------------------------------------------
 
     def step(self, inputs: StepInputs) -> Tensor | None:
-        """Make a step; None, with nothing changed, if the library cannot. The caller has taken the
+        """Make a step; None, with nothing changed, if the library cannot. The caller holds the
         layer's turn.
 
         Raises:
@@ -265,7 +264,7 @@ class StepPlan:
         """
         cursor, position = self.cursor, inputs.position
         entries = cursor.turn.entries
-        if (  # what `ready` asks first, without another call in each step
+        if (  # the first checks of `ready`, inlined to save a call per step
             self._entries != entries - 1
             or self._turn is not cursor.turn
             or self._threads != torch.get_num_threads()
@@ -298,10 +297,10 @@ class StepPlan:
         assert LIBRARY is not None
         result = LIBRARY.kv_step(sequences, len(self.parts), tokens)
         if result == UNLIKE:
-            cursor.state = State.IDLE  # nothing was changed
+            cursor.state = State.IDLE  # the call changed nothing
             return None
         if result == FAILED:
-            if not (self.drops or self.evicts):  # nothing was learned
+            if not (self.drops or self.evicts):  # the step freed no slots and can be undone
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
         self.count(entries, position)
@@ -312,7 +311,7 @@ class StepPlan:
 
         Args:
             token: the index of the layer's first row among the tokens of the call.
-            contest: a number that no other layer of the call has.
+            contest: a number unique to this layer within the call.
         """
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
@@ -327,7 +326,7 @@ class StepPlan:
             row, head = one.part.row or 0, one.part.head or 0
             pad = 0 if self._pads is None else int(self._pads[row])
             held = self._lengths[place]
-            # Shorter parts have room for what the longest must free.
+            # Shorter parts still have room for the slots that the longest part must free.
             drops, evicts = max(0, self.drops - longest + held), self.evicts
             if not compete:
                 evicts = max(0, evicts - longest + held)
@@ -343,11 +342,11 @@ class StepPlan:
 
     @property
     def looks(self) -> bool:
-        """Whether a step needs its inputs beforehand."""
+        """Whether preparing a step requires its inputs."""
         return self._given
 
     def enter(self, inputs: StepInputs) -> None:
-        """Ask the policy for its plane of the new token."""
+        """Get the policy's plane values for the new token."""
         k, v, position = inputs[1:4]
         if position is None:
             history, after = self.cursor.history, self.cursor.holes_after
@@ -357,13 +356,13 @@ class StepPlan:
         self._first = planes[given][:, :, 0].float().contiguous()
 
     def take_turn(self, entries: int) -> None:
-        """Begin a step that waits to be made. Until `end` the layer belongs to this thread.
+        """Begin a prepared step. Until `end` this thread holds the layer's turn.
 
         Args:
-            entries: how often the layer's turn had been taken when the step was prepared.
+            entries: the turn's count when the step was prepared.
 
         Raises:
-            StateError: another thread is changing the layer, or has changed it since.
+            StateError: another thread is changing the layer, or has changed it since preparation.
         """
         cursor = self.cursor
         cursor.turn.continue_from(entries)
@@ -372,10 +371,10 @@ class StepPlan:
         cursor.state = State.MOVING if moves else State.WRITING
 
     def end(self, state: int, position: Tensor | None = None) -> None:
-        """End it.
+        """End a prepared step.
 
         Args:
-            state: BEGUN: it was not made; RUNNING: it failed, or was interrupted; DONE.
+            state: BEGUN: the step was not made; RUNNING: it failed or was interrupted; DONE.
         """
         cursor = self.cursor
         try:
@@ -389,12 +388,12 @@ class StepPlan:
             cursor.turn.__exit__(None, None, None)
 
     def count(self, entries: int, position: Tensor | None) -> None:
-        """Move the layer's cursor behind the token, which was written, and find what the next step
-        does, unless it must be looked up.
+        """Advance the layer's cursor past the written token, and determine the next step unless it
+        must be looked up.
 
         Args:
-            entries: how often the layer's turn will have been taken before the next step.
-            position: the token's positions, if the caller knows them.
+            entries: the turn's count before the next step, if nothing else takes it.
+            position: positions of the token, if the caller knows them.
         """
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
@@ -424,8 +423,8 @@ class StepPlan:
             self._entries = entries
 
     def _count_parts(self) -> bool:
-        """Count the token in each storage, which then frees what it no longer needs. Returns
-        whether all slots are where they were."""
+        """Count the token in each storage, which then frees spare capacity. Return whether all
+        slots kept their addresses."""
         stay = True
         for index, length in zip(self._place, self._left.tolist(), strict=True):
             storage = self._storages[index]
@@ -438,18 +437,18 @@ class StepPlan:
 
 
 def _no_plan() -> None:
-    """What a plan is when it is copied."""
+    """Replaces a plan in copies of a layer."""
     return None
 
 
 def _is_read(position: Tensor, rows: int) -> bool:
-    """Whether the library reads the positions of one token a row where they lie."""
+    """Whether the library can read the positions of one token a row in place."""
     fits = position.shape in ((1,), (rows, 1))
     return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()
 
 
 def _exactly(inputs: StepInputs) -> tuple[object, ...]:
-    """Equal only for inputs that use the same records."""
+    """A key that is equal only for inputs with the same packed records."""
     q, k, v = inputs[:3]
     return (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
@@ -463,7 +462,7 @@ _MOST_KINDS = 1024
 
 
 def kind_of(inputs: StepInputs) -> Kind:
-    """The kind of inputs, whatever their number of tokens: equal kinds are the same object."""
+    """The kind of inputs, independent of their number of tokens; equal kinds are one object."""
     q, k, v = map(_layout, inputs[:3])
     kind = Kind(q, k, v, inputs.scale, inputs.softcap)
     if len(_kinds) == _MOST_KINDS:
@@ -479,7 +478,7 @@ def _layout(x: Tensor) -> Layout:
 
 
 def _packed(kind: Kind) -> bytes:
-    """As a KvKind of native/abi.h."""
+    """A kind packed as a KvKind of native/abi.h."""
     layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
     return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
 

@@ -15,45 +15,45 @@ from kvkeep.storage import Storage
 
 
 class ReadAgain(Settling):
-    """A layer that lets `readers` layers without slots of their own attend to its slots, after its
-    step in the same forward.
+    """A layer whose slots `readers` other layers, which have no slots of their own, attend to after
+    its step in the same forward.
 
-    The policy observes and evicts after the last of these readings, so each of them attends to what
-    the step attended to. It observes the step alone: how many of a chunk's queries a reading has
-    depends on which logits are asked for, and that must not decide what stays.
+    The policy observes and evicts after the last of these readings, so each reading attends to the
+    same slots as the step. The policy observes the step alone: which logits are requested decides
+    how many of a chunk's queries a reading has, and must not decide which slots stay.
     """
 
     @property
     def unread(self) -> int:
-        """How many of the `readers` have not attended since the last step."""
+        """Number of `readers` that have not yet attended since the last step."""
         return self.cursor.unread
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Attend to the slots that the last step attended to. Nothing is written.
+        """Attend to the slots of the last step. Nothing is written.
 
         Args:
             inputs: queries (B, Hq, m, Dk) of the newest m tokens of the step's chunk, and the
-                step's own keys and values.
+                step's keys and values.
             attend: replaces the attention function; None uses `dispatch`.
 
         Returns:
             (B, Hq, m, Dv)
 
         Raises:
-            StateError: no step has been made, or as many readings as `readers` followed it.
+            StateError: no step was made, or `readers` readings have followed it already.
             ShapeError: the queries do not fit the keys.
         """
         q, k, cursor = inputs.q, inputs.k, self.cursor
         with cursor.turn:
             if not cursor.unread:
                 raise StateError(
-                    f"a layer attends to the slots of another, which {self.readers} may do after "
-                    "each of its steps; feed that layer first"
+                    "a layer attends to another layer's slots, but all its "
+                    f"{self.readers} readings after the last step are done; feed that layer first"
                 )
             self._checks.queries(q, k[:, :, -q.shape[2] :], inputs.sinks, inputs.softcap)
             self.check_gradients(q)
             view = self._view(*(cursor.queries or (None, None)))
-            # All of the view's limits hold for some of its queries too.
+            # Every limit of the view also holds for a subset of its queries.
             n = q.shape[2]
             bounds = None if view.bounds is None else view.bounds[..., -n:]
             view = view._replace(position=view.position[..., -n:], bounds=bounds)
@@ -62,22 +62,22 @@ class ReadAgain(Settling):
             if cursor.unread == 1:
                 self._settle_now(cursor.observed, packs=attend is None)
                 cursor.observed = None
-            cursor.unread -= 1  # last: after an error the forward counts as interrupted
+            cursor.unread -= 1  # last, so that after an error the forward counts as interrupted
             return out
 
     def _settle(self, observation: Observation) -> None:
-        """Pass the observation to the policy, and evict; at once, or after the readings."""
+        """Pass the observation to the policy and evict, now or after the readings."""
         if self.readers:
             self._await_readings(observation)
         else:
             self._settle_now(observation, packs=False)
 
     def _await_readings(self, observation: Observation | None = None) -> None:
-        """Note at the end of a step that readings follow it."""
+        """Record at the end of a step that readings follow."""
         self.cursor.unread, self.cursor.observed = self.readers, observation
 
     def _view(self, queries: Tensor | None, until: Tensor | None) -> View:
-        """What queries at these positions attend to; None: those of the newest token."""
+        """The view of queries at these positions; None: of the newest token."""
         slots, history = self.cursor.slots, self.cursor.history
         if queries is None:
             assert history.geometry is not None
@@ -86,7 +86,8 @@ class ReadAgain(Settling):
         return self.sight.after(slots.segments(), queries, history, slots.length, hides, until)
 
     def check_gradients(self, *tensors: Tensor) -> None:
-        """Raise StateError if gradients are required that storage or a codec cannot propagate."""
+        """Raise StateError if gradients are required that the storage or a codec does not
+        propagate."""
         if wants_gradients(*tensors):
             parts: dict[str, Storage | Codec] = {
                 "storage": self.cursor.slots.storage,

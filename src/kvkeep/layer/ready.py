@@ -1,4 +1,4 @@
-"""PreparedStep: a layer's step that only waits to be made by the native library."""
+"""PreparedStep: a layer's step, packed for a call of the native library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvkeep.layer.step import StepInputs
 NOT_MADE = -1
 RAISED = 3  # KV_STEP_RAISED of native/abi.h
 _STATES = {0: DONE, FAILED: RUNNING}
-"""By the KvStepResult of a call; in all other cases nothing was changed."""
+"""Progress by the KvStepResult of a call; every other result means that nothing changed."""
 
 
 def require_memory(result: int, steps: int) -> None:
@@ -20,16 +20,16 @@ def require_memory(result: int, steps: int) -> None:
 
 
 class PreparedStep(Protocol):
-    """A step of one token a row: `begin`, then the call, and in any case `end`.
+    """A prepared step of one token a row. Call `begin`, then the library, and always `end`.
 
-    All layers are prepared before the first runs: Python that has just run takes a fraction of the
-    time of Python that weights have displaced from the processor's caches.
+    All layers are prepared before the first one runs: running weights evict Python's working set
+    from the processor's caches, which makes later Python several times slower.
 
     Attributes:
-        sequences: the packed KvSequences.
-        count: how many there are.
-        rows: how many rows they have.
-        kind: the packed KvKind, which inputs it takes.
+        sequences: packed KvSequences.
+        count: number of KvSequences.
+        rows: number of their rows.
+        kind: packed KvKind of the inputs that the step accepts.
     """
 
     sequences: bytes
@@ -38,7 +38,7 @@ class PreparedStep(Protocol):
     kind: bytes
 
     def begin(self) -> None:
-        """Record the state to return to. From here to `end` the layer belongs to this thread."""
+        """Record the state before the step. From here to `end` this thread holds the layer."""
 
     def end(self, result: int) -> None:
         """Count the token if the step was made; otherwise return to the state before it.
@@ -49,11 +49,11 @@ class PreparedStep(Protocol):
 
 
 class Ready:
-    """The step of a layer. See `PreparedStep`.
+    """The prepared step of one layer. See `PreparedStep`.
 
     Args:
         token: the index of the layer's first row among the tokens of the call.
-        contest: a number that no other layer of the call has.
+        contest: a number unique to this layer within the call.
     """
 
     def __init__(self, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
@@ -63,7 +63,7 @@ class Ready:
         self.rows, self.kind = plan.out_shape[0], plan.packed_kind
 
     def given(self, inputs: StepInputs) -> bytes:
-        """The packed KvSequences of a policy that looks at the inputs of a step."""
+        """The packed KvSequences for a policy that needs a step's inputs."""
         self.plan.enter(inputs)
         return self.plan.sequences(*self._place)
 

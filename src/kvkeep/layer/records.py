@@ -1,4 +1,4 @@
-"""The records of a step of one token a row, as the native library reads them (`native/abi.h`).
+"""The records of a decode step (one token a row) for the native library (`native/abi.h`).
 
 Everything that stays the same from step to step is packed once for each part of a layer's slots.
 """
@@ -24,19 +24,19 @@ from kvkeep.policy.ranking import RANKING
 from kvkeep.policy.rule import Rule
 from kvkeep.storage.buffer import slots_record
 
-# Of native/abi.h; absent pointers are 0.
+# Layouts of native/abi.h; absent pointers are 0.
 _PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d"), Struct("=q")
 _MOST_SCORES = 3  # KV_SCORES
 TOKENS, SEQUENCE = Struct("=14q"), Struct("=15q")
-"""KvTokens and KvSequence."""
+"""Layouts of KvTokens and KvSequence."""
 
 
 class PartRecords(NamedTuple):
-    """The packed records of one part, and the memory that they refer to."""
+    """The packed records of one part, and the memory that they point to."""
 
     part: StepPart
     described: bytes | None
-    """What the part's storage said of its planes."""
+    """The storage's description of its planes."""
     capacity: int
     addresses: tuple[int, int, int, int]
     """The first fields of a KvSequence."""
@@ -44,9 +44,9 @@ class PartRecords(NamedTuple):
 
 
 class LayerRecords(NamedTuple):
-    """What the records of all parts of a layer have in common.
+    """The values that the records of all parts of a layer share.
 
-    `left`, int64 (parts,), receives how many slots each part has in use after a step.
+    The library writes the number of slots in use after a step to `left`, int64 (parts,).
     """
 
     policy: Policy
@@ -58,11 +58,11 @@ class LayerRecords(NamedTuple):
     left: Tensor
 
     def of(self, index: int, part: StepPart, inputs: StepInputs) -> PartRecords:
-        """The records of a part.
+        """Pack the records of a part.
 
         Args:
-            index: of the part.
-            inputs: of the step that has just been made.
+            index: index of the part.
+            inputs: inputs of the step just made.
         """
         q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
         inputs = inputs._replace(q=q, k=k, v=v)
@@ -71,8 +71,8 @@ class LayerRecords(NamedTuple):
         segments = pack_segments(part.segments(), q, False, tensors)
         step = self._step(index, part, inputs)
         described = slots_record(planes)
-        # What the segments refer to, but not the queries, which each step brings: they may be a
-        # view of those of a long chunk.
+        # Keep the segments' tensors alive, but not the queries: each step brings its own, and these
+        # may be a view of a long chunk's queries.
         own = q.untyped_storage().data_ptr()
         kept = [x for x in tensors if x.untyped_storage().data_ptr() != own]
         first, second, third = map(address_of, (step, segments, described))
@@ -90,7 +90,7 @@ class LayerRecords(NamedTuple):
         planes, policy = part.planes, self.policy
         heads = planes["k"].shape[1]
         keys, values = self.codecs.key.layout, self.codecs.value.layout
-        assert keys is not None  # `possible`
+        assert keys is not None  # `possible` has checked it
         assert values is not None
         place = planes[POSITION]
         rows, position_heads, _ = place.shape
@@ -137,7 +137,7 @@ class LayerRecords(NamedTuple):
 
 
 def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> bool:
-    """Whether the library can take a step like this one, of one token a row, in a part."""
+    """Whether the library can make a decode step with inputs like these in a part."""
     q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
     if part.storage.described() is None or len(rule.enter) > _MOST_SCORES:
         return False
@@ -159,10 +159,10 @@ def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> 
 
 
 def step_tokens(inputs: StepInputs, out: Tensor) -> bytes:
-    """The packed KvTokens of inputs of one row with a token of each sequence.
+    """The packed KvTokens for one row that holds one token of each sequence.
 
     Args:
-        out: for the result, of the shape of the queries with the width of values.
+        out: output tensor, with the shape of the queries but the width of values.
     """
     q, k, v, position = inputs[:4]
     group, size = q.shape[1] // k.shape[1], q.element_size()

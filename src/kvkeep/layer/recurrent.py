@@ -1,4 +1,4 @@
-"""What a model's layers carry from token to token other than keys and values."""
+"""The states of recurrent and convolutional layers, which a cache holds beside keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.features import Feature, Lacks, unsupported
 
 
 class StateSpec(NamedTuple):
-    """The shape of a state without its rows, its dtype, and where it lies."""
+    """A state's shape without the batch axis, its dtype and its device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class StateSpec(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def why_not(self, x: Tensor, rows: int) -> str:
-        """Why a tensor is not such a state of so many rows; empty if it is."""
+        """Why tensor x is not a state of `rows` rows; empty if it is."""
         if tuple(x.shape) == (rows, *self.shape) and x.dtype == self.dtype:
             return ""
         return f"is {tuple(x.shape)} {x.dtype}, not {(rows, *self.shape)} {self.dtype}"
@@ -48,8 +48,8 @@ LACKS: Lacks = {
 
 
 class RecurrentStates(ABC):
-    """The states of all layers of a model that are recurrent or convolutional, such as those of
-    state-space models, linear attention and short convolutions.
+    """The states of all recurrent or convolutional layers of a model: state-space models, linear
+    attention, short convolutions.
 
     A state is made of tensors whose size does not depend on how many tokens were fed. It cannot be
     truncated: it returns only to points that were marked, where it was copied.
@@ -65,7 +65,7 @@ class RecurrentStates(ABC):
     def __init__(self) -> None:
         self.columns: int | None = 0
         """Columns fed; None from a forward's first change of a state until the forward ends."""
-        self.running = False  # whether a forward has begun that did not end
+        self.running = False  # whether a forward has begun and not ended
         self._marks: dict[int, dict[str, Tensor]] = {}
 
     @abstractmethod
@@ -74,7 +74,7 @@ class RecurrentStates(ABC):
 
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the contents by these tensors, which become the states' own; none: forget all
+        """Replace the contents by these tensors, which now belong to the states; empty: forget all
         tokens."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class RecurrentStates(ABC):
 
     @property
     def specs(self) -> dict[str, StateSpec]:
-        """What each tensor is like; empty before the first token."""
+        """The spec of each tensor; empty before the first token."""
         return {
             name: StateSpec(tuple(x.shape[1:]), x.dtype, x.device)
             for name, x in self.tensors().items()
@@ -92,42 +92,42 @@ class RecurrentStates(ABC):
     # -- a forward --------------------------------------------------------------------------
 
     def begin(self, columns: int) -> None:
-        """Start a forward, of a cache that was fed `columns` columns.
+        """Start a forward on a cache of `columns` columns.
 
         Raises:
             StateError: a forward was interrupted, so the states are unknown.
         """
         self.require(columns)
-        if not torch.is_inference_mode_enabled():  # such tensors cannot be changed in place
+        if not torch.is_inference_mode_enabled():  # inference tensors cannot be changed in place
             held = self.tensors()
             if any(x.is_inference() for x in held.values()):
                 self.load({name: x.clone() for name, x in held.items()})
         self.running = True
 
     def change(self) -> None:
-        """A layer of the running forward is going to change its state."""
+        """Note that a layer of the running forward is about to change its state."""
         self.columns = None
 
     def end(self, columns: int) -> None:
-        """End a forward, after which `columns` columns are fed."""
+        """End a forward, after which the cache holds `columns` columns."""
         self.columns, self.running = columns, False
 
     def require(self, columns: int) -> None:
-        """Raise StateError unless the states are those after `columns` columns."""
+        """Raise StateError unless the states are valid after exactly `columns` columns."""
         if self.columns != columns:
             raise StateError(
                 "a forward was interrupted while it changed the states of recurrent layers, so "
                 "they are unknown; rewind() to a mark, restore a snapshot, or reset() the cache "
                 "and feed the tokens again"
                 if self.columns is None
-                else f"the recurrent layers were fed {self.columns} tokens, but the others "
-                f"{columns}; reset() the cache and feed the tokens again"
+                else f"the recurrent layers were fed {self.columns} tokens, but the attention "
+                f"layers {columns}; reset() the cache and feed the tokens again"
             )
 
-    # -- points to return to ----------------------------------------------------------------
+    # -- marks ------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Copy the states, so that they can return to this point.
+        """Copy the states, so that `back_to` can return to this point.
 
         Raises:
             StateError: a forward is running or was interrupted.
@@ -139,11 +139,11 @@ class RecurrentStates(ABC):
 
     @property
     def marks(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """The copies, by the number of columns fed before them."""
+        """The copies, by the number of columns fed at the mark."""
         return self._marks
 
     def unmark(self, columns: Iterable[int] | None = None) -> None:
-        """Drop the copies after these numbers of columns; None: all."""
+        """Drop the marks at these numbers of columns; None: all marks."""
         gone = set(self._marks if columns is None else columns)
         self._marks = {at: kept for at, kept in self._marks.items() if at not in gone}
 
@@ -164,7 +164,7 @@ class RecurrentStates(ABC):
         )
 
     def back_to(self, columns: int) -> None:
-        """Return to a marked point, or to the start. Later marks are dropped.
+        """Return to a marked point, or to the start. Drop later marks.
 
         Raises:
             RollbackError: the point is not marked.
@@ -185,7 +185,7 @@ class RecurrentStates(ABC):
         self._marks = {}
 
     def take_rows(self, index: Tensor) -> None:
-        """Row i becomes a copy of row index[i], int64 (B',); in the marks too."""
+        """Row i becomes a copy of row index[i], int64 (B',), in the marks too."""
         self.load(_rows(self.tensors(), index))
         self._marks = {at: _rows(kept, index) for at, kept in self._marks.items()}
 
@@ -198,8 +198,8 @@ class RecurrentStates(ABC):
         return other
 
     def restore(self, tensors: Mapping[str, Tensor], columns: int) -> None:
-        """Replace the contents by a copy of the states after `columns` columns; marks are
-        dropped."""
+        """Replace the contents by a copy of the states after `columns` columns, and drop all
+        marks."""
         self.load({name: x.clone() for name, x in tensors.items()})
         self.end(columns)
         self._marks = {}

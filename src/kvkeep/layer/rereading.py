@@ -1,4 +1,4 @@
-"""Rereading: a layer that reads a part of its text again, to learn which slots that takes."""
+"""Rereading: a layer that reads part of a text a second time, to record its attention weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.planes import POSITION, Chunks, OwnWindow, Reach
 
 
 class Rereading(AttendingLayer):
-    """Attends to some tokens that a layer holds, and to its own chunk. Nothing is written.
+    """Attends to some of a layer's tokens and to its own chunk. Nothing is written.
 
     Args:
         held: all tokens of one row, in the order of their positions.
@@ -38,12 +38,12 @@ class Rereading(AttendingLayer):
             _segment(*(x[:, :, first:end] for x in held[:3])) for first, end in runs if first < end
         )
         self.largest: Tensor | None = None
-        """The largest weight that each token of the runs received, fp32 (1, H, tokens)."""
+        """The largest weight that each token of `runs` received, fp32 (1, H, tokens)."""
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the chunk: int32 (n,)."""
         if real is not None:
-            raise UnsupportedError("a text is read again without padding")
+            raise UnsupportedError("the second reading of a text has no padding")
         return torch.arange(self._start, self._start + n, dtype=torch.int32, device=device)
 
     def run(self, inputs: StepInputs) -> Tensor:

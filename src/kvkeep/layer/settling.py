@@ -1,4 +1,4 @@
-"""Settling: a layer that shows its policy a step, and frees slots."""
+"""Settling: a layer that passes each step to its policy and frees slots."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvkeep.rotary import Rotary
 
 
 class Settling:
-    """A layer as far as it holds slots and evicts: after attention the policy observes the step,
-    and slots are freed down to its budget."""
+    """The part of a layer that holds slots and evicts: after attention the policy observes the
+    step, and the layer frees slots down to the budget."""
 
     policy: Policy
     key_codec: Codec
@@ -25,16 +25,16 @@ class Settling:
     readers: int
     sight: Sight
     cursor: Cursor
-    """What the layer holds, and how far it has come."""
+    """The slots, the history and the state of the current step."""
     by_token: bool
-    """Whether the policy decides by more than positions, so that each draft is fed by itself."""
+    """Whether drafts are fed one by one, because the policy decides by more than positions."""
     _planes_of_policy: tuple[str, ...]
     _checks: Checks
 
     def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
-        the policy chooses by what it observed before. While `record_past` is set, nothing is
-        freed, so that the next `crop` can take tokens back."""
+        the policy uses earlier ones. While `record_past` is set, no slot is freed, so that the next
+        `crop` can take tokens back."""
         with self.cursor.turn:
             self._settle_now(observation, packs=packs)
 
@@ -51,7 +51,7 @@ class Settling:
 
     @property
     def _journaled(self) -> bool:
-        """Whether the layer records the state before each draft; otherwise it only waits."""
+        """Whether the layer records the state before each draft. False: evictions only wait."""
         return self.by_token or self.cursor.slots.block > 1
 
     def seeing(self, observation: Observation | None) -> Observation:
@@ -70,8 +70,8 @@ class Settling:
     def _evict(
         self, count: int, observation: Observation | None = None, *, hide: bool = False
     ) -> None:
-        """Pass the observation, if any, to the policy, and free `count` slots, if positive; or
-        hide them until the next crop."""
+        """Pass the observation, if any, to the policy, and free `count` slots; with `hide`, hide
+        them until the next crop. A `count` of 0 or less frees none."""
         cursor, slots = self.cursor, self.cursor.slots
         policy = self.policy.at(cursor.history.columns)
         observes = observation is not None and policy.observes
@@ -95,8 +95,8 @@ class Settling:
                 cursor.history.floor = cursor.history.columns
 
     def _fit(self, observation: Observation | None = None, *, hide: bool = False) -> None:
-        """Evict down to the budget, and encode the tokens whose block is now full. With `hide` no
-        slot is freed; otherwise the tokens fed are certain from now on."""
+        """Evict down to the budget, and encode full blocks. With `hide`, no slot is freed;
+        otherwise all tokens fed become certain."""
         cursor, slots = self.cursor, self.cursor.slots
         if slots.hidden and not hide:
             self._evict(0, observation)  # the mass counts hidden slots too
@@ -115,19 +115,19 @@ class Settling:
             cursor.journal = []
 
     def accept(self) -> None:
-        """Make the tokens certain that could be taken back."""
+        """Make all draft tokens certain."""
         if self.cursor.journal or self.cursor.slots.hidden:
             with self.cursor.turn:
                 self._fit()
 
     @property
     def _packs(self) -> bool:
-        """Whether empty slots may be freed: not while decisions are recorded or replayed, because
-        those count empty slots."""
+        """Whether empty slots may be freed. Not while decisions are recorded or replayed: they
+        count empty slots."""
         return self.cursor.evicted is None and not self.policy.counts_empty
 
     def _pack(self) -> None:
-        """After a chunk with padding, free its empty slots if there are many."""
+        """Free the empty slots after a chunk with padding, if there are many."""
         cursor, chunk = self.cursor, self.cursor.chunk
         if chunk is None or chunk.dim() != 2 or chunk.shape[1] == 1:
             return

@@ -1,4 +1,4 @@
-"""Sight: what the queries of a layer see, and which slots later queries cannot reach."""
+"""Sight: which slots a layer's queries see, and which slots later queries cannot reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.policy import Policy
 
 
 class Sight(NamedTuple):
-    """What limits the queries of a layer.
+    """The limits on what a layer's queries see.
 
     Args:
         policy: its reach limits what a query sees.
@@ -27,7 +27,7 @@ class Sight(NamedTuple):
     window: OwnWindow | None
 
     def reachable(self, cursor: Cursor) -> int:
-        """How many of the slots in use the next query can reach; `extend` drops the others."""
+        """Number of slots in use that the next query can reach; `extend` drops the rest."""
         reach, length = self.policy.reach, cursor.slots.length
         if reach is None or cursor.tentative:
             return length
@@ -45,12 +45,12 @@ class Sight(NamedTuple):
         hides: bool = False,
         until: Tensor | None = None,
     ) -> View:
-        """The view of queries over `length` slots, after `history`. `hides`: some are hidden; the
-        other arguments are those of `view`."""
+        """The view of queries over `length` slots, after `history`. `hides`: some slots are hidden.
+        For the other arguments see `view`."""
         return self.view(
             segments,
             queries,
-            length if history.holes is None else None,  # older slots may be held in their place
+            length if history.holes is None else None,  # holes may let older slots stay
             history.columns,
             empty=history.pads is not None or self.policy.ragged or hides,
             until=until,
@@ -71,12 +71,12 @@ class Sight(NamedTuple):
         Args:
             segments: all slots, the queries' own tokens last.
             queries: positions of the queries, (n,) or (B, n).
-            length: slots in use, of the longest row and head. None: the newest are not known to be
-                held, so every limit on what a query sees is applied.
+            length: slots in use, of the longest row and head. None: the newest slots may be
+                missing, so every limit on what a query sees is applied.
             fed: columns fed, including the chunk.
             empty: whether some slots are empty.
-            until: the newest position that each query sees, (n,) or (B, n), if it is later than its
-                own.
+            until: the newest position that each query sees, (n,) or (B, n), if later than its own
+                position.
         """
         reach, window, n = self.policy.reach, self.window, queries.shape[-1]
         reaches = limits(reach, window, n, length, fed)
@@ -91,18 +91,18 @@ class Sight(NamedTuple):
         return View(segments, queries, empty, reaches, torch.stack([first, last], dim=-2))
 
     def require_no_order(self) -> None:
-        """Raise UnsupportedError if what a query sees depends on the order of the tokens."""
+        """Raise UnsupportedError if the order of the tokens limits what a query sees."""
         if self.window is None and self.policy.reach is None:
             return
         limit = f"policy {self.policy.name}" if self.window is None else self.window.words
         raise UnsupportedError(
-            f"causal=False, but {limit} drops what lies too far before a query, so not every query "
+            f"causal=False, but {limit} drops slots too far before a query, so not every query "
             "can see all tokens; use a layer without a window, and keep_all or a policy that "
             "scores, such as h2o:1024"
         )
 
     @property
     def own_limit(self) -> str:
-        """The layer's own window in words, if it is the policy's reach too; otherwise empty."""
+        """The layer's own window in words, if that is the policy's reach; otherwise empty."""
         own = self.window is not None and self.policy.reach == Reach(self.window)
         return self.window.words if own and self.window else ""

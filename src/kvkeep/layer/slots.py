@@ -1,4 +1,4 @@
-"""LayerSlots: the contract for a layer's slots. Each way of holding slots is a class."""
+"""LayerSlots: the interface to a layer's slots; each layout of slots is a subclass."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvkeep.storage import Storage
 
 
 class Codecs(NamedTuple):
-    """How the keys and values of a layer's slots are encoded."""
+    """The codecs of a layer's keys and values."""
 
     key: Codec
     value: Codec
 
     def encode(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """The planes of keys (B, H, n, Dk) and values (B, H, n, Dv)."""
+        """Encode keys (B, H, n, Dk) and values (B, H, n, Dv) to planes."""
         return joined(self.key.encode(k), "k") | joined(self.value.encode(v), "v")
 
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
@@ -39,10 +39,10 @@ class Codecs(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Slots that follow each other and are held alike.
+    """Adjacent slots in the same state.
 
-    `tokens` is how many tokens they have room for; `shared` whether they are frozen, so that a
-    store or other caches may hold them too; `encoded` whether keys or values are encoded.
+    `tokens`: how many tokens they have room for; `shared`: they are frozen, so a store or other
+    caches may hold them too; `encoded`: keys or values are encoded.
     """
 
     tokens: int
@@ -51,10 +51,11 @@ class Span(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """Slots that take a token in each step by themselves: a storage behind segments that steps do
-    not change; of it one row, and one head of the layer, if that is all it holds.
+    """A part of a layer's slots that takes its own token in each step: a storage, or one row or
+    head of it, after segments that steps do not change.
 
-    `place` is the index of the row in the storage.
+    `row` and `head` name the only row or head of the part, or are None; `place` is the row's index
+    in the storage.
     """
 
     codecs: Codecs
@@ -86,25 +87,24 @@ class StepPart(NamedTuple):
 class LayerSlots(ABC):
     """The slots of one layer: appended, read as segments, and evicted.
 
-    The implementations:
+    Subclasses:
 
     - `Undivided`: all rows and heads in one storage, behind frozen runs that forks share.
     - `ByRows`, `ByHead`: rows or heads of different lengths, each part in its own storage.
     - `BlockEncoded`: tokens that are encoded a block at a time, with a plain tail.
 
-    `pack`, `take_rows`, `load` and `reset` return the object that holds the slots afterwards: this
-    one, or one of another class. In the latter case this object must not be used again.
+    `pack`, `take_rows`, `load` and `reset` return the object that holds the slots afterwards, which
+    may be of another class. If it is not this object, do not use this object again.
     """
 
     codecs: Codecs
-    """How new tokens are encoded."""
+    """The encoding of new tokens."""
     limit: int | None = None
-    """The most slots it can hold; None: limited by memory only."""
+    """Most slots; None: limited by memory only."""
     frozen: FrozenRuns = FrozenRuns()
     """Runs of older slots that forks share."""
     hidden: int = 0
-    """How many slots are hidden in each row and head; in all heads together, if they have parts of
-    their own."""
+    """Number of hidden slots in each row and head; summed over heads that have their own parts."""
     block: int = 1
     """How many tokens are encoded together."""
     single: ClassVar[bool] = False
@@ -119,13 +119,12 @@ class LayerSlots(ABC):
 
     @property
     def length(self) -> int:
-        """Tokens held, including the empty slots of padded rows; of the longest part, if there are
-        several."""
+        """Tokens held, including the empty slots of padded rows; of the longest part."""
         return self.storage.length
 
     @property
     def capacity(self) -> int:
-        """Tokens for which slots are allocated."""
+        """Number of tokens for which slots are allocated."""
         return self.storage.capacity
 
     @property
@@ -140,18 +139,18 @@ class LayerSlots(ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of frozen slots; counted once if all rows share them."""
+        """Bytes of frozen slots; slots shared by all rows count once."""
         return self.frozen.shared_bytes
 
     @property
     def reallocations(self) -> int:
-        """How often slots were copied to a new allocation."""
+        """Number of times that slots were copied to a new allocation."""
         return self.storage.reallocations
 
     @property
     def aside(self) -> Planes | None:
-        """The planes of a chunk that did not fit, until the policy has evicted; None: no such
-        chunk."""
+        """The planes of a chunk that did not fit, until the policy has evicted; None: every chunk
+        fits."""
         return None
 
     @property
@@ -179,7 +178,7 @@ class LayerSlots(ABC):
         """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot."""
 
     def spans(self) -> tuple[Span, ...]:
-        """How the slots of `positions()` are held, from the first to the last."""
+        """The slots of `positions()`, in order, as spans."""
         return tuple(
             Span(segment.slots, index < len(self.frozen.runs), not segment.plain)
             for index, segment in enumerate(self.segments())
@@ -196,18 +195,18 @@ class LayerSlots(ABC):
         return newest.shape[2] == count and bool((newest >= 0).all())
 
     def _newest(self, count: int) -> Tensor:
-        """Positions (B, 1|H, count) of the newest slots; fewer, if fewer are held."""
+        """Positions (B, 1|H, count) of the newest slots; fewer columns if fewer slots are held."""
         positions = self.positions()
         return positions[:, :, max(0, positions.shape[2] - count) :]
 
     # -- a step -----------------------------------------------------------------------------
 
     def require(self, n: int) -> None:
-        """Raise CapacityError when n more tokens exceed `limit`."""
+        """Raise CapacityError if n more tokens exceed `limit`."""
         self.require_room(self.length + n)
 
     def require_room(self, slots: int) -> None:  # noqa: B027
-        """Raise CapacityError when `slots` exceeds the most slots it can hold."""
+        """Raise CapacityError if `slots` exceeds the storage's limit."""
 
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
         """The encoding errors of new tokens; see `Codecs.errors`."""
@@ -215,20 +214,19 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        """Append new tokens: keys, values, and their other planes `own`."""
+        """Append tokens: keys, values, and their other planes `own`."""
 
     @abstractmethod
     def evictable(self) -> Planes:
-        """The planes of all slots that can be evicted, as one set; views if they are in one
-        storage."""
+        """The planes of all slots that can be evicted, as one set; views if one storage holds
+        them."""
 
     @abstractmethod
     def keep(self, name: str, plane: Tensor) -> None:
-        """Write plane `name` of `evictable()` back to the slots, if `evictable()` returned a
-        copy."""
+        """Write plane `name` back to the slots, if `evictable()` returned a copy of it."""
 
     def surplus(self, budget: int) -> int:
-        """Slots held beyond a budget per head."""
+        """Number of slots over a budget per head."""
         return self.length - budget
 
     @abstractmethod
@@ -237,8 +235,8 @@ class LayerSlots(ABC):
         lengths, a bool (B, H, S) that marks them."""
 
     def hide(self, victims: Tensor, count: int) -> None:
-        """Empty the same slots as `evict`, but free none of them, so that `cut` and `keep` can
-        restore them. `count` is the number of victims, those included that were hidden before."""
+        """Empty the same slots as `evict` but free none, so that `cut` and `keep` can restore them.
+        `count`: number of victims, including slots that were already hidden."""
         position = self.evictable()[POSITION]
         gone = victims if victims.dtype == torch.bool else marked(victims, position.shape[2])
         self.hidden = count
@@ -246,13 +244,14 @@ class LayerSlots(ABC):
             self.keep(POSITION, position.masked_fill_(gone, -1))
 
     def empty(self, gone: Tensor) -> None:
-        """Empty the slots at the positions where `gone`, bool (B, P), is True, and free none."""
+        """Empty the slots at each position p where `gone[:, p]` is True, and free none. `gone`:
+        bool (B, P)."""
         self.thaw()
         position = self.evictable()[POSITION]
         at = position.flatten(1).to(torch.int64)
-        found = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
+        goes = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
         with torch.inference_mode():
-            self.keep(POSITION, position.masked_fill_(found.view(position.shape), HOLE))
+            self.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
 
     def free_hidden(self) -> None:
         """Free the hidden slots."""
@@ -262,46 +261,46 @@ class LayerSlots(ABC):
         self.hidden = 0
 
     def fills(self, tokens: int) -> bool:
-        """Whether some tokens can be encoded as full blocks once `tokens` more are added."""
+        """Whether `tokens` more tokens fill a block."""
         return False
 
     @property
     def waiting(self) -> int:
-        """How many tokens can be encoded as full blocks now."""
+        """Number of plain tokens that fill whole blocks."""
         return 0
 
     def encode_waiting(self, *, hide: bool = False) -> None:
-        """Encode the `waiting` oldest plain tokens. They are never encoded again. Their plain slots
-        are freed, or hidden."""
+        """Encode the `waiting` oldest plain tokens, once and for all. Free their plain slots, or
+        hide them."""
         raise NotImplementedError("no tokens wait to be encoded")
 
     def step_parts(self) -> tuple[StepPart, ...]:
-        """The parts that take the token of a step by themselves; none, if steps change slots
-        otherwise."""
+        """The parts that each take their own token in a step; empty if a step changes slots in
+        another way."""
         return ()
 
     def step_state(self) -> tuple[object, ...]:
-        """Is equal as long as `step_parts` is."""
+        """A key that stays equal as long as `step_parts` does."""
         return ()
 
     # -- truncation -------------------------------------------------------------------------
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
-        """The current lengths, one for each part, to truncate to with `cut`; less `fewer` tokens,
+        """The current lengths, one for each part, as an argument of `cut`; less `fewer` tokens,
         since which nothing was evicted."""
         return (self.length - fewer,)
 
     @abstractmethod
     def cut(self, mark: tuple[int, ...]) -> None:
-        """Truncate to an earlier `mark`, since which nothing was evicted. An interrupted call can
-        be repeated."""
+        """Truncate to an earlier `mark`, since which nothing was evicted. Can be called again after
+        an interrupt."""
 
     # -- changes of all slots ---------------------------------------------------------------
 
     def pack(self) -> LayerSlots | None:
-        """Group rows by their number of tokens, and move each group to a storage of its own without
-        empty slots. Return None, with nothing changed, if few slots are empty, if there is not
-        enough memory, or if slots must not move."""
+        """Group rows by their number of tokens, and move each group to its own storage without
+        empty slots. Return None, with nothing changed, if few slots are empty, memory is short, or
+        slots must not move."""
         return None
 
     @abstractmethod
@@ -318,12 +317,14 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
-        """Replace the contents by copies of the `parts` of a layer of the same kind."""
+        """Replace the contents by copies of `parts`, taken from a layer of the same kind."""
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
-        """Replace the contents by frozen slots, which other caches may share, encoded by `codecs`.
-        New tokens are appended after them. They are copied where slots cannot be shared: on the
-        host, and in parts. `history` is the history that the layer will have."""
+        """Replace the contents by frozen slots, encoded by `codecs`, which other caches may share.
+
+        New tokens are appended after them. Slots on the host and slots in parts cannot be shared,
+        so they are copied. `history`: the layer's history from now on.
+        """
         raise NotImplementedError("slots of rows with different lengths cannot adopt frozen slots")
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
@@ -334,15 +335,15 @@ class LayerSlots(ABC):
     # -- sharing ----------------------------------------------------------------------------
 
     def freeze(self) -> None:  # noqa: B027
-        """Make slots immutable, so that forks share them; new tokens are appended after them. Slots
-        that cannot be frozen are copied by forks."""
+        """Make slots immutable, so that forks share them; new tokens are appended after them. A
+        fork copies slots that cannot be frozen."""
 
     @abstractmethod
     def fork(self) -> LayerSlots:
         """A copy; frozen slots are shared."""
 
     def thaw(self) -> None:  # noqa: B027
-        """Replace shared slots that a policy could evict by a copy."""
+        """Replace shared slots by copies if a policy could evict them."""
 
 
 def on_one_device(planes: Planes) -> dict[str, Tensor]:

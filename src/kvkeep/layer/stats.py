@@ -1,4 +1,4 @@
-"""A layer's memory figures: measured, and computed before anything is fed."""
+"""A layer's memory figures, measured or predicted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvkeep.policy import Policy
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One layer's figures, in slots and bytes over all rows and heads. `shared_bytes` are those of
-    frozen slots, which other caches may share; `kept` is the share of the tokens fed that is held,
-    on average over heads."""
+    """One layer's figures, in slots and bytes over all rows and heads. `shared_bytes`: bytes of
+    frozen slots, which other caches may share; `kept`: share of the tokens fed that the layer
+    holds, averaged over heads."""
 
     length: int
     capacity: int
@@ -30,7 +30,7 @@ class LayerStats:
 def slot_planes(
     policy: Policy, key_codec: Codec, value_codec: Codec, geometry: Geometry
 ) -> dict[str, PlaneSpec]:
-    """The planes of a slot: keys and values as encoded, position, and the policy's planes."""
+    """The planes of a slot: encoded keys and values, position, and the policy's planes."""
     specs = joined(key_codec.planes(geometry.key_width, geometry.dtype), "k")
     specs |= joined(value_codec.planes(geometry.value_width, geometry.dtype), "v")
     tokens = (key_codec.block,) if key_codec.block > 1 else ()
@@ -45,8 +45,8 @@ def promised_bytes(
     tokens: int,
     geometry: Geometry,
 ) -> int:
-    """A layer's `live_bytes` after `tokens` columns. With ragged heads and several rows this is a
-    lower bound, because a head frees only the slots that no row needs."""
+    """Predict a layer's `live_bytes` after `tokens` columns. With ragged heads and several rows
+    this is a lower bound, because a head frees only slots that no row needs."""
     budget = policy.at(tokens).budget
     kept = tokens if budget is None else min(tokens, budget)
 

@@ -1,4 +1,4 @@
-"""Step: the one implementation of a layer's step, extend, attend and settle."""
+"""Step: the single implementation of a layer's step (extend, attend, settle)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepInputs(NamedTuple):
 
     Args:
         q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv); keys after the rotary embedding.
-        position: see `LayerCache.extend`; likewise `until`.
+        position, until: see `LayerCache.extend`.
         scale, softcap, sinks: see `Options`.
     """
 
@@ -33,37 +33,37 @@ class StepInputs(NamedTuple):
     until: Tensor | None = None
 
     def resolved(self) -> StepInputs:
-        """The inputs with all values in memory, see `checks.resolved`."""
+        """The inputs with all values in memory; see `checks.resolved`."""
         q, k, v = self.q, self.k, self.v
         if q.is_neg() or k.is_neg() or v.is_neg():
             return self._replace(q=resolved(q), k=resolved(k), v=resolved(v))
         return self
 
     def part(self, first: int, count: int) -> StepInputs:
-        """The inputs of `count` of the tokens."""
+        """The inputs of `count` tokens from token `first` on."""
         at = slice(first, first + count)
         q, k, v = (x[:, :, at] for x in self[:3])
         position, until = (x if x is None else x[..., at] for x in (self.position, self.until))
         return self._replace(q=q, k=k, v=v, position=position, until=until)
 
     def parts(self, most: int) -> Iterator[StepInputs]:
-        """The inputs of at most `most` tokens each, in order."""
+        """The inputs in pieces of at most `most` tokens, in order."""
         for first in range(0, self.q.shape[2], most):
             yield self.part(first, most)
 
 
 def require_causal(inputs: StepInputs) -> None:
-    """Raise UnsupportedError if some query of a step that does not support it sees later tokens."""
+    """Raise UnsupportedError if a query sees later tokens, for callers that do not support it."""
     if inputs.until is not None:
         raise UnsupportedError(
-            "some tokens see later ones, such as those of an image, which neither packed forwards, "
-            "compiled and graphed steps, training nor compressing support; feed them to a cache of "
+            "some tokens see later tokens, as within an image, but packed forwards, compiled and "
+            "graphed steps, training and compressing do not support this; feed them to a cache of "
             "one sequence by a plain forward"
         )
 
 
 class AttendCall(NamedTuple):
-    """What a step attends to: the arguments of `attend`."""
+    """The arguments of `attend` for one step."""
 
     q: Tensor
     view: View
@@ -71,13 +71,13 @@ class AttendCall(NamedTuple):
 
 
 Phases = Generator[AttendCall, tuple[Tensor, Tensor | None], Tensor]
-"""Steps that stop for the caller to compute their attention, and return the output. One token a row
-is one step, so it stops once."""
+"""Steps that pause for the caller to compute their attention, and return the output. A step of one
+token a row pauses once."""
 
 
 def driven(phases: Phases, attend: Attend | None) -> Tensor:
-    """Make steps, whose attention `attend` computes; None: `dispatch`. If it fails, they are undone
-    at once, not when the error is forgotten."""
+    """Run steps, computing attention by `attend`; None: by `dispatch`. If a step fails, it is
+    undone at once, before the error is raised."""
     attend, call = attend or dispatch, next(phases)
     try:
         while True:
@@ -89,7 +89,7 @@ def driven(phases: Phases, attend: Attend | None) -> Tensor:
 
 
 def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Finish a single step, given the result of its attention."""
+    """Finish a single step, given its attention's result."""
     try:
         phases.send(result)
     except StopIteration as done:
@@ -100,8 +100,8 @@ def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:
 class Step(ABC):
     """A layer's step: write new slots, attend, evict.
 
-    `LayerCache` keeps the cursor and the slot counts as numbers on the host, `DeviceStep` keeps
-    them as tensors on the device. Both inherit the order of operations from `_step`.
+    `LayerCache` keeps the cursor and the slot counts as numbers on the host, `DeviceStep` as
+    tensors on the device. Both inherit the order of operations from `_step`.
     """
 
     policy: Policy
@@ -121,7 +121,7 @@ class Step(ABC):
         return driven(self._phases(inputs), attend)
 
     def _phases(self, inputs: StepInputs) -> Phases:
-        """A step whose attention the caller computes."""
+        """A step that pauses for the caller to compute its attention."""
         view = self._extend(inputs.k, inputs.v, inputs.position, inputs.until)
         policy = self.policy
         options = Options(

@@ -20,7 +20,7 @@ class Turn:
     Copies are unlocked.
 
     Attributes:
-        entries: how often it was taken. Where this is the same, nothing has changed.
+        entries: number of times it was taken. If the number is the same, nothing has changed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Turn:
         self.entries += 1
 
     def continue_from(self, entries: int) -> None:
-        """Take the turn if nobody has taken it since it had been taken `entries` times."""
+        """Take the turn if it has been taken exactly `entries` times, that is, not since."""
         with self:
             if self.entries != entries + 1:
                 raise StateError(_TAKEN)

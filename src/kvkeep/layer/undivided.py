@@ -22,16 +22,16 @@ from kvkeep.storage import Concat, Storage, parted
 
 @final
 class Undivided(LayerSlots):
-    """Frozen runs, then a storage, then a chunk that is set aside because it does not fit.
+    """Frozen runs, then a storage, then a chunk set aside because it does not fit.
 
-    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only if
-    the storage is fixed, and only until the policy has evicted.
+    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only in
+    fixed storage, and only until the policy has evicted.
 
     Args:
         codecs: encode keys and values.
         own: names of the planes that a policy changes; forks copy these planes.
         storage: holds the slots; this object takes ownership.
-        rows: B, if the storage holds slots already.
+        rows: B, if the storage already holds slots.
     """
 
     single: ClassVar[bool] = True
@@ -154,7 +154,7 @@ class Undivided(LayerSlots):
         fewer = max(0, self.length - mark[0])
         for storage in (self._aside, self._storage):
             gone = min(fewer, storage.length)
-            storage.truncate(storage.length - gone)  # also undoes an append that was interrupted
+            storage.truncate(storage.length - gone)  # also undoes an interrupted append
             fewer -= gone
         if fewer:
             left = self.frozen.length - fewer
@@ -177,7 +177,7 @@ class Undivided(LayerSlots):
         return self
 
     def take_rows(self, index: Tensor) -> Undivided:
-        # Change all of them or none: memory may run out while one is copied.
+        # Change all or nothing: memory may run out while a part is copied.
         frozen, aside = self.frozen.rows(index), copy(self._aside)
         aside.rows(index)
         self._storage.rows(index)
@@ -232,7 +232,7 @@ class Undivided(LayerSlots):
 
     def fork(self) -> Undivided:
         other = copy(self)
-        mine = (self._storage, self._blank, self._aside)  # in one copy: they may share buffers
+        mine = (self._storage, self._blank, self._aside)  # one deepcopy, as they may share buffers
         other._storage, other._blank, other._aside = deepcopy(mine)
         other.frozen = self.frozen.fork()
         return other
@@ -247,11 +247,11 @@ class Undivided(LayerSlots):
 
     @property
     def _settled(self) -> list[Planes]:
-        """The planes of all slots but those set aside, the oldest first. Keys of moved runs are
-        rotated for their new positions."""
+        """The planes of all slots except a chunk set aside, the oldest first. Keys of moved runs
+        are rotated for their new positions."""
         own = [self._storage.read()] if self._storage.length else []
         return [*self.frozen.placed(self.codecs.key), *own]
 
     def _as_one(self, runs: list[Planes]) -> Planes:
-        """Runs as one set; a single run that is not frozen is returned as it is."""
+        """Concatenate runs; a single run that is not frozen is returned without a copy."""
         return Chain(runs, self._rows) if self.frozen.runs or len(runs) > 1 else runs[0]

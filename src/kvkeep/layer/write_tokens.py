@@ -1,5 +1,5 @@
-"""Writes new tokens to their slots. On CUDA one kernel launch encodes and writes them, at a cursor
-that may be a tensor."""
+"""Writes new tokens to their slots. On CUDA one kernel launch encodes and writes them, at a slot
+index that may be a tensor."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def write(
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
         own: the new tokens' planes other than keys and values, (B, H|1, n, ...), including
             positions.
-        planes: the slots to write, changed in place: those of the new tokens, (B, H|1, n, ...), or
+        planes: the slots to write, changed in place: the new tokens' slots, (B, H|1, n, ...), or
             with a `cursor` all slots, (B, H|1, S, ...).
         key_codec, value_codec: encode keys and values.
-        cursor: the slot of a single token, int64 (B|1, H|1, 1).
+        cursor: slot index of a single token, int64 (B|1, H|1, 1).
     """
     if k.device.type in _DEVICES and able(k, v, key_codec, value_codec) and _side_by_side(planes):
         append(k, v, own[POSITION], planes, 0 if cursor is None else cursor, key_codec, value_codec)
@@ -76,13 +76,13 @@ def append(
     key_codec: Codec,
     value_codec: Codec,
 ) -> None:
-    """Write n tokens and their positions with the Triton kernel; `able` says whether it can.
+    """Write n tokens and their positions with the Triton kernel; check `able` first.
 
     Args:
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
         position: int32 (n,) or (B, n), or expanded over heads (B, 1|H, n).
         planes: (B, H|1, S, ...), changed in place.
-        cursor: the slot of the first token: an int, or int64 (B|1, H|1, 1) on the device if it
+        cursor: slot index of the first token: an int, or int64 (B|1, H|1, 1) on the device if it
             differs between rows or heads or changes in a captured graph.
         key_codec, value_codec: encode keys and values.
     """
@@ -113,8 +113,8 @@ def append(
 
 
 def _side_by_side(planes: Planes) -> bool:
-    """Whether the elements of a slot are contiguous, and zeros have the strides of their scales, as
-    the kernel requires."""
+    """Whether the elements of a slot are contiguous, and zero points have the strides of their
+    scales, as the kernel requires."""
     return all(
         plane.stride(-1) == 1 or plane.shape[-1] == 1
         for name, plane in planes.items()
@@ -127,7 +127,7 @@ def _side_by_side(planes: Planes) -> bool:
 
 
 class _Plane(NamedTuple):
-    """The planes of keys or values, and their encoding, as the kernel's arguments."""
+    """The kernel arguments for keys or values: their planes and encoding."""
 
     code: Tensor
     scale: Tensor
@@ -137,14 +137,14 @@ class _Plane(NamedTuple):
     group: int
     affine: bool
     rotation: Tensor | None
-    """The matrix to rotate tokens by before encoding, float32 (D, D), or None."""
+    """The matrix that tokens are multiplied by before encoding, float32 (D, D), or None."""
 
     @classmethod
     def of(cls, planes: Planes, name: str, codec: Codec, width: int) -> _Plane:
         codes = planes[name]
         scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
         layout = codec.layout
-        assert layout is not None  # `able` checked it
+        assert layout is not None  # `able` has checked it
         packing, group = CODES[layout.packing], layout.group or width
         own = scale if zero is None else zero
         rotation = _rotation(codec, width, codes.device)
@@ -169,7 +169,7 @@ class _Plane(NamedTuple):
         }  # fmt: skip
 
 
-@cache  # never freed, because CUDA graphs hold its address
+@cache  # never freed, because CUDA graphs refer to its address
 def _rotation(codec: Codec, width: int, device: torch.device) -> Tensor | None:
     """The rotation matrix of a codec, float32 (D, D); None if it does not rotate."""
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Writing: a layer that takes a chunk in steps, each of which is undone if it fails."""
+"""Writing: a layer that divides a chunk into steps and undoes a failed step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep.policy import Arrivals, Need
 
 
 class Writing(ReadAgain, Step):
-    """A layer that writes new tokens. `kvkeep.layer.plan` makes a step of one token in one call."""
+    """A layer that writes new tokens. `kvkeep.layer.plan` makes single-token steps in one call."""
 
     def extend(
         self, k: Tensor, v: Tensor, position: Tensor | None = None, until: Tensor | None = None
@@ -27,13 +27,13 @@ class Writing(ReadAgain, Step):
         Args:
             k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
                 are copied.
-            position: the tokens' positions: (n,) if all rows have the same, or (B, n) with -1 for
+            position: positions of the tokens: (n,) if all rows have the same, or (B, n) with -1 for
                 padding, or `HOLE` for padding that counts. None continues every row. A padding
                 query sees the kept tokens before it in its row; slots beyond the policy's reach may
                 already be gone. If the policy needs the mass, a padding query sees nothing.
-            until: the newest position that each token's query sees, integers (n,) or (B, n), where
-                tokens see later ones, such as those of one image; None, or less than its own: its
-                own. What comes in a later call is not seen, and windows limit this as well.
+            until: the newest position that each query sees, integers (n,) or (B, n), for tokens
+                that see later tokens, such as those of one image; None, or less than a query's own
+                position: its own. Tokens of later calls are never seen, and windows still apply.
 
         Returns:
             All kept slots and the new tokens; valid until the next change.
@@ -42,8 +42,8 @@ class Writing(ReadAgain, Step):
             ShapeError: the tensors do not fit each other or the tokens already held.
             CapacityError: there is no room for the tokens, and the policy evicts nothing.
             StateError: gradients are required but the storage writes in place; another thread is
-                changing the layer; an eviction was interrupted; or there are several tokens while
-                `record_past` is set, and the policy decides after each.
+                changing the layer; an eviction was interrupted; or `record_past` is set, n > 1, and
+                the policy decides after each token.
         """
         with self.cursor.turn:
             return self._extend(resolved(k), resolved(v), position, until)
@@ -65,7 +65,7 @@ class Writing(ReadAgain, Step):
             self.key_codec.planes(k.shape[3], k.dtype)
             self.value_codec.planes(v.shape[3], v.dtype)
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
-        # First free the slots that no later query can reach, so a sliding window reuses them.
+        # First free the slots that no later query can reach, so that a sliding window reuses them.
         if self.policy.reach is not None:
             self._evict(cursor.slots.length - self.sight.reachable(cursor))
         self._note(n)
@@ -95,7 +95,7 @@ class Writing(ReadAgain, Step):
         """Record the state before n tokens, unless they are certain.
 
         Raises:
-            StateError: the layer must see them one by one.
+            StateError: the layer requires the tokens one by one.
         """
         cursor = self.cursor
         drafts = cursor.record_past and cursor.history.columns + n > cursor.prompt.columns
@@ -105,7 +105,7 @@ class Writing(ReadAgain, Step):
             remedy = "" if self.readers else "use step(), or "
             raise StateError(
                 f"{n} tokens are given at once while record_past is set, but policy "
-                f"{self.policy.name} decides after each; {remedy}give one at a time"
+                f"{self.policy.name} decides after each token; {remedy}give one at a time"
             )
         cursor.note(self._planes_of_policy)
 
@@ -121,7 +121,7 @@ class Writing(ReadAgain, Step):
         return planes
 
     def require(self, n: int) -> None:
-        """Raise CapacityError when n more tokens exceed what the layer can ever hold."""
+        """Raise CapacityError if n more tokens exceed the layer's limit."""
         if self.policy.budget is None:
             self.cursor.slots.require(n)
 
@@ -131,21 +131,22 @@ class Writing(ReadAgain, Step):
         return cursor.history.next_positions(n, device, real, cursor.holes_after)
 
     def phases(self, inputs: StepInputs) -> Phases:
-        """A step like `run`, whose attention the caller computes. Closed early, it is undone."""
+        """Like `run`, but the caller computes the attention. Closing the generator early undoes the
+        step."""
         with self.cursor.turn:
             if self.cursor.state is not State.WRITING:
                 self.cursor.start = None
             return (yield from self._undone(inputs, packs=True))
 
     def _undone(self, inputs: StepInputs, *, packs: bool) -> Phases:
-        """A step of any kind, which is undone if it fails."""
+        """A step of any kind, undone if it fails."""
         cursor = self.cursor
         try:
             self._checks.queries(inputs.q, inputs.k, inputs.sinks, inputs.softcap)
             inputs = inputs.resolved()
             self.check_gradients(*inputs[:3])
             most = self.policy.step
-            # Tokens that see later ones are one step: those must be there.
+            # Tokens that see later tokens need them in the same step.
             if most is None or inputs.q.shape[2] <= most or inputs.until is not None:
                 out = yield from self._phases(inputs)
             else:
@@ -161,8 +162,8 @@ class Writing(ReadAgain, Step):
         return out
 
     def _in_steps(self, inputs: StepInputs, most: int) -> Phases:
-        """A chunk, in steps of at most `most` tokens. If it fails after one of them has changed
-        what cannot be undone, every later call raises until `reset`."""
+        """A chunk in steps of at most `most` tokens. If it fails after a step that cannot be
+        undone, every later call raises until `reset`."""
         q, k, v, position = inputs[:4]
         cursor = self.cursor
         cursor.mend()

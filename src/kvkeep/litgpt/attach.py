@@ -1,4 +1,4 @@
-"""attach and detach: make a LitGPT model use kvkeep's caches, and undo it."""
+"""attach and detach: make a LitGPT model use kvkeep's caches, and undo this."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ATTRIBUTE = "_kvkeep_attachment"
 class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
-    `cache` is the cache of the forwards with `input_pos`. Set it to go on from another one, such as
-    a fork, or what a `PrefixStore` found.
+    `cache` is the cache of forwards with `input_pos`. Assign another cache to continue from it,
+    such as a fork or the result of a `PrefixStore`.
     """
 
     model: GPT
@@ -47,8 +47,8 @@ class Attachment:
         return f"kvkeep: {len(self.cache.layers)} layers of GPT, {self.spec}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """Write the cache to a file; see `kvkeep.host.saving.save` for the options. Go on from it
-        with `attachment.cache = kvkeep.load(path, gpt)`."""
+        """Write the cache to a file; for the options see `kvkeep.host.saving.save`. To continue
+        from the file, set `attachment.cache = kvkeep.load(path, gpt)`."""
         save(self.cache, path, self.model, **options)
 
     def __enter__(self) -> Attachment:
@@ -64,15 +64,15 @@ class Attachment:
 
 
 def attach(gpt: GPT, spec: Specs, *, linears: bool = True) -> Attachment:
-    """Make forwards of `gpt` with `input_pos` use a kvkeep cache. `set_kv_cache` is not needed; the
-    dense mask of LitGPT's own cache is not allocated.
+    """Make forwards of `gpt` with `input_pos` use a kvkeep cache. `set_kv_cache` is not needed, and
+    the dense mask of LitGPT's own cache is not allocated.
 
-    A forward at position 0 begins a new cache, one at the next position continues it, and one at an
-    earlier position first removes the tokens from there on. Forwards without `input_pos`, such as
-    those of training, run as before.
+    A forward at position 0 begins a new cache; a forward at the next position continues it; a
+    forward at an earlier position first removes the tokens from that position on. Forwards without
+    `input_pos`, such as in training, run as before.
 
     Raises:
-        StateError: the model is attached already.
+        StateError: the model is already attached.
         UnsupportedError: kvkeep does not support its attention; the model is left unchanged.
         SpecError: the spec does not exist or does not fit the model.
     """
@@ -117,19 +117,19 @@ def detach(gpt: GPT) -> None:
 
 
 def attachment_of(gpt: GPT) -> Attachment | None:
-    """What `attach` returned for a model; None: it is not attached."""
+    """The attachment of a model; None: it is not attached."""
     found: Attachment | None = gpt.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def _no_mask(gpt: GPT, device: torch.device) -> Tensor:
-    """Stands for a mask in LitGPT's forward: one element, as kvkeep's attention uses none."""
+    """A placeholder for LitGPT's mask: one element, because kvkeep's attention uses no mask."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     return one.expand(1, 1, gpt.config.block_size, 1)
 
 
 def _renew(attachment: Attachment, *args: object, **options: object) -> None:
-    """Begin a new cache; `set_kv_cache` and `clear_kv_cache` of an attached model do only this."""
+    """Begin a new cache: all that an attached model's `set_kv_cache` and `clear_kv_cache` do."""
     attachment.cache = host_of(attachment.model).new_cache(attachment.spec)
 
 
@@ -142,7 +142,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In place of the model's `own` forward: one with `input_pos` is a forward of the attachment's
+    """Replaces the model's `own` forward: with `input_pos` it is a forward of the attachment's
     cache."""
     if input_pos is None:
         return own(idx, None, input_pos_maxp1, *args, **kwargs)
@@ -150,7 +150,7 @@ def _forward(
     if torch.compiler.is_compiling():
         tickets = attachment._tickets
         position = tickets[0].begin(idx, input_pos)
-        # Of these positions, so that the graph begins with that operation.
+        # Derived from these positions, so that the graph begins with that operation.
         place = position.long() if input_pos.dim() == 2 else position[0].long()
         attachment._traced.forward = Forward(tickets, position)
         out = own(idx, place.clamp(min=0), None, *args, **kwargs)
@@ -167,7 +167,7 @@ def _forward(
 
 
 def _enter(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
-    """Begin a forward of the attachment's cache; returns the positions as layers take them."""
+    """Begin a forward of the attachment's cache; return the positions for its layers."""
     position = _placed(attachment, ids, at)
     attachment.cache.begin(ids.shape[1])
     return position
@@ -178,16 +178,16 @@ def _layers(attachment: Attachment) -> Sequence[LayerCache]:
 
 
 def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
-    """Positions of ids (B, n) as layers take them, in a cache that holds the tokens before them.
+    """Positions of ids (B, n) for the layers of a cache, which holds the tokens before them.
 
     Args:
         at: `input_pos` as given, (n,) or (B, n).
 
     Raises:
-        ShapeError: they are not one for each token, do not ascend by one, or the model has none so
-            high.
-        StateError: the cache lacks tokens before the first of them.
-        RollbackError: the cache cannot remove the tokens from the first of them on.
+        ShapeError: there is not one position for each token, they do not ascend by one, or they
+            exceed the model's positions.
+        StateError: the cache lacks tokens before the first position.
+        RollbackError: the cache cannot remove the tokens from the first position on.
         UnsupportedError: the spec compresses a text, which the model's own forwards do not.
     """
     if ids.dim() != 2 or at.shape not in (ids.shape[1:], ids.shape):
@@ -210,28 +210,28 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
     if not wanted.expand(at.shape).equal(at.to(torch.int32)):
         raise ShapeError(
             f"input_pos {at.tolist()} does not follow the {cache.fed} columns of the cache, which "
-            f"go on at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
+            f"continue at {wanted.tolist()}; positions ascend by one in each row, and padding is -1"
         )
     return wanted
 
 
 def _require_no_compression(attachment: Attachment) -> None:
-    """Raise UnsupportedError if new caches are to compress a text by a second reading."""
+    """Raise UnsupportedError if the spec compresses a text by a second reading."""
     if compresses(host_of(attachment.model).new_cache(attachment.spec)):
         raise UnsupportedError(
-            f"{attachment.spec} compresses a text after it was read, by reading it again, and a "
-            "LitGPT model's own forwards only read it; give token ids to "
+            f"{attachment.spec} compresses a text by reading it a second time, but a LitGPT "
+            "model's own forwards read it only once; give token ids to "
             "kvkeep.PrefixStore().read(gpt, ids, spec=...), set attachment.cache to its cache, and "
             "go on from input_pos = cache.fed; or attach with another policy, such as h2o"
         )
 
 
 def _return_to(cache: ModelCache, columns: int) -> None:
-    """Remove the tokens that a cache was fed from a column on."""
+    """Remove the tokens of a cache from a column on."""
     if columns > cache.fed:
         raise StateError(
-            f"input_pos begins at {columns}, but the cache was fed {cache.fed} tokens; feed those "
-            "between first"
+            f"input_pos begins at {columns}, but the cache was fed {cache.fed} tokens; feed the "
+            "tokens in between first"
         )
     if columns < cache.fed:
         cache.rewind(columns)

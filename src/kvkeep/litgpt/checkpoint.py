@@ -1,4 +1,4 @@
-"""Load a LitGPT checkpoint directory: a model, its tokenizer, and perhaps an adapter."""
+"""Loads a LitGPT checkpoint directory: a model, its tokenizer, and optionally an adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvkeep.litgpt.lora import CONFIG, put_on, read_adapter
 WEIGHTS = "lit_model.pth"
 
 _MOST_POSITIONS = 1 << 24
-"""The largest context length: that of a table of rotations, which a file must not make larger."""
+"""Largest context length: bounds the table of rotations, whose size a file declares."""
 
 
 def load(
@@ -33,22 +33,22 @@ def load(
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> tuple[GPT, Any]:
-    """Load the model in a checkpoint directory of LitGPT, and its tokenizer. torch reads the
-    weights with `weights_only=True`, so no code in the file is run.
+    """Load the model and the tokenizer of a LitGPT checkpoint directory. torch reads the weights
+    with `weights_only=True`, so no code in the file runs.
 
     Args:
         name: the directory, with `model_config.yaml`, `lit_model.pth` and a tokenizer's files.
-        dtype: "auto" (that of the checkpoint) or a torch dtype, such as float32 or bf16.
-        device: a torch device; None: the accelerator if there is one, otherwise the CPU.
-        adapter: the directory of an adapter that `kvkeep finetune` wrote.
-        labels: must be None, since LitGPT has no models with a head for classes.
+        dtype: "auto" (the checkpoint's dtype) or a torch dtype, such as float32 or bf16.
+        device: a torch device; None: the accelerator if there is one, else the CPU.
+        adapter: directory of an adapter written by `kvkeep finetune`.
+        labels: must be None: LitGPT has no classification head.
 
     Returns:
-        The model, in evaluation, and transformers' tokenizer.
+        The model, in evaluation mode, and transformers' tokenizer.
 
     Raises:
-        UnsupportedError: a file is missing or damaged, or there are labels.
-        ModelError: there is no such dtype or device, or no tokenizer.
+        UnsupportedError: a file is missing or damaged, or `labels` are given.
+        ModelError: the dtype or device does not exist, or the tokenizer is missing.
     """
     if labels is not None:
         raise UnsupportedError(
@@ -86,7 +86,7 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
         ) from error
     found = found.get("model", found) if isinstance(found, dict) else found
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise UnsupportedError(f"{path} is no state dict of tensors; convert the checkpoint again")
+        raise UnsupportedError(f"{path} is not a state dict of tensors; convert it again")
     return found
 
 
@@ -94,7 +94,7 @@ def _built(directory: Path, weights: Mapping[str, Tensor]) -> GPT:
     try:
         config = Config.from_file(directory / CONFIG)
         layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-        if config.n_layer != len(layers):  # so that no file decides how many are built
+        if config.n_layer != len(layers):  # so that the config cannot decide how many are built
             raise ValueError(f"n_layer is {config.n_layer}, but there are {len(layers)} layers")
         if not 0 < config.block_size <= _MOST_POSITIONS:
             raise ValueError(f"block_size is {config.block_size}, not 1 to {_MOST_POSITIONS}")
@@ -104,7 +104,7 @@ def _built(directory: Path, weights: Mapping[str, Tensor]) -> GPT:
         with torch.device("meta"):
             gpt = GPT(config)
         gpt.load_state_dict(dict(weights), assign=True)
-        gpt.cos = gpt.sin = torch.empty(0)  # the caller computes them where the model goes
+        gpt.cos = gpt.sin = torch.empty(0)  # the caller computes them on the model's device
     except Exception as error:  # a config may have any fields
         raise UnsupportedError(
             f"{directory / CONFIG} does not describe {WEIGHTS}: "

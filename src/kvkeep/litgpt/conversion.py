@@ -1,5 +1,5 @@
-"""A LitGPT model as transformers lays it out: its weights, by LitGPT's own conversion, and the
-fields of transformers' config that follow from LitGPT's."""
+"""Converts a LitGPT model to transformers' layout: the weights, by LitGPT's own conversion, and the
+fields of transformers' config that follow from LitGPT's config."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _COPY: dict[str, Any] = {
     "qwen2": copy_weights_qwen_2_5,
     "qwen3": copy_weights_qwen_3,
 }
-"""LitGPT's conversions, by transformers' type of model. In each of these types every number that is
-no weight is a config field, or is the same in every model."""
+"""LitGPT's conversions, by transformers' model type. In each of these types, every number that is
+not a weight is a config field or is the same in all models."""
 
 _FREE = {
     "hf_config",
@@ -40,7 +40,7 @@ _FREE = {
     "padded_vocab_size",
     "padding_multiple",
     "vocab_size",
-    # which weights there are
+    # which weights exist
     "attn_bias",
     "bias",
     # compared as config fields, and as windows of layers
@@ -50,7 +50,7 @@ _FREE = {
     "sliding_window_indices",
     "sliding_window_size",
 }
-"""The fields of LitGPT's config that may differ between models of one type."""
+"""Fields of LitGPT's config that may differ between models of one type."""
 
 _LLAMA3 = {
     "factor": "factor",
@@ -58,36 +58,36 @@ _LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_seq_len": "original_max_position_embeddings",
 }
-"""LitGPT's adjustments of rotary frequencies as in Llama 3 -> transformers' names."""
+"""Parameters of Llama 3's rotary frequencies: LitGPT's names -> transformers' names."""
 
 
 def as_transformers(gpt: GPT, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """A model as transformers' model of a type.
+    """Describe a model as a transformers model of a given type.
 
     Args:
-        kind: transformers' type of model.
+        kind: transformers' model type.
 
     Returns:
-        The weights by transformers' names, most of them views of its own; and every config field of
-        the type whose value no shape of a weight decides, with the sizes. None if the model is not
-        of that type, or has weights of adapters.
+        The weights by transformers' names, most of them views of the model's own; and all config
+        fields of the type that weight shapes do not determine, with the sizes. None if the model is
+        not of that type, or has an adapter's weights.
     """
     if kind not in _COPY or type(gpt) is not GPT:
         return None
     fields = _fields(gpt.config, kind)
     if fields is None:
         return None
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     try:
         held = {name: x.detach() for name, x in named_weights(gpt).items()}
-        _COPY[kind](gpt.config, found, held)
+        _COPY[kind](gpt.config, weights, held)
     except (KeyError, NotImplementedError, RuntimeError, ValueError):  # of another type
         return None
-    return found, fields
+    return weights, fields
 
 
 def _fields(config: Config, kind: str) -> dict[str, Any] | None:
-    """The config fields of a type; None: LitGPT's config describes no model of it."""
+    """The config fields of a type; None: LitGPT's config does not describe a model of it."""
     rope = _rope(config)
     usual = Config(
         n_layer=1,
@@ -117,7 +117,7 @@ def _fields(config: Config, kind: str) -> dict[str, Any] | None:
 
 
 def _rope(config: Config) -> dict[str, Any] | None:
-    """transformers' rope parameters; None: kvkeep does not know them."""
+    """transformers' rope parameters; None: kvkeep does not support this rotary embedding."""
     theta, adjusted = config.rope_base, config.rope_adjustments
     if adjusted is None:
         return {"rope_type": "default", "rope_theta": theta}

@@ -1,4 +1,4 @@
-"""What a LitGPT model computes, with attention by the layers of a cache."""
+"""Runs a LitGPT model with attention by the layers of a cache."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvkeep.host import LayerStep, Narrowed
 from kvkeep.layer.step import StepInputs
 
 _ATTENTION = (CausalSelfAttention, LoRAAttention, MultiheadLatentAttention)
-_INSTEAD = "scaled_dot_product_attention"  # the method of an attention that is replaced
+_INSTEAD = "scaled_dot_product_attention"  # the attention's method that kvkeep replaces
 
 
 @dataclass
 class Forward:
-    """One forward: what attends in each layer, and the positions, int32 (n,), or (B, n) with -1 for
-    padding. `handed` holds keys and values between a layer's cache and its attention."""
+    """One forward: the step of each layer, and the positions, int32 (n,), or (B, n) with -1 for
+    padding. `handed` passes keys and values from a layer's cache to its attention."""
 
     steps: Sequence[LayerStep]
     position: Tensor
@@ -40,30 +40,30 @@ class Forward:
 
 @dataclass
 class Traced:
-    """The forward that torch.compile traces, which no context variable may hold then."""
+    """The forward that torch.compile is tracing; context variables cannot be traced."""
 
     forward: Forward | None = None
 
     def current(self) -> Forward | None:
-        """The forward that this thread is in; None: none through a kvkeep cache."""
+        """This thread's current forward; None: it is not in a kvkeep forward."""
         return self.forward if torch.compiler.is_compiling() else FORWARD.get()
 
 
 FORWARD: ContextVar[Forward | None] = ContextVar("kvkeep_litgpt_forward", default=None)
-"""The forward that this thread is in; None: none through a kvkeep cache."""
+"""This thread's current forward; None: it is not in a kvkeep forward."""
 
 
 class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
-    """Stands in an attention's place for a cache, and keeps what it is given for the attention
-    that follows."""
+    """Replaces an attention's cache, and passes the keys and values that it receives to the
+    attention that follows."""
 
     def __init__(self, index: int, before: KVCache | None, traced: Traced) -> None:
-        nn.Module.__init__(self)  # without the buffers of a KVCache
+        nn.Module.__init__(self)  # without a KVCache's buffers
         self.index, self.traced = index, traced
-        self.before = (before,)  # in a tuple, so that it is no submodule
+        self.before = (before,)  # in a tuple, so that it does not become a submodule
 
     def forward(self, input_pos: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values, (B, H, n, D), as they are."""
+        """Return keys and values, (B, H, n, D), unchanged."""
         forward = self.traced.current()
         if forward is None:
             raise StateError(
@@ -74,7 +74,7 @@ class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
         return k, v
 
     def reset_parameters(self) -> None:
-        """It has none."""
+        """Nothing to do: there are no parameters."""
 
 
 class Attention:
@@ -89,8 +89,8 @@ class Attention:
         self.softcap = config.attention_logit_softcapping
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q (B, Hq, n, D) -> (B, n, Hq, D). Keys and values of a cache are taken from where the
-        layer handed them over, before it repeated their heads."""
+        """q (B, Hq, n, D) -> (B, n, Hq, D). In a kvkeep forward, keys and values are those of the
+        layer's `Handover`, taken before their heads were repeated."""
         forward = self.traced.current()
         handed = None if forward is None else forward.handed.pop(self.index, None)
         if forward is None or handed is None:
@@ -105,21 +105,21 @@ def attentions(gpt: GPT) -> list[Any]:
     """The attention of each layer.
 
     Raises:
-        UnsupportedError: one computes something else than LitGPT's own, such as an adapter's.
+        UnsupportedError: an attention is not LitGPT's own, such as an adapter's.
     """
-    found = [block.attn for block in gpt.transformer.h]
-    for index, module in enumerate(found):
+    modules = [block.attn for block in gpt.transformer.h]
+    for index, module in enumerate(modules):
         if type(module) not in _ATTENTION:
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise UnsupportedError(
                 f"kvkeep cannot attach this GPT: the attention of layer {index} is a {kind}; use "
                 "the models of litgpt.model or litgpt.lora"
             )
-    return found
+    return modules
 
 
 def route(gpt: GPT, traced: Traced | None = None) -> None:
-    """Let every layer's attention run the steps of the current forward, where there is one."""
+    """Make every layer's attention run the step of the current forward, if there is one."""
     traced = Traced() if traced is None else traced
     for index, module in enumerate(attentions(gpt)):
         before = module.kv_cache
@@ -132,7 +132,7 @@ def unroute(gpt: GPT) -> None:
     """Undo `route`."""
     for module in attentions(gpt):
         (before,) = module.kv_cache.before
-        del module.kv_cache  # so that what was no submodule becomes none
+        del module.kv_cache  # unregisters the `Handover` as a submodule
         module.kv_cache = before
         module.__dict__.pop(_INSTEAD, None)
 
@@ -145,11 +145,12 @@ def is_routed(gpt: GPT) -> bool:
 NARROWED: ContextVar[tuple[int, Callable[[], Narrowed]] | None] = ContextVar(
     "kvkeep_litgpt_narrowed", default=None
 )
-"""From which layer on this thread's forwards compute only the tokens that a function returns."""
+"""(layer, function): from that layer on, this thread's forwards compute only the tokens that the
+function returns."""
 
 
 def run(gpt: GPT, ids: Tensor, forward: Forward) -> Tensor:
-    """Feed ids (B, n); returns what `ln_f` returns, (B, n, width)."""
+    """Feed ids (B, n); return the output of `ln_f`, (B, n, width)."""
     narrowed = NARROWED.get()
     with running(gpt, forward):
         x = embedded(gpt, ids)
@@ -159,13 +160,13 @@ def run(gpt: GPT, ids: Tensor, forward: Forward) -> Tensor:
                 x = x[:, chosen.indices.to(x.device)]
                 forward.position = chosen.positions.to(torch.int32)
             x = block(gpt, index, x, forward.position)
-        found: Tensor = gpt.transformer.ln_f(x)
-        return found
+        normed: Tensor = gpt.transformer.ln_f(x)
+        return normed
 
 
 @contextmanager
 def running(gpt: GPT, forward: Forward) -> Iterator[None]:
-    """A forward of this thread."""
+    """A context for a forward of this thread."""
     if not is_routed(gpt):
         raise StateError("this GPT is not attached; call kvkeep.attach(gpt)")
     token = FORWARD.set(forward)
@@ -176,7 +177,7 @@ def running(gpt: GPT, forward: Forward) -> Iterator[None]:
 
 
 def require_positions(gpt: GPT, count: int) -> None:
-    """Raise ShapeError if a model has fewer positions than `count`."""
+    """Raise ShapeError if the model has fewer than `count` positions."""
     most = len(gpt.cos)
     if count > most:
         raise ShapeError(
@@ -186,7 +187,7 @@ def require_positions(gpt: GPT, count: int) -> None:
 
 
 def embedded(gpt: GPT, ids: Tensor) -> Tensor:
-    """The first layer's input, (B, n, width), of ids (B, n)."""
+    """The first layer's input, (B, n, width), for ids (B, n)."""
     x: Tensor = gpt.transformer.wte(ids)
     if gpt.config.scale_embeddings:
         x = x * torch.tensor(gpt.config.n_embd**0.5, dtype=x.dtype)
@@ -207,7 +208,7 @@ def block(gpt: GPT, index: int, x: Tensor, position: Tensor) -> Tensor:
 
 
 def logits(gpt: GPT, x: Tensor) -> Tensor:
-    """The logits (..., V) of what `ln_f` returned, (..., width)."""
-    found: Tensor = gpt.lm_head(x)
+    """The logits (..., V) for outputs of `ln_f`, (..., width)."""
+    unbounded: Tensor = gpt.lm_head(x)
     most = gpt.config.final_logit_softcapping
-    return found if most is None else do_softcapping(found, most)
+    return unbounded if most is None else do_softcapping(unbounded, most)

@@ -58,7 +58,7 @@ class LitGPTHost(Host):
         super().__init__(model)
         self._config = model.config
 
-    # -- what the model is like -------------------------------------------------------------
+    # -- the model --------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class LitGPTHost(Host):
             return [None] * config.n_layer
         if width % 2 or len(cos) < 2:
             raise UnsupportedError(f"{width} rotated dimensions of keys, or no second position")
-        if cos.dtype.itemsize < torch.float32.itemsize:  # too coarse to read frequencies from
+        if cos.dtype.itemsize < torch.float32.itemsize:  # too coarse to derive frequencies
             cos, sin = self.model.rope_cache(device=cos.device)
         # At position 1 the angle is the frequency, which is at most 1.
         angle = torch.atan2(sin[1].double(), cos[1].double())[: width // 2]
@@ -151,7 +151,7 @@ class LitGPTHost(Host):
         self._fed(ids, cache, position)
 
     def _fed(self, ids: Tensor, cache: ModelCache, position: Tensor | None) -> Tensor:
-        """What `ln_f` returns, (B, n, width), for ids (B, n) fed to a cache."""
+        """Feed ids (B, n) to a cache; return the output of `ln_f`, (B, n, width)."""
         last = cache.fed + ids.shape[1] if position is None else int(position[-1]) + 1
         require_positions(self.model, last)
         cache.begin(ids.shape[1])
@@ -205,7 +205,7 @@ class LitGPTHost(Host):
 
 
 class _Layerwise(Layerwise):
-    """A `GPT` run layer by layer. Inside the context its attention is kvkeep's."""
+    """A `GPT` run layer by layer. Inside the context kvkeep computes its attention."""
 
     model: GPT
     _routed = False
@@ -233,8 +233,8 @@ class _Layerwise(Layerwise):
             return block(self.model, index, hidden, position)
 
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
-        found: Tensor = self.model.transformer.ln_f(output)
-        return found
+        normed: Tensor = self.model.transformer.ln_f(output)
+        return normed
 
     def logits(self, columns: slice, output: Tensor) -> Tensor:
         return logits(self.model, self.hidden(columns, output))

@@ -1,5 +1,5 @@
-"""An attached GPT in a compiled graph: the beginning of a forward, and each layer's step, are
-opaque operations, which find the cache of the attachment when the graph runs."""
+"""An attached GPT in a compiled graph: the beginning of a forward and each layer's step are opaque
+operations, which look up the attachment's cache when the graph runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Begin = Callable[[Tensor, Tensor], Tensor]
 
 
 class LayerSteps:
-    """A layer's steps, in whichever cache there is when the graph runs.
+    """A layer's steps, in the cache that is current when the graph runs.
 
     Args:
         layers: returns the layers of that cache.
@@ -51,10 +51,10 @@ class LayerSteps:
 
 
 class LayerTicket(Ticket):
-    """A ticket for a layer; that of the first begins a forward."""
+    """A ticket for a layer; the first layer's ticket also begins a forward."""
 
     def __init__(self, steps: LayerSteps) -> None:
-        self._steps = steps  # an operation knows it only weakly
+        self._steps = steps  # kept alive here: an operation refers to it only weakly
         super().__init__(steps)
 
     def begin(self, ids: Tensor, at: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""LitGPT's LoRA on a model in memory, and the files of an adapter that LitGPT reads too.
+"""LitGPT's LoRA on a model in memory, and adapter files that LitGPT can read too.
 
-LitGPT keeps an adapter as a pickle, `lit_model.pth.lora`. kvkeep reads a safetensors file beside it
-instead; the pickle is written for LitGPT's own commands.
+LitGPT stores an adapter as a pickle, `lit_model.pth.lora`. kvkeep reads a safetensors file beside
+it instead; it writes the pickle only for LitGPT's own commands.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ TOKENIZER = (
     "tokenizer_config.json",
 )
 TARGETS = ("query", "key", "value", "projection", "mlp", "head")
-"""What LitGPT can adapt: the parts of an attention's first layer, its last one, the layers of the
-feed-forward part, and the language model head."""
+"""The parts that LitGPT can adapt: query, key, value and output projections of attention, the
+feed-forward layers, and the language model head."""
 
 _SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", *(f"lora_{name}" for name in TARGETS))
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the files of an adapter say: LitGPT's settings, and the tensors by LitGPT's names."""
+    """The contents of an adapter's files: LitGPT's settings, and tensors by LitGPT's names."""
 
     directory: Path
     settings: dict[str, Any]
@@ -54,14 +54,14 @@ class Adapter:
 def adapted(
     gpt: GPT, *, rank: int, alpha: int, dropout: float = 0.0, targets: list[str] | None = None
 ) -> lora.GPT:
-    """A model with an adapter that changes nothing yet. It shares the weights of `gpt`, which are
-    frozen; the adapter has their dtype.
+    """A model with a new adapter, which does not change its outputs yet. It shares the weights of
+    `gpt`, which are frozen; the adapter has their dtype.
 
     Args:
-        targets: of `TARGETS`; None: all but the head.
+        targets: names from `TARGETS`; None: all but the head.
 
     Raises:
-        UnsupportedError: there is no such target, or the model has an adapter already.
+        UnsupportedError: a target does not exist, or the model already has an adapter.
     """
     chosen = list(TARGETS[:-1]) if targets is None else targets
     if unknown := set(chosen) - set(TARGETS):
@@ -83,9 +83,9 @@ def adapter_weights(gpt: lora.GPT) -> dict[str, Tensor]:
 
 
 def describe_adapter(gpt: lora.GPT, directory: Path) -> None:
-    """Write all but `ADAPTER`: the config and the settings, LitGPT's own file of the adapter, and
-    the tokenizer of the checkpoint that the model was loaded from. So the directory is one that
-    `litgpt merge_lora` takes."""
+    """Write all adapter files but `ADAPTER`: the config and the settings, LitGPT's own adapter
+    file, and the tokenizer of the checkpoint that the model was loaded from. `litgpt merge_lora`
+    accepts the directory."""
     base: Path | None = getattr(gpt, "checkpoint_dir", None)
     plain = {name: x for name, x in asdict(gpt.config).items() if name not in _SETTINGS}
     save_config(Config(**plain), directory)
@@ -101,19 +101,19 @@ def describe_adapter(gpt: lora.GPT, directory: Path) -> None:
 
 
 def with_adapter(gpt: GPT, directory: Path) -> lora.GPT:
-    """A model with an adapter that `kvkeep finetune` wrote; the weights of `gpt` are shared.
+    """A model with an adapter written by `kvkeep finetune`; it shares the weights of `gpt`.
 
     Raises:
-        UnsupportedError: the files are missing or damaged, or are of another model.
+        UnsupportedError: the files are missing or damaged, or belong to another model.
     """
     return put_on(gpt, read_adapter(directory))
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """The files of an adapter that `kvkeep finetune` wrote.
+    """Read the files of an adapter written by `kvkeep finetune`.
 
     Raises:
-        UnsupportedError: they are missing or damaged.
+        UnsupportedError: the files are missing or damaged.
     """
     try:
         given = json.loads(whole(directory / SETTINGS, _MOST_SETTINGS))
@@ -128,23 +128,23 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def put_on(gpt: GPT, adapter: Adapter) -> lora.GPT:
-    """A model with an adapter; the weights of `gpt` are shared.
+    """A model with an adapter; it shares the weights of `gpt`.
 
     Raises:
-        UnsupportedError: the adapter is of another model.
+        UnsupportedError: the adapter belongs to another model.
     """
-    # Its tensors are compared before any is allocated, since a file says how large they are.
+    # Compare before allocating: the file declares the sizes of its tensors.
     planned = adapter_weights(_planned(gpt, adapter.settings))
     _require_same(adapter.weights, planned, adapter.directory)
-    found = _with_adapter(gpt, adapter.settings)
+    model = _with_adapter(gpt, adapter.settings)
     with torch.no_grad():
-        for name, x in adapter_weights(found).items():
+        for name, x in adapter_weights(model).items():
             x.copy_(adapter.weights[name])
-    return found.eval()
+    return model.eval()
 
 
 def _planned(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
-    """A model with an adapter, on the meta device."""
+    """A model with an adapter on the meta device."""
     config = lora.Config(**asdict(gpt.config), **settings)
     with torch.device("meta"):
         return lora.GPT(config)
@@ -168,13 +168,13 @@ def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
 
 
 def _require_settings(settings: Mapping[str, Any], directory: Path) -> None:
-    """Raise UnsupportedError if the settings of an adapter, from a file, are not what they may
-    be."""
+    """Raise UnsupportedError if an adapter's settings, read from a file, have wrong types or
+    values."""
     limits: dict[str, tuple[type, float]] = dict.fromkeys(_SETTINGS, (bool, 1.0))
     limits.update(lora_r=(int, 1 << 16), lora_alpha=(int, 1 << 31), lora_dropout=(float, 1.0))
     for name, (kind, most) in limits.items():
         value = settings[name]
-        fits = type(value) is kind  # a truth value is no number
+        fits = type(value) is kind  # bool is a subclass of int, but not a number here
         if not fits or not 0 <= value <= most:
             raise UnsupportedError(
                 f"{directory / SETTINGS}: {name} is {value!r:.40}, not a {kind.__name__} of at "
@@ -182,9 +182,9 @@ def _require_settings(settings: Mapping[str, Any], directory: Path) -> None:
             )
 
 
-def _require_same(found: Mapping[str, Tensor], own: Mapping[str, Tensor], directory: Path) -> None:
-    """Raise UnsupportedError if tensors have other names or shapes than a model's adapter."""
-    shapes = [{name: tuple(x.shape) for name, x in one.items()} for one in (found, own)]
+def _require_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor], directory: Path) -> None:
+    """Raise UnsupportedError if tensors differ in names or shapes from a model's adapter."""
+    shapes = [{name: tuple(x.shape) for name, x in one.items()} for one in (given, own)]
     if shapes[0] != shapes[1]:
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))[:3]
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""KVKeepBackend: Mellea's local backend, with a model that is attached to kvkeep."""
+"""KVKeepBackend: Mellea's local backend with a model attached to kvkeep."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ _T = TypeVar("_T")
 
 @final
 class KVKeepBackend(LocalHFBackend):
-    """Mellea's local backend, with a model that is attached to kvkeep.
+    """Mellea's local backend with a model attached to kvkeep.
 
     The keys and values of a prompt's prefix are reused if an earlier prompt or answer started with
     it. Texts marked by `CBlock(text, cache=True)`, and components marked by `kvkeep.mellea.cached`,
-    are blocks, whose keys and values are reused in any place and order where the prompt contains
-    them verbatim: see `kvkeep.blocks`. Where an adapter is activated by an invocation (aLoRA), what
-    stands before it is the base model's. The model option `kvkeep.mellea.CACHING` of a call, a
-    `Caching`, changes how that call caches. In all other respects this is a `LocalHFBackend`. As a
-    context manager it closes on exit.
+    are blocks: their keys and values are reused in any place and order where a prompt contains them
+    verbatim; see `kvkeep.blocks`. If an invocation activates an adapter (aLoRA), the tokens before
+    it are the base model's. A call's model option `kvkeep.mellea.CACHING`, a `Caching`, changes how
+    that call caches. In all other respects this is a `LocalHFBackend`. As a context manager it
+    closes on exit.
 
     Args:
         model: the model, on its device; it stays attached until `close`.
         tokenizer: a tokenizer with a chat template.
         store: the store for prompts and blocks, which may be shared; None: a new one.
-        recompute: which tokens of blocks are recomputed: see `kvkeep.blocks.prefill`.
+        recompute: which tokens of blocks are recomputed; see `kvkeep.blocks.prefill`.
         namespace: namespace of the store's entries.
         spec: spec of the caches.
         sequences: most calls that are answered at once, by a `kvkeep.Batch`; 1: one after the
@@ -69,9 +69,10 @@ class KVKeepBackend(LocalHFBackend):
         options: keyword arguments of `LocalHFBackend`, such as `model_options=`.
 
     Raises:
-        StateError: the model is attached already.
+        StateError: the model is already attached.
         SpecError: `recompute`, `sequences` or the spec is invalid.
-        UnsupportedError: transformers is 5.24 or newer; or see `kvkeep.attach`.
+        UnsupportedError: transformers is 5.24 or newer, or `kvkeep.attach` does not support the
+            model.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class KVKeepBackend(LocalHFBackend):
     ) -> None:
         if OF_GENERATE == "cache":
             raise UnsupportedError(
-                f"Mellea 0.8 does not know transformers {transformers.__version__}, which gives "
-                "caches another name in its outputs; install 'transformers<5.24'"
+                f"Mellea 0.8 does not support transformers {transformers.__version__}, which "
+                "renames the cache in its outputs; install 'transformers<5.24'"
             )
         parsed(recompute)
         if sequences < 1:
@@ -198,7 +199,7 @@ class KVKeepBackend(LocalHFBackend):
             )
             return template.text
 
-        # Of an adapter that is a part of the model, the chat template decides.
+        # If the adapter is part of the model, the chat template decides.
         apart = adapter is not None and not isinstance(adapter.weights, EmbeddedBinding)
         call = self._call(model_options, view if apart else [], render)
         with calling(self._model, [call]):
@@ -246,17 +247,17 @@ class KVKeepBackend(LocalHFBackend):
         *,
         special: bool = False,
     ) -> Call:
-        """How a prompt is cached, and its blocks.
+        """A prompt's caching options and its blocks.
 
         Args:
-            options: the call's model options, with the backend's.
-            spans: what the prompt is made of.
-            render: renders it as Mellea will.
+            options: the call's model options, merged with the backend's.
+            spans: the parts of the prompt.
+            render: renders the prompt as Mellea will.
             special: whether the tokenizer adds its special tokens.
 
         Raises:
             SpecError: the call's `Caching` is invalid.
-            StateError: it has one, but the backend is closed.
+            StateError: the call has a `Caching`, but the backend is closed.
         """
         given = caching_in(options)
         if self._closed and CACHING in options:
@@ -266,7 +267,7 @@ class KVKeepBackend(LocalHFBackend):
             )
         caching = given.over(self._caching)
         if given.spec is not None:
-            host_of(self._model).new_cache(given.spec)  # raises if it does not fit
+            host_of(self._model).new_cache(given.spec)  # raises if the spec does not fit the model
         blocks = None
         if caching.reuse and not self._closed:
             blocks = encoded(self._tokenizer, self.formatter, spans, render, special=special)
@@ -275,7 +276,7 @@ class KVKeepBackend(LocalHFBackend):
     def _described(
         self, options: dict[str, Any], ctx: Context, actions: Sequence[Any]
     ) -> list[Any]:
-        """The tools that the model is told of."""
+        """The tools described to the model."""
         tools: dict[str, AbstractMelleaTool[..., Any]] = {}
         add_tools_from_model_options(tools, options)
         add_tools_from_context_actions(tools, ctx.actions_for_available_tools())
@@ -300,8 +301,8 @@ class KVKeepBackend(LocalHFBackend):
 
 @contextmanager
 def _errors_streamed(streamer: Any) -> Iterator[None]:
-    """Pass an error on to those who wait for a stream, and end it. Otherwise they would wait until
-    the time for a piece of text is over."""
+    """Forward an error to the consumers of a stream and end the stream. Otherwise they would wait
+    until their timeout."""
     try:
         yield
     except Exception as error:
@@ -313,7 +314,7 @@ def _errors_streamed(streamer: Any) -> Iterator[None]:
 
 @final
 class _Template:
-    """Stands for a tokenizer where Mellea applies its chat template, and keeps the text."""
+    """Replaces a tokenizer where Mellea applies its chat template, and keeps the rendered text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, render: Callable[..., str]) -> None:
         self._tokenizer, self._render = tokenizer, render

@@ -1,4 +1,4 @@
-"""Caching: how one call of a backend caches, given in its model options."""
+"""Caching: the model option that says how one call of a backend caches."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvkeep.host import Specs
 from kvkeep.store import PrefixStore
 
 CACHING = "kvkeep"
-"""The key of model options whose value is a `Caching`."""
+"""Key of the model option whose value is a `Caching`."""
 
 
 @dataclass(frozen=True)
 class Caching:
-    """How a call caches. What is None is as the backend has it.
+    """How a call caches. Fields that are None take the backend's values.
 
     Args:
         spec: spec of its caches.
         store: the store for its prompt and blocks.
         namespace: namespace of the store's entries.
-        recompute: which tokens of blocks are recomputed: see `kvkeep.blocks.prefill`.
-        reuse: False: it neither takes anything from a store nor leaves anything there.
+        recompute: which tokens of blocks are recomputed; see `kvkeep.blocks.prefill`.
+        reuse: False: the call neither reads from a store nor writes to it.
 
     Raises:
-        SpecError: a `recompute` that does not exist.
+        SpecError: `recompute` is invalid.
     """
 
     spec: Specs | None = None
@@ -41,14 +41,14 @@ class Caching:
             parsed(self.recompute)
 
     def over(self, default: Resolved) -> Resolved:
-        """With a backend's choices where it makes none."""
+        """Fill unset options from the backend's defaults."""
         chosen = {name: value for name, value in vars(self).items() if value is not None}
         return replace(default, **chosen)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """How a call caches: see `Caching`."""
+    """A call's caching options without unset fields; see `Caching`."""
 
     spec: Specs
     store: PrefixStore
@@ -58,10 +58,10 @@ class Resolved:
 
 
 def caching_in(options: Mapping[str, Any]) -> Caching:
-    """How the model options of a call say to cache.
+    """Read the `Caching` from a call's model options.
 
     Raises:
-        SpecError: the value is no `Caching`.
+        SpecError: the value is not a `Caching`.
     """
     given = options.get(CACHING)
     if given is None:

@@ -1,4 +1,4 @@
-"""Call: a prompt that Mellea generates from, with its blocks, its store and its report."""
+"""Call: a prompt for Mellea's `generate`, with its blocks, its store and its report."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ with needed_by("kvkeep.mellea", "mellea"):
 
 _KEY = "kvkeep"  # key of the report in an answer's log
 _SHOWN = 40  # characters of a block shown in a report
-_OTHER = "Mellea's prompt differs from the one in which the blocks were found"
+_OTHER = "Mellea's prompt differs from the prompt in which the blocks were found"
 
 
 @final
 class Call:
-    """A prompt, and how it is cached. It is the store that `generate` uses for this prompt.
+    """A prompt and its caching options. It is the store that `generate` uses for this prompt.
 
     Args:
-        caching: how it is cached.
-        encoded: its tokens and blocks, if it has marked texts.
-        seed: of random numbers, if one was given.
+        caching: caching options.
+        encoded: the prompt's tokens and blocks, if it has marked texts.
+        seed: seed of random numbers, if given.
 
     Attributes:
-        report: the sources of its keys and values, set after the prefill.
+        report: sources of the prompt's keys and values, set after the prefill.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Call:
         self.report: Report | None = None
 
     def blocks_of(self, prompt: Tensor) -> Encoded | None:
-        """Its blocks, if the prompt (n,) is the one in which they were found."""
+        """The blocks, if `prompt` (n,) is the prompt in which they were found; otherwise None."""
         encoded = self.encoded
         return encoded if encoded and encoded.input_ids[0].equal(prompt.cpu()) else None
 
@@ -60,10 +60,10 @@ class Call:
         chunk: int | None,
         capacity: int | None,
     ) -> ModelCache:
-        """A cache that holds all tokens (n,) but the last."""
+        """A cache of all tokens (n,) but the last."""
         if self.blocks_of(tokens) is not None:
             return self.join(model, spec=spec, capacity=capacity)
-        cache, found = self.caching.store.read(
+        cache, stored = self.caching.store.read(
             model,
             tokens[:-1],
             prompt=tokens,
@@ -72,7 +72,7 @@ class Call:
             chunk=chunk,
             capacity=capacity,
         )
-        self.read(cache, cache.fed, found)
+        self.read(cache, cache.fed, stored)
         return cache
 
     def prefill_rows(
@@ -85,8 +85,8 @@ class Call:
         chunk: int | None,
         capacity: int | None,
     ) -> ModelCache | None:
-        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
-        are too few."""
+        """A cache with a row for each prompt (n,), of the tokens that all prompts begin with; None:
+        there are too few."""
         return self.caching.store.prefill_rows(
             model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
         )
@@ -107,7 +107,7 @@ class Call:
         return cache
 
     def read(self, cache: ModelCache, tokens: int, found: int) -> None:
-        """Report that so many tokens were read without blocks, of which `found` were stored."""
+        """Report that `tokens` tokens were read without blocks, `found` of them from the store."""
         compressed = compressed_tokens(cache)
         exact = 0 if compressed else found
         unused = [
@@ -119,7 +119,7 @@ class Call:
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
-        """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
+        """Store the tokens (n,) of a cache; return how many of them are stored."""
         return self.caching.store.learn(model, tokens, cache, namespace=namespace)
 
     def tell(self, answer: ModelOutputThunk[Any], log: GenerateLog | None) -> None:
@@ -132,7 +132,7 @@ class Call:
             usage["prompt_tokens_details"] = {"cached_tokens": self.report.cached}
 
     def follow(self, answer: ModelOutputThunk[Any]) -> None:
-        """Have the report added to an answer when Mellea has finished it."""
+        """Arrange that the report is added to an answer when Mellea has finished it."""
         assert answer._gen.post_process is not None
         answer._gen.post_process = partial(_finish, answer._gen.post_process, self)
 
@@ -158,14 +158,14 @@ _CALLS: ContextVar[Sequence[Call]] = ContextVar("kvkeep_mellea_calls", default=(
 
 
 def current_calls() -> Sequence[Call]:
-    """The calls for which this thread or task generates, one for each prompt."""
+    """The calls that this thread or task is generating, one for each prompt."""
     return _CALLS.get()
 
 
 @contextmanager
 def calling(model: PreTrainedModel, calls: Sequence[Call]) -> Iterator[None]:
-    """Within this context, `generate` is called for these prompts. Tasks and threads that are
-    started in it inherit that."""
+    """A context in which `generate` is called for these prompts. Tasks and threads started in it
+    inherit the calls."""
     caching = calls[0].caching
     settings = Settings(
         caching.spec,

@@ -1,4 +1,4 @@
-"""Texts that are marked for reuse, and where they are in the prompts that Mellea renders."""
+"""Locates texts that are marked for reuse in the prompts that Mellea renders."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _S = TypeVar("_S", bound="CBlock | Component[Any]")
 
 
 def cached(part: _S) -> _S:
-    """Mark a part of prompts for reuse, as `cache=True` marks a `CBlock`: what Mellea renders of it
-    is a block.
+    """Mark a part of prompts for reuse, as `cache=True` marks a `CBlock`. The text that Mellea
+    renders for it becomes a block.
 
     Args:
         part: a component, such as a `Message` or a `Document`, or a `CBlock`.
@@ -37,7 +37,7 @@ def cached(part: _S) -> _S:
         The same part.
 
     Raises:
-        SpecError: it is neither.
+        SpecError: it is neither a component nor a `CBlock`.
     """
     if isinstance(part, CBlock):
         part.cache = True
@@ -45,7 +45,7 @@ def cached(part: _S) -> _S:
         setattr(part, _MARKED, True)
     else:
         raise SpecError(
-            f"{type(part).__name__} is no part of a prompt; give a CBlock or a component, such as "
+            f"{type(part).__name__} is not a prompt's part; give a CBlock or a component such as "
             "Document(text)"
         )
     return part
@@ -53,21 +53,21 @@ def cached(part: _S) -> _S:
 
 @final
 class Reader:
-    """Renders parts with marks around those that are to be reused.
+    """Renders parts, with marks around the parts to be reused.
 
     Args:
-        formatter: renders them as Mellea does.
+        formatter: renders parts as Mellea does.
         marks: the marks of this rendering.
 
     Attributes:
-        formatter: one that renders them with marks.
-        keys: what the marked texts are of, one for each of `marks.texts`.
+        formatter: a formatter that renders them with marks.
+        keys: the key of the marked part of each of `marks.texts`.
     """
 
     def __init__(self, formatter: ChatFormatter, marks: Marks) -> None:
         self.marks, self.keys = marks, list[Hashable]()
         self.formatter = copy(formatter)
-        # TemplateFormatter renders parts of parts by a method of its own.
+        # TemplateFormatter renders nested parts by another method.
         method = "_stringify" if hasattr(formatter, "_stringify") else "print"
         plain = getattr(type(formatter), method)
 
@@ -78,15 +78,15 @@ class Reader:
         setattr(self.formatter, method, render)
 
     def marked(self, key: Hashable, text: str) -> str:
-        """The text of the part with a key, with marks around it."""
+        """A part's text with marks around it; `key` identifies the part."""
         if not text.strip():
             return text
         self.keys.append(key)
         return self.marks.put(marked(Block(text)))
 
     def message(self, message: Message) -> Message:
-        """A message whose text, and those of its documents, have marks around them if they are
-        marked. Adapters read these attributes, and no formatter."""
+        """A message with marks around its text and its documents' texts if they are marked.
+        Adapters read these attributes without a formatter."""
         (content, *_), twin = message.parts(), copy(message)
         if _is_marked_component(message):
             twin.content = self.marked(id(message), message.content)
@@ -111,10 +111,10 @@ def encoded(
     *,
     special: bool,
 ) -> Encoded | None:
-    """The tokens of a prompt, and its blocks; None if nothing in it is marked.
+    """The tokens and blocks of a prompt; None if nothing in it is marked.
 
     Args:
-        spans: what the prompt is made of.
+        spans: the parts of the prompt.
         render: renders the prompt as Mellea will, by the reader's formatter.
         special: whether the tokenizer adds its special tokens.
     """
@@ -128,9 +128,9 @@ def encoded(
         with _reading(reader):
             return render(reader)
 
-    text, found = located(with_marks)
-    # A component may read a text more often than it renders it; some reads are not in the text.
-    read = list(zip(readers[0].keys, found, strict=True))
+    text, locations = located(with_marks)
+    # A component may read a text more often than it renders it, so some reads have no location.
+    read = list(zip(readers[0].keys, locations, strict=True))
     placed = {key for key, place in read if isinstance(place, Mark)}
     lost = {
         key: Refused(formatter.print(part).strip(), _LOST)
@@ -151,7 +151,7 @@ def _is_marked_component(part: Any) -> bool:
 
 
 def _key_of(part: Span) -> Hashable:
-    """What identifies a marked part: a block's text, since components may build blocks anew."""
+    """The identity of a marked part: a block's text, since components may create blocks anew."""
     return (part.value or "").strip() if isinstance(part, CBlock) else id(part)
 
 
@@ -169,10 +169,10 @@ def _marked_in(span: Span) -> Iterator[Span]:
 
 @contextmanager
 def _reading(reader: Reader) -> Iterator[None]:
-    """Within this context, `value` of a marked CBlock returns its text with marks around it.
+    """A context in which `value` of a marked CBlock returns its text with marks around it.
 
-    Components render blocks in different ways, but all read their `value`, so that is where a text
-    can be identified as a block's. Other threads read the plain texts.
+    Components render blocks in different ways, but all read `value`, so a text can be recognised as
+    a block's there. Other threads read the plain text.
     """
     thread, plain = get_ident(), cast(property, vars(CBlock)["value"])
     read = plain.fget

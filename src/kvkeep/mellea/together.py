@@ -38,8 +38,8 @@ _SERVED = {
 
 @final
 class FairLock:
-    """A reentrant lock, which threads get in the order in which they asked for it. So a thread that
-    takes it again and again leaves others their turn."""
+    """A reentrant lock that threads get in the order of their requests, so that a thread that takes
+    it repeatedly does not starve the rest."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -71,14 +71,14 @@ class FairLock:
 
 @final
 class Together:
-    """Answers calls of `generate` from several threads with one batch. One of the threads that wait
-    takes the steps for all.
+    """Answers calls of `generate` from several threads with one batch. One of the waiting threads
+    runs the batch's steps for all.
 
     Args:
-        model: attached.
-        tokenizer: of the model.
-        sequences: most answers at work; others wait.
-        lock: held during a step.
+        model: an attached model.
+        tokenizer: the model's tokenizer.
+        sequences: most answers generated at once; further ones wait.
+        lock: held during each step.
         before: called before each step, with the lock held.
     """
 
@@ -99,12 +99,12 @@ class Together:
     def generate(
         self, calls: Sequence[Call], options: Mapping[str, Any]
     ) -> GenerateDecoderOnlyOutput | None:
-        """What the model's `generate(**options)` returns for the prompts of some calls; None if the
-        options ask for what a batch does not do, or this is closed.
+        """Generate for the prompts of `calls`; the result is that of the model's
+        `generate(**options)`. None if a batch does not support the options, or this is closed.
 
         Raises:
             ShapeError, CapacityError: see `Batch.add`.
-            Exception: whatever ended an answer, such as a logits processor's error.
+            Exception: the error that ended an answer, such as a logits processor's.
         """
         cache = host_of(self._model).new_cache(calls[0].caching.spec)
         criteria = options.get("stopping_criteria") or ()
@@ -134,7 +134,7 @@ class Together:
         ids = _ids(options)
         answers: list[Answer] = []
         try:
-            with self._lock, self._turn:  # no step is taken before all are heard
+            with self._lock, self._turn:  # no step runs before all prompts are added
                 if self._closed:
                     return None
                 for row, prompt, call, params in zip(ids, prompts, calls, each, strict=True):
@@ -143,7 +143,7 @@ class Together:
             self._wait(answers)
         finally:
             for answer in answers:
-                answer.cancel()  # if it has not ended
+                answer.cancel()  # no effect if it has ended
             with self._turn:
                 for answer in answers:
                     self._listeners.pop(answer, None)
@@ -159,7 +159,7 @@ class Together:
         return _as_generated(ids, answers, padding)
 
     def close(self) -> None:
-        """Wait until all calls are answered, and take no more."""
+        """Wait until all calls are answered, and take no further calls."""
         with self._turn:
             while self._listeners:
                 self._turn.wait()
@@ -176,7 +176,7 @@ class Together:
         )
 
     def _wait(self, answers: Sequence[Answer]) -> None:
-        """Wait until answers have ended; take the batch's steps if no other thread does."""
+        """Wait until the answers have ended; run the batch's steps if no other thread does."""
         while True:
             with self._turn:
                 while self._led and not _ended(answers):
@@ -197,7 +197,7 @@ class Together:
             with self._turn:
                 self._turn.notify_all()
         if any(answer.reason == "cancelled" for answer in answers):
-            self._step()  # frees what they hold
+            self._step()  # frees the memory of cancelled answers
 
     def _step(self) -> None:
         with self._lock:
@@ -228,7 +228,7 @@ def _prompts(options: Mapping[str, Any]) -> list[Tensor]:
 def _as_generated(
     ids: Tensor, answers: Sequence[Answer], padding: int
 ) -> GenerateDecoderOnlyOutput:
-    """Prompts (B, n) with their answers, padded to the longest, as `generate` returns them."""
+    """Prompts (B, n) and their answers, padded to the longest, in the format of `generate`."""
     longest = max(len(answer.tokens) for answer in answers)
     said = torch.full((len(answers), longest), padding, dtype=ids.dtype, device=ids.device)
     for answer, row in zip(answers, said, strict=True):
@@ -243,7 +243,7 @@ def _ended(answers: Sequence[Answer]) -> bool:
 
 @final
 class _Listener:
-    """Tells a call's streamer each token, and asks its criteria whether to stop."""
+    """Passes each token to a call's streamer, and checks the call's stopping criteria."""
 
     def __init__(self, options: Mapping[str, Any], prompt: Tensor) -> None:
         self._streamer = options.get("streamer")
@@ -253,7 +253,7 @@ class _Listener:
             self._streamer.put(self._ids.cpu())
 
     def hear(self, token: int) -> bool:
-        """Pass on a token; returns whether to stop."""
+        """Pass on a token; return whether to stop."""
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token]))
         return any(stop(self._ids, None) for stop in self._criteria)
@@ -261,7 +261,7 @@ class _Listener:
 
 @final
 class _CallReuse(Reuse):
-    """What the batch takes from a call's store, and leaves there."""
+    """The batch's access to a call's store."""
 
     def __init__(self, model: PreTrainedModel, call: Call) -> None:
         super().__init__(model, call.caching.store)

@@ -1,4 +1,4 @@
-"""torch's backward, as training calls it: in the forward's dtypes, and under FSDP2 and DDP."""
+"""Calls of torch's backward in training: in the forward's dtypes, under FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def accumulate(ends: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-    """`torch.autograd.backward` outside of autocast: it runs in the dtypes of the forward."""
+    """`torch.autograd.backward` outside of autocast, so that it runs in the forward's dtypes."""
     with torch.autocast(ends[0].device.type, enabled=False):
         torch.autograd.backward(ends, gradients)
 
@@ -24,14 +24,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def reduces(module: nn.Module, on: bool, *, recurse: bool = True) -> None:
-    """Set whether a backward through an FSDP2 module reduces its gradients over the processes that
-    share it, or leaves that to a later backward. Other modules are unchanged."""
+    """Set whether the backward of an FSDP2 module reduces its gradients over the processes, or
+    leaves this to a later backward. Other modules are unchanged."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(on, recurse=recurse)
 
 
 def average(model: nn.Module) -> None:
-    """Average the gradients of a DistributedDataParallel over its processes, as its own backward
+    """Average a DistributedDataParallel model's gradients over its processes, as its own backward
     does; other models are unchanged."""
     if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
         return
@@ -47,12 +47,12 @@ def sum_gradients(
     group: dist.ProcessGroup,
     carrier: torch.device | None = None,
 ) -> None:
-    """Sum gradients over the processes of a group, which must all give the same parameters.
+    """Sum gradients over a group. All processes must pass the same parameters.
 
     Args:
-        carrier: where tensors must lie that the group's processes exchange; None: they do.
+        carrier: device for exchanging tensors; None: the gradients' own device.
     """
-    for p in parameters:  # whether or not they have a gradient, or the processes deadlock
+    for p in parameters:  # with or without a gradient, or the processes would deadlock
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
         whole = own if carrier is None else own.to(carrier)

@@ -1,6 +1,6 @@
 """The attention of one layer for one chunk, in the forward and in the backward of training.
 
-Each class is a `LayerStep` (see `kvkeep.host.layerwise`), in place of a `LayerCache`.
+Each class replaces a `LayerCache` as a `LayerStep` (see `kvkeep.host.layerwise`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvkeep.train.slots import HeldSlots
 
 
 class Recorder:
-    """The step of the forward. It records evictions, so that the backward can repeat them.
+    """The forward's step. It records evictions, so that the backward can repeat them.
 
-    `before` and `after` are the positions that were evicted before and after the chunk's attention,
-    int32 (B, 1|H, c) each.
+    `before` and `after`: positions evicted before and after the chunk's attention, int32
+    (B, 1|H, c) each.
     """
 
     def __init__(self, layer: LayerCache) -> None:
@@ -33,8 +33,8 @@ class Recorder:
         return self._layer.run(inputs, self._attend)
 
     def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-        """The same operations as in `Cell`, so that both give the same bits; the mass is computed
-        by a separate call."""
+        """The same operations as in `Cell`, so that both give the same bits; a separate call
+        computes the mass."""
         self.after = self._layer.cursor.evicted = []
         mass = dispatch(q, view, options)[1] if options.need_mass else None
         plain = options._replace(need_mass=False, observed=None)
@@ -42,8 +42,7 @@ class Recorder:
 
 
 class Captured(Exception):  # noqa: N818 - not an error
-    """Carries the keys and values of a chunk out of a layer, whose remaining operations are
-    skipped."""
+    """Carries a chunk's keys and values out of a layer and skips the rest of the layer."""
 
     def __init__(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         super().__init__()
@@ -51,26 +50,26 @@ class Captured(Exception):  # noqa: N818 - not an error
 
 
 class Capture:
-    """Stops a layer before its attention, by raising `Captured`."""
+    """Stops a layer before its attention by raising `Captured`."""
 
     def __init__(self, layer: LayerCache) -> None:
         self._layer = layer
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Raise Captured, with keys and values as they are read from slots."""
+        """Raise Captured with the keys and values in the precision of slots."""
         assert inputs.position is not None
         raise Captured(*encoded(self._layer, inputs.k, inputs.v), inputs.position)
 
 
 class Cell:
-    """The step of the backward: attention to the slots held before the chunk and to the chunk's
-    own, all with gradients.
+    """The backward's step: attention to the slots before the chunk and to the chunk's own slots,
+    with gradients for both.
 
-    After `run`, `keys` and `values` are those of the chunk, as they will be read from slots; they
-    are part of the autograd graph.
+    After `run`, `keys` and `values` are the chunk's, in the precision of slots; they are part of
+    the autograd graph.
 
     Args:
-        past: the slots held before the chunk.
+        past: the slots before the chunk.
         before: the history before the chunk.
     """
 
@@ -81,7 +80,7 @@ class Cell:
         )
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """As `LayerCache.run`, without writing slots."""
+        """Like `LayerCache.run`, but writes no slots."""
         assert inputs.position is not None
         self.keys, self.values = keys, values = encoded(self._layer, inputs.k, inputs.v)
         rows, n = inputs.k.shape[0], inputs.k.shape[2]
@@ -102,7 +101,7 @@ class Cell:
 
 
 def encoded(layer: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """New keys and values as they will be read from slots."""
+    """New keys and values, encoded and decoded as in slots."""
     keys, values = layer.key_codec, layer.value_codec
     if keys.block > 1:
         return k, v

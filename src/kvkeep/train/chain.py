@@ -1,9 +1,8 @@
-"""Context parallelism: the processes that share a text, each with some of its chunks.
+"""Context parallelism: several processes share a text, each computing some of its chunks.
 
-The processes form a chain in the order of the chunks. What a layer holds after the chunks of one
-process is handed to the next, and on the way back the gradients of those slots are returned. So
-every policy and codec works as in one process, and the processes compute different layers at the
-same time.
+The processes form a chain in the order of the chunks. Each process sends a layer's slots to the
+next process; in the backward, the gradients of these slots come back. So every policy and codec
+works as in one process, and the processes compute different layers at the same time.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class Chain:
     """This process and its neighbours.
 
     Args:
-        group: the processes that share a text; None: this process has all of it.
-        model: its device is where tensors lie.
+        group: processes that share a text; None: this process has the whole text.
+        model: tensors go to its device.
         input_ids: the text, (B, T).
 
     Raises:
-        StateError: this process is not in the group; or the model lies on several devices, or is
-            sharded by FSDP2 over the group.
-        ShapeError: the processes were given different texts.
+        StateError: this process is not in the group; or the model is spread over several devices,
+            or sharded by FSDP2 over the group.
+        ShapeError: the processes have different texts.
     """
 
     def __init__(self, group: Group | None, model: nn.Module, input_ids: Tensor) -> None:
@@ -56,14 +55,14 @@ class Chain:
             self._require_same(input_ids)
 
     def _require_same(self, input_ids: Tensor) -> None:
-        # NCCL also wants all processes of a group to take part in its first exchange.
+        # NCCL also requires all processes of a group to take part in its first exchange.
         text = f"{tuple(input_ids.shape)} ".encode() + input_ids.cpu().numpy().tobytes()
         own = torch.tensor([xxhash.xxh3_64_intdigest(text) >> 1], device=self._carrier)
         each = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(each, own, group=self._group)
         if any(bool(x != own) for x in each):
             raise ShapeError(
-                f"the processes that share a text were given different ones, this one "
+                f"the processes that share a text were given different texts, this process "
                 f"{tuple(input_ids.shape)}; give all of them the same texts, in the same order"
             )
 
@@ -71,8 +70,8 @@ class Chain:
         return len(self._ranks)
 
     def share(self, chunks: int) -> range:
-        """Choose neighbours for a text of so many chunks; returns the indices of this process's.
-        With fewer chunks than processes, the last processes have none."""
+        """Divide `chunks` chunks among the processes, which sets the neighbours; return the indices
+        of this process's chunks. With fewer chunks than processes, the last processes get none."""
         count = min(len(self), chunks)
         begins = [index * chunks // count for index in range(count + 1)]
         if self.rank >= count:
@@ -80,39 +79,39 @@ class Chain:
             self._before = self._after = None
             return range(0)
         self.behind = count - 1 - self.rank
-        """How many processes have later chunks."""
+        """Number of processes with later chunks."""
         self._before = self._ranks[self.rank - 1] if self.rank else None
         self._after = self._ranks[self.rank + 1] if self.behind else None
         return range(begins[self.rank], begins[self.rank + 1])
 
     @property
     def first(self) -> bool:
-        """Whether no process has earlier chunks."""
+        """Whether this process has the first chunks."""
         return self._before is None
 
     def to_next(self, message: Message) -> None:
-        """Hand a message to the process with the following chunks."""
+        """Send a message to the process with the following chunks."""
         self._exchange(self._after, message, False)
 
     def from_previous(self) -> Message:
-        """Take the message that the process with the preceding chunks hands over."""
-        found = self._exchange(self._before, None, True)
-        assert found is not None
-        return found
+        """Receive a message from the process with the preceding chunks."""
+        received = self._exchange(self._before, None, True)
+        assert received is not None
+        return received
 
     def swap_with_next(self, message: Message | None) -> Message:
-        """Hand over a message, unless it is None, and take one."""
-        found = self._exchange(self._after, message, True)
-        assert found is not None
-        return found
+        """Send a message, unless it is None, to the next process, and receive one."""
+        received = self._exchange(self._after, message, True)
+        assert received is not None
+        return received
 
     def swap_with_previous(self, message: Message, expects: bool) -> Message | None:
-        """Hand over a message, and take one if it `expects` one."""
+        """Send a message to the previous process, and receive one if `expects`."""
         return self._exchange(self._before, message, expects)
 
     def _exchange(self, peer: int | None, message: Message | None, expects: bool) -> Message | None:
         """Send and receive at the same time, so that two processes that send to each other do not
-        wait for each other."""
+        deadlock."""
         assert peer is not None
         head = [] if message is None else [message.head]
         sizes = [torch.tensor([len(x)]) for x in head]
@@ -122,12 +121,12 @@ class Chain:
         given = [] if message is None else message.tensors.values()
         taken = self._swap(peer, given, [x for one in awaited for x in one.tensors.values()])
         for one in awaited:
-            found = (x.to(self.device) for x in taken)
-            return one._replace(tensors=dict(zip(one.tensors, found, strict=True)))
+            on_device = (x.to(self.device) for x in taken)
+            return one._replace(tensors=dict(zip(one.tensors, on_device, strict=True)))
         return None
 
     def _swap(self, peer: int, given: Iterable[Tensor], like: Iterable[Tensor]) -> list[Tensor]:
-        """Send some tensors, and receive others of the shapes and dtypes of `like`."""
+        """Send tensors, and receive tensors of the shapes and dtypes of `like`."""
         sent = [x.detach().to(self._carrier).contiguous() for x in given]
         taken = [torch.empty_like(x, device=self._carrier) for x in like]
         work = [dist.P2POp(dist.isend, _bytes(x), peer, self._group) for x in sent if x.numel()]
@@ -137,19 +136,19 @@ class Chain:
         return taken
 
     def agreed(self, number: int) -> int:
-        """The first process's number."""
+        """Broadcast the first process's number."""
         if self._group is None:
             return number
-        found = torch.tensor([number], device=self._carrier)
-        dist.broadcast(found, self._ranks[0], self._group)
-        return int(found)
+        x = torch.tensor([number], device=self._carrier)
+        dist.broadcast(x, self._ranks[0], self._group)
+        return int(x)
 
     def together(self) -> AbstractContextManager[None]:
-        """A context that all processes leave alike; see `together`."""
+        """A context whose errors are raised in all processes; see `together`."""
         return together(self._group, self._carrier)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of a number over the processes, float64 if there are several."""
+        """The sum of a number over the processes, in float64 if there are several."""
         if self._group is None:
             return x
         x = x.to(self._carrier, torch.float64)
@@ -158,9 +157,9 @@ class Chain:
 
     @contextmanager
     def summed(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """A context in which each process computes its part of the gradients; at its end they are
-        summed, and each process has the whole. What `.grad` held before, the same in all processes,
-        is added once."""
+        """A context in which each process computes its part of the gradients. At its end they are
+        summed, and each process has the full gradients. The previous contents of `.grad`, equal in
+        all processes, are added once."""
         if self._group is None:
             yield
             return
@@ -184,8 +183,8 @@ def _require_whole(model: nn.Module, ranks: set[int]) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise StateError(
-            f"the model lies on {len(devices)} devices, but a process that shares a text holds "
-            "what it receives on one; move the model to one device, or give no group"
+            f"the model lies on {len(devices)} devices, but a process that shares a text receives "
+            "slots on one device; move the model to one device, or give no group"
         )
     for p in model.parameters():
         if isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1:

@@ -1,4 +1,4 @@
-"""`backward`: the gradients of texts of any length, through the cache they will be served with."""
+"""`backward`: gradients of texts of any length, through the cache that will serve them."""
 
 from __future__ import annotations
 
@@ -49,40 +49,39 @@ def backward(
 ) -> Tensor:
     """Add the gradients of a loss to `.grad` of all parameters that require them; return the loss.
 
-    The texts are fed through the cache chunk by chunk, as they will be when the model is served.
-    What the policy evicts is decided in the forward and held constant in the backward, where the
-    gradient of a slot flows back to the token that was written there. A lossy codec passes
-    gradients through unchanged (straight-through estimator). `keep_all` gives the gradients of
-    ordinary full attention. One layer's cache is held at a time, so memory depends on the budget
-    and the chunk size; layer inputs are kept in host memory or in a file.
+    The texts are fed through the cache chunk by chunk, as in serving. The forward decides
+    evictions; the backward repeats them as constants, and a slot's gradient flows back to the token
+    written there. A lossy codec passes gradients through unchanged (straight-through estimator).
+    `keep_all` gives the gradients of full attention. Only one layer's cache is in memory at a time,
+    so memory depends on the budget and the chunk size; layer inputs are kept in host memory or in a
+    file.
 
-    Source: the gradients through caches of keys_values.
+    Source: keys_values (gradients through a KV cache).
 
     Dropout draws from torch's generator as usual. `torch.autocast` applies as usual.
 
     Args:
-        model: a model of a library that kvkeep has a host for, with or without adapters, attached
-            or not.
+        model: a model of any library with a kvkeep host, with or without adapters, attached or not.
         input_ids: token ids (B, T), any T.
         labels: (B, T); see `TokenHead`.
-        cache: what is kept; see `kvkeep.Cache`.
-        chunk: tokens computed at once; None: 1,024, or the budget or the policy's step if that is
-            less.
+        cache: cache spec; see `kvkeep.Cache`.
+        chunk: tokens computed at once; None: 1,024, or the budget or the policy's step if smaller.
         attention_mask: (B, T), 0 for padding.
         loss_weights: (B, T), the weight of each label.
-        num_items: the divisor of the summed losses; None: the sum of the weights.
-        head: a loss of hidden states, in place of labels.
-        scale: multiplies the gradients, not the returned loss; a GradScaler's, for instance.
+        num_items: divisor of the summed losses; None: the sum of the weights.
+        head: a loss of hidden states, instead of labels.
+        scale: factor on the gradients, not on the returned loss, such as a GradScaler's.
         on_layer: called before each layer runs on a chunk.
         decisions: a list to which each layer's evictions are appended; see `replaying`. With a
-            group, those of this process's chunks.
+            group, only the evictions of this process's chunks.
         offload: where layer inputs are kept; None: `Offload()`.
-        group: processes that share these texts (context parallelism), each of which calls this
-            function with the same arguments. A process computes some chunks, keeps their layer
-            inputs only, and calls `on_layer` and `head` for them only. All get the whole loss and
-            the whole gradient. If one raises an error while it computes the loss, all raise; if it
-            raises another error, it must exit, because the others wait for it.
+        group: processes that share these texts (context parallelism); each calls this function with
+            the same arguments. A process computes some chunks, keeps layer inputs for these only,
+            and calls `on_layer` and `head` for these only. All get the full loss and gradient. If
+            one raises while it computes the loss, all raise; after any other error the process must
+            exit, because the rest wait for it.
 
+    Returns:
     Returns:
         The loss, detached.
 
@@ -100,9 +99,9 @@ def backward(
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
     way = cache, chunk, attention_mask, on_layer, offload
     with _walk(model, input_ids, *way, group=group) as (decoder, walk, store):
-        found = head_for(decoder, labels, loss_weights, num_items, head)
+        objective = head_for(decoder, labels, loss_weights, num_items, head)
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
-        # The shards of FSDP2's parameters, before any are gathered.
+        # The shards of FSDP2's parameters, collected before any are gathered.
         trained, outside = [*decoder.model.parameters(), *own], [*decoder.outside_layers, *own]
         walk.forward()
         if decisions is not None:
@@ -110,7 +109,7 @@ def backward(
         with walk.chain.summed(trained):
             with restored_on_failure(outside), walk.chain.together():
                 loss, gradients = loss_and_gradients(
-                    decoder, found, walk.chunks, walk.outputs, store, scale
+                    decoder, objective, walk.chunks, walk.outputs, store, scale
                 )
             try:
                 walk.backward(gradients)
@@ -134,10 +133,10 @@ def loss(
 ) -> Tensor:
     """The loss that `backward` would return, without computing gradients."""
     with _walk(model, input_ids, **way, group=group) as (decoder, walk, store):
-        found = head_for(decoder, labels, loss_weights, num_items, head)
+        objective = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward(trained=False)
         with walk.chain.together():
-            own = loss_and_gradients(decoder, found, walk.chunks, walk.outputs, store, None)[0]
+            own = loss_and_gradients(decoder, objective, walk.chunks, walk.outputs, store, None)[0]
         return walk.chain.sum(own)
 
 

@@ -1,4 +1,4 @@
-"""Computes a loss and its gradients from the last layer's outputs, a few tokens at a time."""
+"""Computes the loss and its gradients from the last layer's outputs, a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from kvkeep.train.autograd import accumulate, is_sharded, reduces
 
 HiddenLoss = Callable[[Tensor, slice], Tensor | None]
 """A caller's own loss: hidden states (B, n, width) after the final norm, and their columns -> the
-chunk's share of the loss, or None if it has none."""
+chunk's part of the loss, or None if it has none."""
 
 IGNORED = -100
-"""The label of a token that is not to be learned."""
+"""Label of tokens that are not learned."""
 
 _LOGITS = 1 << 23
-"""Most logits held at once."""
+"""Most logits in memory at once."""
 
 
 class Head(Protocol):
-    """Computes a loss of the last layer's outputs."""
+    """Computes a loss from the last layer's outputs."""
 
     def pieces(self, columns: slice) -> Iterator[slice]:
-        """The columns of a chunk that have a loss, in pieces computed one after another."""
+        """The columns of a chunk that contribute to the loss, in pieces computed one by one."""
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
-        """The part of the loss that some columns contribute, from the last layer's output
-        (B, n, width); None: nothing."""
+        """The contribution of some columns to the loss, from the last layer's output (B, n, width);
+        None: they contribute nothing."""
 
 
 class TokenHead:
     """Cross entropy of the next token, with the model's own language model head.
 
     Args:
-        labels: (B, T): a token's own id, or -100; as in transformers each is predicted from the
-            token before it. Padding is never learned.
+        labels: (B, T), each token's own id, or -100. As in transformers, a label is predicted from
+            the token before it. Padding is never learned.
         weights: (B, T), the weight of each label; None: 1 for all.
-        num_items: the divisor of the sum; None: the sum of the weights. If it is given, a batch
-            may have nothing to learn.
+        num_items: divisor of the sum; None: the sum of the weights. If given, a batch may have
+            nothing to learn.
 
     Raises:
         ShapeError: shapes do not match the texts, or there is nothing to learn.
@@ -87,7 +87,7 @@ class TokenHead:
             )
         self._total = total.to(device)
         self._decoder = decoder
-        # Processes that share a model's weights compute the same pieces, or they wait for others.
+        # Processes that share a model's weights must compute the same pieces, or they deadlock.
         self._all = is_sharded(decoder.model)
         self._tokens = max(1, _LOGITS // (shape[0] * decoder.vocabulary))
 
@@ -128,10 +128,10 @@ def head_for(
     num_items: float | Tensor | None,
     function: HiddenLoss | None,
 ) -> Head:
-    """The head for labels, or for a function of hidden states.
+    """The head for labels, or for a loss of hidden states.
 
     Raises:
-        ShapeError: both or neither are given; labels that do not match the texts.
+        ShapeError: both or neither are given, or the labels do not match the texts.
     """
     if function is not None and labels is None:
         return HiddenHead(decoder, function)
@@ -150,14 +150,14 @@ def loss_and_gradients(
 ) -> tuple[Tensor, list[Kept]]:
     """Compute the loss, and `scale` times its gradients.
 
-    Gradients of the head's parameters are added to `.grad`.
+    The gradients of the head's parameters are added to `.grad`.
 
     Args:
-        outputs: the last layer's output for each chunk; removed from `store`.
-        scale: None: no gradients are computed.
+        outputs: the last layer's output for each chunk; they are removed from `store`.
+        scale: factor on the gradients; None: compute no gradients.
 
     Returns:
-        The loss; and the gradients of the outputs, by chunk (none if `scale` is None).
+        The loss; and the gradients of the outputs, by chunk (empty if `scale` is None).
 
     Raises:
         LossError: the loss is not finite.
@@ -187,8 +187,8 @@ def loss_and_gradients(
 
 @contextmanager
 def restored_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Add the gradients computed in this context to the existing ones; if it raises, restore the
-    existing ones."""
+    """A context that adds new gradients to the existing ones, and restores the existing ones if it
+    raises."""
     once = {id(p): p for p in parameters if p.requires_grad}
     before = [(p, p.grad) for p in once.values()]
     for p, _ in before:
@@ -205,7 +205,7 @@ def restored_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _within(x: Tensor, columns: slice, piece: slice) -> Tensor:
-    """The columns `piece` of x, whose columns are `columns`."""
+    """The columns `piece` of x, given that x has the columns `columns`."""
     return x[:, piece.start - columns.start : piece.stop - columns.start]
 
 
@@ -213,7 +213,7 @@ def _finite(loss: Tensor, chunk: int, columns: slice) -> Tensor:
     if not bool(torch.isfinite(loss)):
         raise LossError(
             f"the loss is {float(loss)} in chunk {chunk}, columns {columns.start} to "
-            f"{columns.stop}: no gradient and no optimizer was changed; look at those tokens, or "
+            f"{columns.stop}: no gradient and no optimizer was changed; look at these tokens, or "
             "lower the learning rate"
         )
     return loss

@@ -1,4 +1,4 @@
-"""What processes that share a text tell each other: what a layer holds, and its gradients."""
+"""Messages between processes that share a text: a layer's slots and their gradients."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _MEMORY = "memory"
 
 
 class Message(NamedTuple):
-    """Tensors by name, and numbers about them."""
+    """Named tensors, and plain values that describe them."""
 
     about: dict[str, Any]
     tensors: dict[str, Tensor]
 
     @property
     def head(self) -> Tensor:
-        """Everything but the tensors' data, as bytes: uint8 (n,)."""
+        """The message without the tensors' data, as bytes: uint8 (n,)."""
         kinds = {name: [str(x.dtype), *x.shape] for name, x in self.tensors.items()}
         text = json.dumps([self.about, kinds])
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @classmethod
     def described(cls, head: Tensor) -> Message:
-        """The inverse of `head`: a message whose tensors are on the device `meta`."""
+        """The inverse of `head`: a message with tensors on device `meta`."""
         about, kinds = json.loads(head.cpu().numpy().tobytes())
         return cls(about, {name: empty(shape, dtype) for name, (dtype, *shape) in kinds.items()})
 
 
 def empty(shape: int | Sequence[int], dtype: str) -> Tensor:
-    """A tensor without data, of a dtype named as in "torch.int64"."""
+    """A tensor without data; `dtype` is named as in "torch.int64"."""
     kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
     return torch.empty(shape, dtype=kind, device="meta")
 
 
 def of_layer(state: LayerState) -> Message:
-    """What a layer holds after some chunks, for the forward of the next ones."""
+    """A layer's state after some chunks, from which the forward of the next chunks continues."""
     history = state.history
     assert history.geometry is not None
     *sizes, dtype, _device = history.geometry
@@ -57,7 +57,7 @@ def of_layer(state: LayerState) -> Message:
 
 
 def layer_state(message: Message, history: History) -> LayerState:
-    """The inverse of `of_layer`. `history`: of the columns that were fed; it is completed."""
+    """The inverse of `of_layer`. `history`: the record of the columns fed, which is completed."""
     dtype = empty(0, message.about["dtype"]).dtype
     history.floor = message.about["floor"]
     rows, heads, keys, values = message.about["sizes"]
@@ -71,7 +71,7 @@ def layer_state(message: Message, history: History) -> LayerState:
 
 
 def of_slots(slots: Slots) -> Message:
-    """What a layer holds after some chunks, for the backward of the next ones."""
+    """A layer's slots after some chunks, from which the backward of the next chunks starts."""
     return Message({"encoded": slots.encoded}, slots.past._asdict())
 
 
@@ -81,5 +81,5 @@ def slots_from(message: Message, store: Offload, layer: LayerCache) -> Slots:
 
 
 def of_gradients(slots: Slots) -> Message:
-    """The gradients of what a layer holds: keys (B, H, S, Dk) and values (B, H, S, Dv)."""
+    """The gradients of a layer's slots: keys (B, H, S, Dk) and values (B, H, S, Dv)."""
     return Message({}, dict(zip(("keys", "values"), slots.gradients, strict=True)))

@@ -13,18 +13,18 @@ from kvkeep.policy import ReplayPolicy
 from kvkeep.storage import Concat
 
 Decisions = list[list[Tensor]]
-"""Each layer's evictions, call by call: positions, see `ReplayPolicy`."""
+"""Each layer's evictions, call by call, as positions; see `ReplayPolicy`."""
 
 
 def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
-    """A cache that repeats recorded evictions when the same chunks are fed, and that autograd can
-    differentiate through. The gradients are those of `kvkeep.train.backward`, but all activations
-    are held in memory.
+    """A cache that repeats recorded evictions if it is fed the same chunks. Autograd can
+    differentiate through it; the gradients equal those of `kvkeep.train.backward`, but all
+    activations stay in memory.
 
     Args:
-        model: attached.
-        spec: the spec of the recorded run.
-        decisions: what `backward(decisions=...)` collected.
+        model: an attached model.
+        spec: spec of the recorded run.
+        decisions: the list filled by `backward(decisions=...)`.
     """
     host = host_of(model)
     cache = host.new_cache([one.differentiable() for one in per_layer(spec, host.kinds)])

@@ -1,4 +1,4 @@
-"""The slots of one layer while chunks are replayed forward and undone backward, with gradients."""
+"""A layer's slots with gradients: chunks are pushed forward and popped backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.policy.replay import among
 
 
 class HeldSlots(NamedTuple):
-    """What is held before a chunk: keys (B, H, S, Dk), values (B, H, S, Dv), and their positions,
-    int32 (B, 1|H, S), -1 where a slot is empty."""
+    """The slots before a chunk: keys (B, H, S, Dk), values (B, H, S, Dv), and positions, int32
+    (B, 1|H, S), -1 where a slot is empty."""
 
     keys: Tensor
     values: Tensor
@@ -27,10 +27,9 @@ class HeldSlots(NamedTuple):
 class _Undo(NamedTuple):
     """How to undo a push of `tokens` tokens.
 
-    `order` is the index that each slot had before, int32 (B, 1|H, S), evicted slots last (None:
-    nothing moved); `position` are the positions in that previous order. `gone` are the keys and
-    values of evicted slots; `encoded` are those of slots that were encoded in blocks, as they were
-    before.
+    `order`: each slot's previous index, int32 (B, 1|H, S), evicted slots last (None: no slot
+    moved); `position`: the positions in that previous order. `gone`: keys and values of evicted
+    slots; `encoded`: keys and values of slots before they were encoded in blocks.
     """
 
     tokens: int
@@ -41,16 +40,15 @@ class _Undo(NamedTuple):
 
 
 class Slots:
-    """What a layer holds between chunks, in one buffer of slots, with a gradient buffer of the same
-    shape.
+    """A layer's slots between chunks, in one buffer, with a gradient buffer of the same shape.
 
-    Going forward, `push` writes a chunk's tokens and evicts slots, whose keys and values are kept
-    in `store`. Going back, `pop` undoes that: evicted slots are restored with a gradient of zero,
-    and the gradients of the chunk's own slots are returned.
+    In the forward, `push` writes a chunk's tokens and evicts slots, whose keys and values go to
+    `store`. In the backward, `pop` undoes this: evicted slots return with zero gradients, and the
+    gradients of the chunk's own slots are returned.
 
     Args:
-        held: what is held at first; None: nothing. It is changed in place.
-        encoded: how many tokens of it a codec has encoded in blocks.
+        held: the initial slots, changed in place; None: empty.
+        encoded: number of its tokens that a codec has encoded in blocks.
     """
 
     def __init__(
@@ -59,21 +57,21 @@ class Slots:
         self.length = 0 if held is None else held.keys.shape[2]
         self.encoded = encoded
         self._store, self._layer = store, layer
-        # Keys, values, positions; then gradients of the first two.
+        # Keys, values, positions; then gradients of keys and values.
         self._buffers: list[Tensor] = list(held or ())
         self._undo: list[_Undo] = []
 
     @property
     def past(self) -> HeldSlots:
-        """What is held now: views, valid until the next change."""
+        """The current slots: views, valid until the next change."""
         keys, values, position = (x[:, :, : self.length] for x in self._buffers[:3])
         return HeldSlots(keys, values, position)
 
     def push(self, k: Tensor, v: Tensor, position: Tensor, evicted: list[Tensor]) -> None:
-        """Write n tokens, then evict, and encode the blocks that are full.
+        """Write n tokens, then evict, and encode full blocks.
 
         Args:
-            k, v: (B, H, n, Dk) and (B, H, n, Dv), as they are read from slots.
+            k, v: (B, H, n, Dk) and (B, H, n, Dv), in the precision of slots.
             position: (n,) or (B, n).
             evicted: positions to evict, int32 (B, 1|H, c) each.
         """
@@ -89,7 +87,7 @@ class Slots:
             self._undo.append(self._encode(self._undo.pop()))
 
     def evict(self, evicted: list[Tensor]) -> None:
-        """`push` of no tokens."""
+        """Evict, as `push` does, without new tokens."""
         self._evict(_Undo(0), evicted)
 
     def _evict(self, undo: _Undo, evicted: list[Tensor]) -> None:
@@ -103,7 +101,7 @@ class Slots:
         self._undo.append(undo)
 
     def absorb(self, *gradients: Tensor | None) -> None:
-        """Add gradients (B, H, S, D) of the keys and the values that are held now."""
+        """Add gradients (B, H, S, D) of the current keys and values."""
         if len(self._buffers) == 3:
             self._buffers += [
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -115,13 +113,13 @@ class Slots:
 
     @property
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients of the keys and the values that are held now, (B, H, S, D)."""
+        """Gradients of the current keys and values, (B, H, S, D)."""
         self.absorb(None, None)
         keys, values = (x[:, :, : self.length] for x in self._buffers[3:])
         return keys, values
 
     def pop(self) -> tuple[Tensor, ...]:
-        """Undo the last push -> gradients of its tokens' keys and values, (B, H, n, D)."""
+        """Undo the last push; return the gradients of its tokens' keys and values, (B, H, n, D)."""
         undo = self._undo.pop()
         if undo.encoded:
             plain = [self._store.take(kept) for kept in undo.encoded]
@@ -136,7 +134,7 @@ class Slots:
         return tuple(buffer[:, :, own].clone() for buffer in self._buffers[3:])
 
     def _move(self, undo: _Undo, order: Tensor, held: int, gone: Tensor | None = None) -> _Undo:
-        """Reorder the slots and hold the first `held` of them; returns how to undo that."""
+        """Reorder the slots and keep the first `held` of them; return how to undo this."""
         before, kept = self.past.position.clone(), []
         for buffer in self._buffers[:2]:
             moved = buffer.gather(2, along_slots(order, buffer))
@@ -164,13 +162,13 @@ class Slots:
         self.length = length
 
     def _encode(self, undo: _Undo) -> _Undo:
-        """Encode the oldest plain tokens, as a layer does with a codec that encodes blocks."""
+        """Encode the oldest plain tokens, as a layer with a block codec does."""
         codecs = self._layer.key_codec, self._layer.value_codec
         count = encoded_count(self.length - self.encoded, *codecs)
         if not count:
             return undo
         place = self.past.position.clone()
-        place[:, :, : self.encoded] = torch.iinfo(place.dtype).min  # encoded tokens do not move
+        place[:, :, : self.encoded] = torch.iinfo(place.dtype).min  # encoded tokens stay in place
         undo = self._move(undo, order_of_encoding(place, *codecs), self.length)
         kept = []
         for buffer, codec in zip(self._buffers, codecs, strict=False):
@@ -182,7 +180,7 @@ class Slots:
         return undo._replace(encoded=tuple(kept))
 
     def _reserve(self, slots: int, like: tuple[Tensor, ...]) -> None:
-        """Make room for `slots` slots; the first `length` are kept."""
+        """Make room for `slots` slots; the first `length` keep their contents."""
         if self._buffers and slots <= self._buffers[0].shape[2]:
             return
         capacity = max(slots, 2 * self.length)

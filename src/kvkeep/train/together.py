@@ -12,16 +12,16 @@ from kvkeep.errors import KVKeepError
 
 
 class PeerError(KVKeepError):
-    """The error of another process, by which all of them end."""
+    """The error of another process, which ends all processes of a group."""
 
 
 @contextmanager
 def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """A context that the processes of a group leave alike: if one raises, all raise.
+    """A context for a group of processes: if one raises in it, all raise.
 
     Args:
-        group: None: there is only this process.
-        device: where tensors must lie that the group's processes exchange.
+        group: the processes; None: this process alone.
+        device: device for exchanging tensors.
 
     Raises:
         PeerError: another process raised, with the text of its error.

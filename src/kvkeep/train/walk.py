@@ -34,18 +34,19 @@ from kvkeep.train.slots import Slots
 CHUNK = 1024
 
 OnLayer = Callable[[int, Tensor, slice], None]
-"""Called before a layer runs on a chunk: its index, its input (B, n, width), its columns."""
+"""Called before a layer runs on a chunk, with its index, input (B, n, width) and columns."""
 
 
 class Walk:
-    """A forward and a backward of texts through a model: layers outermost, chunks within.
+    """A forward and a backward of texts through a model: an outer loop over layers, an inner over
+    chunks.
 
-    So one layer's cache is held at a time. Each layer's input for each chunk is kept in `store`,
-    the positions that its policy evicted in host memory; everything else is computed again. With
+    So only one layer's cache is in memory at a time. Each layer's input for each chunk goes to
+    `store`, and the positions that its policy evicted to host memory; all else is recomputed. With
     several processes (`chain`), each has some of the chunks, and `chunks` and `outputs` are its
-    own; in the backward, one with n behind it holds the slots of up to n + 1 layers.
+    own; in the backward, a process with n processes after it holds the slots of up to n + 1 layers.
 
-    After `forward`, `decisions` are each layer's evictions, call by call, for `replaying`.
+    After `forward`, `decisions` has each layer's evictions, call by call, for `replaying`.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
@@ -72,7 +73,7 @@ class Walk:
         self._calls: list[Any] = []
         self._inputs: list[list[Kept]] = []  # by layer that gradients reach, then by chunk
         self._evicted: list[list[list[Tensor]]] = []
-        self.outputs: list[Kept] = []  # of the last layer, by chunk
+        self.outputs: list[Kept] = []  # outputs of the last layer, by chunk
         self.decisions: Decisions = []
         draws = any(part.training for part in decoder.model.modules())
         self._seed = chain.agreed(int(torch.randint(2**31, ()))) if draws else None
@@ -80,7 +81,7 @@ class Walk:
         self._devices = {device for device in devices if device.type != "cpu"}
 
     def forward(self, *, trained: bool = True) -> None:
-        """Compute the last layer's outputs. With `trained`, keep what `backward` needs."""
+        """Compute the last layer's outputs. `trained`: keep the inputs of `backward`."""
         self._first = self._lowest_trained() if trained else len(self._caches)
         states = []
         for c, columns in enumerate(self.chunks):
@@ -94,12 +95,12 @@ class Walk:
         self.outputs = states
 
     def _layer_forward(self, index: int, cache: LayerCache, states: list[Kept]) -> list[Kept]:
-        """A layer's inputs -> its outputs, by chunk."""
+        """A layer's inputs -> its outputs, one per chunk."""
         if not self.chain.first:
             before = self._decoder.history(self.chunks[0].start)
             cache.cursor.evicted = []  # while evictions are recorded, rows are not parted
             cache.restore(layer_state(self.chain.from_previous(), before))
-        evicted: list[list[Tensor]] = [[]]  # before the first chunk, then after each
+        evicted: list[list[Tensor]] = [[]]  # before the first chunk, then after each chunk
         after = []
         for c, columns in enumerate(self.chunks):
             hidden = self._store.get(states[c])
@@ -123,7 +124,7 @@ class Walk:
         return after
 
     def backward(self, gradients: list[Kept]) -> None:
-        """Add the gradients of all parameters, given those of the last layer's outputs by chunk."""
+        """Add the gradients of all parameters, given the gradients of the last layer's outputs."""
         if not self.chunks:
             return
         for index, slots, given in self._with_slots():
@@ -139,21 +140,21 @@ class Walk:
                 self._embedding_backward(embedded, gradient, last=c == len(self.chunks) - 1)
 
     def _with_slots(self) -> Iterator[tuple[int, Slots, Iterable[Tensor]]]:
-        """For each layer, from the last one down: its index; the slots that it holds after this
-        process's chunks; and their gradients from later chunks, (B, H, S, D) for keys and values.
-        When the caller goes on, the slots must be those before these chunks, with their gradients.
+        """For each layer, from the last to the first: its index, its slots after this process's
+        chunks, and their gradients from later chunks, (B, H, S, D) for keys and values. When the
+        caller resumes, the slots must be those before these chunks, with their gradients.
 
         Slots are computed from the first process to the last, gradients from the last to the first.
-        So a process that has n behind it computes the slots of n layers ahead. Without this, every
+        So a process with n processes after it computes the slots of n layers ahead. Otherwise every
         layer would wait for a whole pass along the chain.
         """
         chain = self.chain
         indices = range(len(self._caches) - 1, self._first - 1, -1)
-        to_come = 0 if chain.first else len(indices)  # messages of the process before
+        to_come = 0 if chain.first else len(indices)  # messages due from the previous process
         arrived, waiting, ahead = deque[Message](), iter(indices), deque[Slots]()
 
         def compute() -> Message | None:
-            """Compute the slots of the next layer; returns what the next process needs to know."""
+            """Compute the slots of the next layer; return the message for the next process."""
             for index in waiting:
                 ahead.append(self._replayed(index, None if chain.first else arrived.popleft()))
                 return of_slots(ahead[-1]) if chain.behind else None
@@ -179,8 +180,8 @@ class Walk:
     def _layer_backward(
         self, index: int, gradients: list[Kept], slots: Slots, given: Iterable[Tensor]
     ) -> list[Kept]:
-        """Gradients of a layer's outputs -> those of its inputs, by chunk. Adds those of its
-        parameters. The given gradients and the inputs are removed from `store`."""
+        """Gradients of a layer's outputs -> gradients of its inputs, one per chunk. Adds the
+        gradients of its parameters. The given gradients and the inputs are removed from `store`."""
         cache, inputs = self._caches[index], self._inputs.pop()
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
@@ -209,9 +210,8 @@ class Walk:
         return found[::-1]
 
     def _replayed(self, index: int, before: Message | None) -> Slots:
-        """The slots that the layer holds after this process's chunks, or before the text's last
-        one, with what `pop` needs to undo each chunk. `before`: what the process before it holds.
-        """
+        """The layer's slots after this process's chunks, or before the text's last chunk, with the
+        records that `pop` needs to undo each chunk. `before`: the previous process's slots."""
         cache, evicted = self._caches[index], self._evicted.pop()
         if before is None:
             slots = Slots(self._store, cache)
@@ -229,21 +229,21 @@ class Walk:
         return slots
 
     def _embedding_backward(self, embedded: Embedded, gradient: Tensor, *, last: bool) -> None:
-        """Add the gradients of the parameters before the first layer, given that of its input.
-        `last`: no other chunk follows."""
+        """Add the gradients of the parameters before the first layer, given its input's gradient.
+        `last`: no further call follows."""
         others = embedded.outputs
         reduces(self._decoder.model, last, recurse=False)
         accumulate([embedded.hidden, *others], [gradient, *map(torch.zeros_like, others)])
 
     def _layer(self, index: int, c: int, hidden: Tensor, step: LayerStep) -> Tensor:
-        # Autocast may have cached weights that were cast without gradients, or in another graph.
+        # Autocast may have cached casts of the weights without gradients, or from another graph.
         torch.clear_autocast_cache()
         call = self._store.get_tree(self._calls[c][index])
         with self._random(c, index):
             return self._decoder.layer(index, self.chunks[c], hidden, call, step)
 
     def _lowest_trained(self) -> int:
-        """The first layer that gradients must reach; 0 if the embedding needs them too."""
+        """Index of the first layer that gradients must reach; 0 if the embedding needs them too."""
         with torch.enable_grad(), self._random(0):
             if self._decoder.embed(slice(0, 1)).hidden.requires_grad:
                 return 0
@@ -252,8 +252,8 @@ class Walk:
 
     @contextmanager
     def _random(self, c: int, layer: int = -1) -> Iterator[None]:
-        """A context in which random numbers are the same each time this layer runs on this chunk;
-        the generators outside are unchanged."""
+        """A context in which this layer draws the same random numbers whenever it runs on this
+        chunk; the generators outside are unchanged."""
         kind = next((device.type for device in self._devices), None)
         with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
             if self._seed is not None:
@@ -263,8 +263,8 @@ class Walk:
 
 
 def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
-    """Tokens per chunk: `chunk`, or by default 1,024 or the smallest budget or step if that is
-    less. A chunk is one step, so that its attention is computed at once.
+    """Tokens per chunk: `chunk`, or by default the smallest of 1,024, the budgets and the steps. A
+    chunk is one step, so that its attention is computed at once.
 
     Raises:
         ShapeError: `chunk` is not a whole number of at least 1, or exceeds a budget or step.
@@ -279,8 +279,8 @@ def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
         raise ShapeError(f"a chunk of {chunk} tokens; give a whole number of at least 1")
     if chunk > budget:
         raise ShapeError(
-            f"a chunk of {chunk} tokens for {one}, which keeps {budget}: more tokens would be "
-            f"computed at once than are kept; use chunk={budget} or less, or a larger budget"
+            f"a chunk of {chunk} tokens for {one}, which keeps {budget}: a chunk cannot be larger "
+            f"than the budget; use chunk={budget} or less, or a larger budget"
         )
     if chunk > step:
         raise ShapeError(
