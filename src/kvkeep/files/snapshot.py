@@ -174,7 +174,7 @@ class Saved:
         states_of = self._carried(tensors, carried or {})
         if bool(cache.carried) != bool(states_of):
             raise SavedCacheError(
-                f"{self.path} holds {len(states_of)} states of recurrent layers, which does not "
+                f"{self.path} holds {len(states_of)} states of recurrent layers, which do not "
                 "fit the cache; load it for the model it was saved with"
             )
         of_layers = _by_layer(tensors, len(cache.layers))
