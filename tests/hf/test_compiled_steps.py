@@ -339,8 +339,8 @@ def test_a_program_with_inputs_that_a_prepared_step_does_not_take(stepped, monke
     model, cache, token, last = stepped
     kind = Ready.__init__
 
-    def other(self, layer, plan):
-        kind(self, layer, plan)
+    def other(self, plan):
+        kind(self, plan)
         self.kind = bytes(len(self.kind))
 
     monkeypatch.setattr(Ready, "__init__", other)

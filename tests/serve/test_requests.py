@@ -59,7 +59,7 @@ def test_a_value_of_another_type_is_refused(parse, options, param):
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
 def test_what_sampling_refuses_names_its_option(name):
     with pytest.raises(RequestError, match=f"{name} is -1.* give a number from 0") as caught:
-        chat(**{name: -1}).settings(10, 20)
+        chat(**{name: -1}).params(10, 20)
     assert caught.value.param == name
 
 
@@ -69,19 +69,18 @@ def test_logprobs_of_both_kinds():
     assert chat(logprobs=True, top_logprobs=3).top_logprobs == 3
     assert completion().top_logprobs is None
     assert completion(logprobs=0).top_logprobs == 0
-    settings = completion(logprobs=2).settings(10, 20)
-    assert (settings.logprobs, settings.top_logprobs) == (True, 2)
+    params = completion(logprobs=2).params(10, 20)
+    assert (params.logprobs, params.top_logprobs) == (True, 2)
 
 
-def test_settings():
+def test_sampling_params():
     given = {"temperature": 1e-9, "top_k": 3, "seed": 7, "stop": "a"}
-    settings = completion(max_tokens=5, **given).settings(10, 4)
-    assert (settings.max_new_tokens, settings.stop) == (4, ["a"])
-    sampling = settings.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 3, 7)
-    assert not sampling.processors
-    processors = completion(presence_penalty=1, logit_bias={"5": 1}).settings(10, 4)
-    assert len(processors.sampling.processors) == 2
+    params = completion(max_tokens=5, **given).params(10, 4)
+    assert (params.max_new_tokens, params.stop) == (4, ["a"])
+    assert (params.temperature, params.top_k, params.seed) == (0, 3, 7)
+    assert not params.processors
+    changed = completion(presence_penalty=1, logit_bias={"5": 1}).params(10, 4)
+    assert len(changed.processors) == 2
 
 
 def test_the_newer_name_of_a_limit_is_preferred():
