@@ -82,7 +82,6 @@ def backward(
             exit, because the rest wait for it.
 
     Returns:
-    Returns:
         The loss, detached.
 
     Raises:
