@@ -18,6 +18,7 @@ from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import NoStates, RecurrentStates
 from kvkeep.layer.stats import LayerStats
+from kvkeep.renamed import Renamed
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Cache:
         carried: these states; false if there are none.
     """
 
+    recurrent = Renamed("Cache.carried, which is never None")
     routed: bool | None = None
     """Whether kvkeep computed the attention of the tokens in the cache; None: unknown."""
 
@@ -86,11 +88,6 @@ class Cache:
         self.lent = ""  # why the layers cannot be used now, and the remedy; empty: they can
         self._changing = False  # True while all layers change; an interrupt leaves them different
         self._share()
-
-    @property
-    def recurrent(self) -> RecurrentStates:
-        """The former name of `carried`."""
-        raise AttributeError("Cache.recurrent is now Cache.carried, which is never None")
 
     @property
     def layers(self) -> list[LayerCache]:

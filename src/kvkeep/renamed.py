@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 
 class Renamed:
-    """In place of a renamed member of a class: reading it raises an error with the new name.
+    """In place of a renamed member of a class: reading or setting it raises an error with the new
+    name.
 
     Args:
         now: the new name.
@@ -20,6 +21,9 @@ class Renamed:
 
     def __get__(self, instance: Any, owner: type) -> NoReturn:
         raise AttributeError(f"{owner.__name__}.{self.name} is now {self.now}; use that name")
+
+    def __set__(self, instance: Any, value: Any) -> NoReturn:
+        self.__get__(instance, type(instance))
 
 
 def require_new_names(kind: type) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kvkeep.host.progress import Progress, silent
 from kvkeep.host.specs import LayerKind, Specs
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.recurrent import StateSpec
+from kvkeep.renamed import Renamed
 from kvkeep.rotary import Rotary
 
 
@@ -313,6 +314,4 @@ class Host(ABC):
             f"{type(self).__name__}.layerwise"
         )
 
-    def generate(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Moved to `kvkeep.generate.stream`."""
-        raise AttributeError("Host.generate is kvkeep.generate.stream")
+    generate = Renamed("kvkeep.generate.stream")
