@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,17 @@ class Snapshot(NamedTuple):
     carried: Mapping[str, Tensor]
 
 
+class Borrower(Protocol):
+    """Who uses the layers of a cache, which nobody else may touch meanwhile."""
+
+    @property
+    def fed(self) -> int:
+        """Columns fed so far, padding included."""
+
+    def give_back(self) -> None:
+        """Bring the layers up to date and stop using them, or raise StateError."""
+
+
 class Cache:
     """A model's layer caches, for your own forward.
 
@@ -85,7 +96,7 @@ class Cache:
     ) -> None:
         self._layers: list[LayerCache] = list(layers)
         self.carried = NoStates() if carried is None else carried
-        self.lent = ""  # why the layers cannot be used now, and the remedy; empty: they can
+        self.lent: Borrower | None = None  # who uses the layers
         self._changing = False  # True while all layers change; an interrupt leaves them different
         self._share()
 
@@ -96,8 +107,8 @@ class Cache:
         Raises:
             StateError: another object is using them.
         """
-        if self.lent:
-            raise StateError(f"the cache {self.lent}")
+        if self.lent is not None:
+            self.lent.give_back()
         return self._layers
 
     @layers.setter
@@ -373,8 +384,9 @@ class Cache:
     @property
     def fed(self) -> int:
         """Columns fed so far, padding included."""
-        layers = self._layers if not self.lent else self.layers
-        return layers[0].cursor.history.columns if layers else 0
+        if self.lent is not None:
+            return self.lent.fed
+        return self._layers[0].cursor.history.columns if self._layers else 0
 
     @property
     def tokens(self) -> Tensor | None:

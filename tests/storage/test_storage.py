@@ -272,8 +272,25 @@ def test_fixed_addresses_stay_where_they_are(storage):
         assert {name: plane.data_ptr() for name, plane in storage.read().items()} == before
     else:
         assert not storage.limited
+
+
+def test_reserved_slots_stay_where_they_are(storage):
+    storage.append(planes(*range(8)))
+    if not storage.reserves:
+        with pytest.raises(NotImplementedError):
+            storage.reserve(12)
         with pytest.raises(NotImplementedError):
             storage.adopt(storage.read(), 8)
+        return
+    storage.reserve(12)
+    assert storage.capacity >= 12
+    before = storage.read()["k"].data_ptr()
+    storage.append(planes(*range(8, 12)))
+    assert storage.read()["k"].data_ptr() == before
+    assert content(storage) == [[[*range(12)]]]
+    if storage.limit is not None:
+        with pytest.raises(CapacityError):
+            storage.reserve(storage.limit + 1)
 
 
 def test_a_limit_promises_nothing_about_addresses():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, View
-from kvkeep.errors import SpecError, StateError, UnsupportedError
+from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket, step
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import Step, StepInputs, require_causal
@@ -60,29 +60,32 @@ class DeviceStep(Step):
     """Decode steps (one token per row) of a layer that holds a prompt, until `close`.
 
     Args:
-        layer: a layer with fixed storage; do not use it before `close`.
+        layer: a layer with fixed or growing storage; do not use it before `close`.
         cursors: shared by all layers; the caller advances them after each step.
+        tokens: how many tokens growing storage makes room for; None: the storage must be fixed.
 
     Raises:
         StateError: the layer holds no prompt, or an eviction waits for a crop.
-        SpecError: the storage is not fixed, or has no slot for a token beyond the budget.
+        SpecError: the storage moves its slots, or has no slot for a token beyond the budget.
         UnsupportedError: the policy or codec needs the host, or tensors whose shapes change.
+        OutOfMemoryError: there is no memory for `tokens` tokens.
     """
 
     on_device = True
 
-    def __init__(self, layer: LayerCache, cursors: Cursors) -> None:
-        require_fitting(layer)
+    def __init__(self, layer: LayerCache, cursors: Cursors, tokens: int | None = None) -> None:
+        require_fitting(layer, tokens)
         self.policy = policy = layer.policy
         self._evicts = policy.budget is not None
         if self._evicts:
             layer.slots.thaw()  # slots shared with forks cannot be evicted
+        layer.storage.reserve(_slots_of(layer, tokens))
         self._layer, self._columns = layer, cursors.columns
         self._fed, self._held = layer.fed, layer.storage.length
         self._history = layer.history
         self._pads = self._history.pads
         self._buffers = dict(unsliced(layer.storage.read()))
-        self._slots = _slots_of(layer)
+        self._slots = layer.storage.capacity if policy.budget is None else _slots_of(layer, tokens)
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
             for name, plane in self._planes.items():
@@ -103,8 +106,14 @@ class DeviceStep(Step):
 
     def require(self, n: int) -> None:
         """Raise CapacityError if n more tokens do not fit."""
-        if not self._evicts:
-            self._layer.storage.require(self._held + n)
+        if self._evicts:
+            return
+        self._layer.storage.require(self._held + n)
+        if self._held + n > self._slots:
+            raise CapacityError(
+                f"{self._held + n} slots needed, but these steps have room for {self._slots}; "
+                "close() them, and create new ones with more tokens"
+            )
 
     def count(self, n: int) -> None:
         """Update the host's counts after n tokens, for example after replaying a graph."""
@@ -194,20 +203,25 @@ class DeviceStep(Step):
             self._planes[POSITION].scatter_(2, self._cursor, -1)
 
 
-def _slots_of(layer: LayerCache) -> int:
-    """Number of slots that a step needs. With a budget it is one more, for the next token, unless
-    the policy has a reach: then the next query cannot reach one slot of the budget."""
+def _slots_of(layer: LayerCache, tokens: int | None) -> int:
+    """Number of slots that steps need. With a budget it is one more than the budget, for the next
+    token, unless the policy has a reach: then the next query cannot reach one slot of the budget.
+    """
     policy, storage = layer.policy, layer.storage
-    return storage.capacity if policy.budget is None else policy.budget + (policy.reach is None)
+    if policy.budget is not None:
+        return policy.budget + (policy.reach is None)
+    return storage.limit or storage.length + (tokens or 0)
 
 
-def require_fitting(layer: LayerCache) -> None:
-    """Raise the errors that `DeviceStep` documents, before anything changes."""
+def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
+    """Raise the errors that `DeviceStep` documents but the last, before anything changes."""
     policy: Any = layer.policy
-    if not layer.storage.fixed_addresses:
+    storage = layer.storage
+    if not storage.fixed_addresses and (tokens is None or not storage.reserves):
+        remedy = ", or the number of tokens to make room for" if storage.reserves else ""
         raise SpecError(
-            f"{layer.storage.name} storage can move its slots; a step on the device needs fixed "
-            "storage, such as keep_all@fixed:4096"
+            f"{storage.name} storage can move its slots; a step on the device needs fixed "
+            f"storage, such as keep_all@fixed:4096{remedy}"
         )
     if not layer.fed or not layer.storage.length:
         raise StateError("the cache holds no prompt of its own; feed a prompt first")
@@ -227,9 +241,9 @@ def require_fitting(layer: LayerCache) -> None:
             f"a budget of {policy.share} grows while steps run, and a step on the device has a "
             f"fixed number of slots; give policy {policy.name} a number of tokens"
         )
-    slots = _slots_of(layer)
-    if slots > layer.storage.capacity:
+    slots = _slots_of(layer, tokens)
+    if storage.limit is not None and slots > storage.limit:
         raise SpecError(
             f"policy {policy.name} needs {slots} slots for a step, but the storage is fixed at "
-            f"{layer.storage.capacity}; use @fixed:{slots} or more"
+            f"{storage.limit}; use @fixed:{slots} or more"
         )

@@ -35,6 +35,7 @@ from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
+from kvkeep.hf.replaying import Replaying, replays
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
 from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.unserved import not_served, require_supplied
@@ -219,6 +220,8 @@ def attach(
         model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
     if compiled:
         model.__dict__["forward"] = CompiledSteps(model, bool(compile))
+    elif compile is None and not own and replays(model):
+        model.__dict__["forward"] = Replaying(model)
     return attachment
 
 
@@ -244,8 +247,8 @@ def detach(model: PreTrainedModel) -> None:
     unroute_attention(model)
     if attachment.linears:
         unroute(model)
-    if attachment.compiled:
-        model.__dict__.pop("forward", None)
+    if isinstance(model.__dict__.get("forward"), (CompiledSteps, Replaying)):
+        del model.__dict__["forward"]
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(ATTACHMENT, None)
     for name in _METHODS:

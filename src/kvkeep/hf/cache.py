@@ -411,9 +411,10 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         graph."""
         if torch.compiler.is_compiling():
             return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
+        if self.lent is not None:
+            return self.fed
         # A forward feeds one layer after another.
-        layers = self._layers if not self.lent else self.layers
-        return layers[self._index.get(layer_idx, 0)].cursor.history.columns
+        return self._layers[self._index.get(layer_idx, 0)].cursor.history.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
@@ -500,6 +501,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         """A copy of the state for the same model; the config is shared."""
         memo[id(self.config)] = self.config
+        _ = self.layers  # also if they are lent
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(deepcopy(self.__dict__, memo))
@@ -513,6 +515,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
             "_handed": None,
             "fed_since": Forwards(),
         }
+        _ = self.layers  # also if they are lent
         return self.__dict__ | left_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -529,7 +532,7 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     def _may_compile(self, routed: bool) -> bool:
         if torch.compiler.is_compiling():
             return routed
-        return routed and self._fixed and not self.written_out
+        return routed and self._fixed and not (self.written_out or self.lent)
 
     @property
     def is_initialized(self) -> bool:

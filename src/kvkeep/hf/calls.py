@@ -17,6 +17,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.continuing import (
     Fed,
 )
+from kvkeep.hf.cuda_graph import Replay
 from kvkeep.hf.kinds.multimodal import holds_tensors
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.adapters import learns_prompts, names_adapters
@@ -96,7 +97,8 @@ class Call:
     row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
     store or blocks, if any, the cache that records drafts, if any, the cache whose columns are
     others than those of the token ids, if any, and the cache whose last token is fed again, if any.
-    `fed` is what the call feeds, if that is known."""
+    `fed` is what the call feeds, if that is known; `replay` are its steps as a CUDA graph, if they
+    may be."""
 
     model: PreTrainedModel
     columns: int
@@ -108,6 +110,12 @@ class Call:
     moved: Cache | None = None
     again: Cache | None = None
     fed: Fed | None = None
+    replay: Replay | None = None
+
+    def end(self) -> None:
+        """Called when `generate()` ends, also by an error: make its cache an ordinary one."""
+        if self.replay is not None:
+            self.replay.close()
 
 
 CALL: ContextVar[Call | None] = ContextVar("call", default=None)

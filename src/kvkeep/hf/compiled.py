@@ -22,7 +22,7 @@ from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.package import Package, PreparedLayer
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import NAMES, cache_in
+from kvkeep.hf.cache_argument import NAMES, OF_GENERATE, cache_in, name_in
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.model_state import ModelState
 from kvkeep.hf.rows import NUMBERS, RowsCache
@@ -33,7 +33,7 @@ from kvkeep.native_library import available
 if TYPE_CHECKING:  # torch's compiler is slow to import
     from kvkeep.hf.compiling import Compiler
 
-_KNOWN = frozenset(
+KNOWN = frozenset(
     (
         "input_ids",
         *NAMES,
@@ -43,8 +43,8 @@ _KNOWN = frozenset(
         "logits_to_keep",  # there is one token
     )
 )
-_EXTRAS = ("output_attentions", "output_hidden_states")
-_PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(_EXTRAS, False)
+EXTRAS = ("output_attentions", "output_hidden_states")
+PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(EXTRAS, False)
 """Arguments that do not change what a step computes, by their values."""
 
 
@@ -99,7 +99,7 @@ class CompiledSteps:
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
             return None
-        if drops_weights(self._model) or any(getattr(config, name, False) for name in _EXTRAS):
+        if drops_weights(self._model) or any(getattr(config, name, False) for name in EXTRAS):
             return None
         if not self._packing.acquire(blocking=False):  # another thread packs sequences
             return None
@@ -176,9 +176,9 @@ class CompiledSteps:
             if place is not None and not (isinstance(place, Tensor) and bool((place == fed).all())):
                 return False
         return all(
-            name in _KNOWN or value is None or value == _PLAIN.get(name, _PLAIN)
+            name in KNOWN or value is None or value == PLAIN.get(name, PLAIN)
             for name, value in given.items()
-        ) and not any(getattr(config, name, False) for name in _EXTRAS)
+        ) and not any(getattr(config, name, False) for name in EXTRAS)
 
 
 class Program(Protocol):
@@ -224,8 +224,7 @@ class Step:
         self._program = program
         self._given: list[Any] = [None] * (len(weights) + len(self._inputs))
         self._output = _output_class(model, output)
-        fields: Sequence[str] = [*self._output.__dataclass_fields__]
-        self._cache_field = next(name for name in NAMES if name in fields)
+        self._cache_field = name_in(self._output) or OF_GENERATE
         self._layers = [-1 - x for x in self._inputs if x < 0]
         for place, name in zip(places, weights, strict=True):
             self._given[place] = _weight(model, name).detach()

@@ -1,4 +1,4 @@
-"""Graphed: a model's decode step with a cache, as one CUDA graph."""
+"""Graphed: a decode step as one CUDA graph; Replay: the graphed steps of a `generate()`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
@@ -22,8 +22,8 @@ from kvkeep.hf.kinds.multimodal import require_counted
 _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
 
-
-_IN_USE = "is in use by graphed steps; close() them first"
+_MOST_CAPTURES = 2
+"""In one call: whoever needs the cache's layers after each step pays for a capture each time."""
 
 
 class Graphed:
@@ -34,17 +34,30 @@ class Graphed:
 
     Args:
         model: an attached model, see `kvkeep.attach`.
-        cache: a cache with fixed storage that holds a prompt; it cannot be used until `close`.
+        cache: a cache with fixed or growing storage that holds a prompt; its layers cannot be used
+            until `close`.
         compile: also compile the model with `torch.compile`, which fuses its small operations.
+        tokens: the most tokens to feed, for which growing storage makes room; None: the storage
+            must be fixed.
+        yielding: close when somebody needs the layers of the cache, instead of refusing.
 
     Raises:
         StateError: the model is not attached, or the cache is empty or in use by other steps.
         SpecError, UnsupportedError: a layer needs the host between steps; nothing is changed.
+        OutOfMemoryError: there is no room for `tokens` tokens.
 
     Use it as a context manager, or `close` it: the cache then holds all tokens that were fed.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, *, compile: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        *,
+        compile: bool = False,
+        tokens: int | None = None,
+        yielding: bool = False,
+    ) -> None:
         if not is_routed(decoder_config(model.config)):
             raise StateError("the model is not attached; call kvkeep.attach(model) first")
         if not cache.fed:
@@ -58,12 +71,12 @@ class Graphed:
             )
         self.model, self.cache = model, cache
         for layer in cache.layers:
-            require_fitting(layer)
+            require_fitting(layer, tokens)
         self._layers = cache.layers
         with torch.inference_mode(False):
             self._cursors = Cursors(torch.tensor(cache.fed, device=device))
             self._token = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
-        self._steps_on_device = [DeviceStep(layer, self._cursors) for layer in self._layers]
+        self._steps_on_device = [DeviceStep(layer, self._cursors, tokens) for layer in self._layers]
         self._forward: Callable[..., Any] = model
         if compile:
             self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
@@ -72,7 +85,9 @@ class Graphed:
         self._steps = 0
         self._complete = True  # False during a step, and after one that was interrupted
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
-        self._closed, cache.lent = False, _IN_USE
+        self._closed, self._yielding = False, yielding
+        self._fed_before = cache.fed
+        cache.lent = self
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Feed one token per row, int64 (B, 1); returns the logits (B, V) of the next.
@@ -108,13 +123,33 @@ class Graphed:
         self._complete = True
         return logits
 
+    @property
+    def fed(self) -> int:
+        """Columns fed so far, padding included."""
+        return self._fed_before + self._steps
+
+    @property
+    def closed(self) -> bool:
+        """Whether these steps have ended."""
+        return self._closed
+
+    def give_back(self) -> None:
+        """Called when the layers of the cache are needed.
+
+        Raises:
+            StateError: these steps do not yield.
+        """
+        if not self._yielding:
+            raise StateError("the cache is in use by graphed steps; close() them first")
+        self.close()
+
     def close(self) -> None:
         """Make the cache usable again, with all tokens that were fed, and free the graph. If a step
         was interrupted, the cache is reset."""
         if self._closed:
             return
         self._graph = self._logits = None
-        self._closed, self.cache.lent, self.cache._traced = True, "", self._tickets
+        self._closed, self.cache.lent, self.cache._traced = True, None, self._tickets
         with torch.inference_mode():
             for step in self._steps_on_device:
                 step.close()
@@ -175,8 +210,65 @@ class Graphed:
     @contextmanager
     def _layers_visible(self) -> Any:
         """The layers, for the model's own calls."""
-        self.cache.lent = ""
+        self.cache.lent = None
         try:
             yield
         finally:
-            self.cache.lent = _IN_USE
+            self.cache.lent = self
+
+
+class Replay:
+    """The replayed steps of one call of `generate()`.
+
+    Args:
+        cache: what they use.
+        columns: the most tokens that it will hold, padding included.
+    """
+
+    def __init__(self, cache: Cache, columns: int) -> None:
+        self.cache, self._columns = cache, columns
+        self.running = False  # the model's own forward is part of a step
+        self._steps: Graphed | None = None
+        self._begun = 0  # how many times
+
+    def step(self, model: PreTrainedModel, ids: Tensor, position: Tensor | None) -> Tensor | None:
+        """The logits (B, V) of a step with token ids (B, 1) at positions (B, 1); None, with nothing
+        changed, if the cache or the positions do not fit.
+
+        Raises:
+            UnsupportedError: the model needs the host in a step; the token was not fed.
+            CapacityError: the cache is full; the token was not fed.
+        """
+        if self._steps is None or self._steps.closed:
+            self._steps = self._begin(model, ids, position)
+        if self._steps is None:
+            return None
+        self.running = True
+        try:
+            return self._steps(ids)
+        finally:
+            self.running = False
+
+    def _begin(
+        self, model: PreTrainedModel, ids: Tensor, position: Tensor | None
+    ) -> Graphed | None:
+        cache = self.cache
+        left, self._begun = self._columns - cache.fed, self._begun + 1
+        if self._begun > _MOST_CAPTURES or left < 1 or len(ids) != cache.rows:
+            return None
+        if cache.activation is not None or cache.offset is not None:
+            return None
+        own = cache.layers[0].next_positions(1, ids.device)
+        if position is not None and not bool((position == own).all()):
+            return None
+        try:
+            return Graphed(model, cache, tokens=left, yielding=True)
+        except (KVKeepError, torch.OutOfMemoryError):
+            self._begun = _MOST_CAPTURES
+            return None
+
+    def close(self) -> None:
+        """Make the cache an ordinary one again."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()

@@ -37,6 +37,7 @@ from kvkeep.hf.inputs import check_learned_prefix, check_rows
 from kvkeep.hf.kinds import layer_kinds
 from kvkeep.hf.kinds.multimodal import resume
 from kvkeep.hf.packed_rows import require_one_text
+from kvkeep.hf.replaying import Replaying
 from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import per_layer
@@ -83,7 +84,10 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
             _rows_restored(given_cache),
             layers_restored(model),
         ):
-            output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+            try:
+                output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+            finally:
+                call.end()
     finally:
         CALL.reset(token)
     if call.recording is not None:
@@ -164,6 +168,7 @@ def prepare_cache(
             require_supplied(model, built)
         if isinstance(given, Cache):
             _tell_if_not_compiled(model, generation_config, given)
+            _replay(model, given, generation_config, generation_mode, max_cache_length)
         if drafted:
             _require_returning(model, built)
         return
@@ -201,8 +206,18 @@ def prepare_cache(
         cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
     _tell_if_not_compiled(model, generation_config, cache)
+    _replay(model, cache, generation_config, generation_mode, max_cache_length)
     model_kwargs[OF_GENERATE] = cache
     _expect_fed(model, cache, generation_config, generation_mode, model_kwargs)
+
+
+def _replay(
+    model: PreTrainedModel, cache: Cache, generation_config: Any, mode: Any, columns: int
+) -> None:
+    """Let a call on a GPU replay its steps, if they can be; `columns`: as it will have at most."""
+    call, forward = CALL.get(), model.__dict__.get("forward")
+    if call is not None and call.model is model and isinstance(forward, Replaying):
+        forward.plan(call, cache, generation_config, mode, columns)
 
 
 def _tell_if_not_compiled(model: PreTrainedModel, generation_config: Any, cache: Cache) -> None:

@@ -32,7 +32,10 @@ class Storage(ABC):
 
     fixed_addresses: ClassVar[bool] = False
     """Whether all `limit` slots are allocated at the first append and keep their addresses until
-    the rows change: then a captured graph may hold the addresses, and `adopt` works."""
+    the rows change: then a captured graph may hold the addresses."""
+
+    reserves: ClassVar[bool] = False
+    """Whether `reserve` and `adopt` work."""
 
     limit: int | None = None
     """The most slots this storage can ever hold; None: as many as memory allows."""
@@ -173,11 +176,19 @@ class Storage(ABC):
         """Share resources with the other storages of a cache. `common` holds them, by the
         storage's name. By default nothing is shared."""
 
-    def adopt(self, planes: Planes, length: int) -> None:
-        """Use these planes, (B, H|1, limit, ...), of which `length` slots are in use.
+    def reserve(self, slots: int) -> None:
+        """Allocate at least `slots` slots for a storage that holds some. The slots keep their
+        addresses until more are needed, some are freed, or the rows change.
 
-        Only storage with `fixed_addresses` can.
+        Raises:
+            CapacityError: they exceed `limit`.
+            OutOfMemoryError: there is not enough memory; nothing is changed.
         """
+        raise NotImplementedError(f"{self.name} storage reserves no slots: it moves them")
+
+    def adopt(self, planes: Planes, length: int) -> None:
+        """Use these planes, (B, H|1, capacity, ...), of which `length` slots are in use. They were
+        read after `reserve`."""
         raise NotImplementedError(f"{self.name} storage cannot adopt planes: it moves its slots")
 
     @abstractmethod

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Buffer(Storage):
     `read` is a view of the buffer: no append that fits copies anything but the new slots.
     """
 
+    reserves: ClassVar[bool] = True
+
     def __init__(self) -> None:
         super().__init__()
         self._length = 0
@@ -60,6 +62,17 @@ class Buffer(Storage):
 
     def extend_to(self, length: int) -> None:
         self._length = length
+
+    def reserve(self, slots: int) -> None:
+        self.require(slots)
+        if slots > self.capacity:
+            self._reallocate(slots, self._planes)
+
+    def adopt(self, planes: Planes, length: int) -> None:
+        self._length = length
+        if any(self._planes.get(name) is not plane for name, plane in planes.items()):
+            self._planes = dict(planes)
+            self._moved()
 
     def append(self, planes: Planes) -> slice:
         start = self._length

@@ -7,7 +7,6 @@ from typing import ClassVar, final
 import torch
 
 from kvkeep.errors import SpecError
-from kvkeep.planes import Planes
 from kvkeep.storage.buffer import Buffer
 
 
@@ -35,12 +34,6 @@ class Fixed(Buffer):
 
     def behind(self, slots: int) -> Fixed:
         return Fixed(max(1, (self.limit or 1) - slots))
-
-    def adopt(self, planes: Planes, length: int) -> None:
-        self._length = length
-        if any(self._planes.get(name) is not plane for name, plane in planes.items()):
-            self._planes = dict(planes)
-            self._moved()
 
     def _capacity_for(self, slots: int, device: torch.device) -> int:
         self.require(slots)

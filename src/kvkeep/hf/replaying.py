@@ -1,0 +1,115 @@
+"""Replaying: the forward of an attached model on a GPU, whose `generate()` replays CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvkeep.errors import CapacityError, UnsupportedError
+from kvkeep.features import Feature
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
+from kvkeep.hf.calls import CALL, Call
+from kvkeep.hf.compiled import EXTRAS, KNOWN, PLAIN
+from kvkeep.hf.config import decoder_of
+from kvkeep.hf.cuda_graph import Replay
+from kvkeep.hf.kinds import kinds_of, why_not
+from kvkeep.host.hooks import foreign_hooks
+
+_LEAST = 16
+"""Tokens still to be generated for which a graph is captured: the capture takes a step or two."""
+
+_CACHE = name_in(CausalLMOutputWithPast) or OF_GENERATE
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def replays(model: PreTrainedModel) -> bool:
+    """Whether a model's `generate()` may replay its steps: all of it is on one GPU, its forward is
+    its class's, and kvkeep's hooks run within that forward."""
+    devices = set(getattr(model, "hf_device_map", {"": model.device}).values())
+    own = "forward" not in vars(model) and decoder_of(model) is not model
+    return own and on_gpu(model) and len(devices) == 1
+
+
+def on_gpu(model: PreTrainedModel) -> bool:
+    """Whether a model is on a device that has graphs."""
+    return model.device.type == "cuda"
+
+
+class Replaying:
+    """The `forward` of an attached model on a GPU.
+
+    In a `generate()` that samples or is greedy, steps of one token a row run as `Graphed` steps,
+    with growing storage too. The cache is an ordinary one again when the call ends, or as soon as
+    anybody needs its layers. A model or a cache that needs the host in a step is called as always.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._own: Callable[..., Any] = model.forward
+        self.__signature__ = inspect.signature(self._own)  # which `generate` reads
+        self._names = tuple(self.__signature__.parameters)
+        self._possible = not why_not(kinds_of(model.config), Feature.GRAPHED)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replaying, (self._model,)
+
+    def plan(self, call: Call, cache: Cache, config: Any, mode: Any, columns: int) -> None:
+        """Let a call of `generate()` replay its steps, if they can be. transformers then compiles
+        none of them.
+
+        Args:
+            call: the current call.
+            cache: what its steps use.
+            config: its generation config.
+            mode: its generation mode.
+            columns: the most tokens that its cache will hold, padding included.
+        """
+        if (
+            self._possible
+            and mode in _MODES
+            and config.compile_config is None
+            and not (cache.written_out or config.output_hidden_states)
+            and not foreign_hooks(self._model)
+            and columns - call.columns >= _LEAST
+        ):
+            config.disable_compile = True
+            call.replay = Replay(cache, columns)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = CALL.get()
+        replay = None if call is None or call.model is not self._model else call.replay
+        if replay is None or replay.running or torch.compiler.is_compiling():
+            return self._own(*args, **kwargs)
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        logits = None
+        if self._possible and cache_in(given) is replay.cache and self._is_plain(given):
+            try:
+                logits = replay.step(self._model, given["input_ids"], given.get("position_ids"))
+            except UnsupportedError:  # the token was not fed
+                self._possible = False
+            except CapacityError:  # nor was it here: the cache may have room of its own
+                pass
+        if logits is None:
+            replay.close()
+            return self._own(*args, **kwargs)
+        return CausalLMOutputWithPast(logits=logits[:, None], **{_CACHE: replay.cache})  # type: ignore[arg-type]
+
+    def _is_plain(self, given: Mapping[str, Any]) -> bool:
+        """Whether a call feeds one token a row, and asks for logits alone."""
+        ids, config = given.get("input_ids"), self._model.config
+        return (
+            isinstance(ids, Tensor)
+            and ids.dim() == 2
+            and ids.shape[1] == 1
+            and all(x is None or name in KNOWN or x == PLAIN.get(name) for name, x in given.items())
+            and not any(getattr(config, name, False) for name in EXTRAS)
+        )
