@@ -188,10 +188,11 @@ def test_doctor():
     assert "reference" in run("doctor").stdout
 
 
-@pytest.mark.parametrize(("load", "warned"), [(0.1, False), (50.0, True)])
-def test_doctor_says_that_the_machine_is_busy(load, warned, monkeypatch):
-    monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
-    assert ("set OMP_NUM_THREADS=1" in run("doctor").stdout) == warned
+@pytest.mark.parametrize(("idle", "warned"), [(8, False), (1, True)])
+def test_doctor_says_that_the_machine_is_busy(idle, warned, monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("kvkeep.threads.advised", lambda most: min(most, idle))
+    assert ("generating uses 1 threads now" in run("doctor").stdout) == warned
 
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("real", marks=pytest.mark.slow)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from kvkeep.cli.output import JsonFlag, print_json, print_table, say
 from kvkeep.cli.progress import Working
 
@@ -13,23 +11,21 @@ def doctor(json: JsonFlag = False) -> None:
     with Working("looking at this machine"):
         from kvkeep.attention import backends
         from kvkeep.environment import environment
+        from kvkeep.threads import advised
         from kvkeep.version import TESTED
 
         machine = environment()
+        steps = advised(machine["threads"])
         rows = [
             {"backend": b.name, "usable": b.available, "about": b.reason, "limits": b.limits}
             for b in backends()
         ]
     if json:
-        print_json({**machine, "tested": TESTED, "backends": rows})
+        print_json({**machine, "threads_now": steps, "tested": TESTED, "backends": rows})
         return
     for name, value in machine.items():
         say(f"{name:>14}  {value}")
     say(f"{'tested with':>14}  " + ", ".join(f"{name} {range_}" for name, range_ in TESTED.items()))
-    idle = (os.cpu_count() or 1) - machine["load"]
-    if idle < machine["threads"] - 0.5:
-        say(
-            f"Other processes want {machine['load']} of {os.cpu_count()} cores: a step waits for "
-            f"threads that are not running. Stop them, or set OMP_NUM_THREADS={max(1, int(idle))}."
-        )
+    if steps < machine["threads"]:
+        say(f"Other processes use the rest of the cores: generating uses {steps} threads now.")
     print_table("Attention backends, in the order they are tried", rows)

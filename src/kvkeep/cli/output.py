@@ -75,16 +75,18 @@ def size_in_bytes(text: str, option: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def whole_numbers(text: str, option: str) -> list[int]:
-    """Parse an option's comma-separated whole numbers above 0.
+def whole_numbers(text: str, option: str, least: int = 1) -> list[int]:
+    """Parse an option's comma-separated whole numbers of at least `least`.
 
     Raises:
-        BadParameter: the text is anything else.
+        typer.BadParameter: some are not.
     """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{option} {text!r}: give whole numbers above 0, e.g. 256,1024")
-    return [int(part) for part in parts]
+    found = [x for part in text.split(",") if (x := part.strip()).isdecimal() and int(x) >= least]
+    if len(found) < text.count(",") + 1:
+        raise typer.BadParameter(
+            f"{option} {text!r}: give whole numbers of at least {least}, e.g. 256,1024"
+        )
+    return [int(x) for x in found]
 
 
 def listed(text: str, separator: str) -> list[str]:

@@ -24,6 +24,7 @@ from kvkeep.generate.turns import Turns
 from kvkeep.host import DEFAULT_SPEC, Marker, Piece, Specs, host_of
 from kvkeep.host.keep_until import keep_until as spec_keeping
 from kvkeep.store.prefix import PrefixStore
+from kvkeep.threads import following_load
 
 _ASKED = 4  # prompts whose stores are asked at once
 _PATIENCE_S = 0.05  # how long a step waits for stores, if it has nothing else to do
@@ -227,7 +228,8 @@ class Batch:
         if not interrupted:
             self._ended, self._found = [], {}
         with self._begun:
-            with torch.inference_mode():
+            with torch.inference_mode(), following_load() as adapt:
+                adapt()
                 if interrupted:
                     self._mend()
                 self._advance()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ class Call:
     store or blocks, if any, the cache that records drafts, if any, the cache whose columns are
     others than those of the token ids, if any, and the cache whose last token is fed again, if any.
     `fed` is what the call feeds, if that is known; `replay` are its steps as a CUDA graph, if they
-    may be."""
+    may be. `adapt` sets the number of threads by the load, see `kvkeep.threads`."""
 
     model: PreTrainedModel
     columns: int
@@ -111,6 +111,7 @@ class Call:
     again: Cache | None = None
     fed: Fed | None = None
     replay: Replay | None = None
+    adapt: Callable[[], None] = lambda: None
 
     def end(self) -> None:
         """Called when `generate()` ends, also by an error: make its cache an ordinary one."""

@@ -45,6 +45,7 @@ from kvkeep.host.adapters import learns_prompts
 from kvkeep.host.compress import compresses
 from kvkeep.layer.history import Prompt
 from kvkeep.spec import CacheSpec
+from kvkeep.threads import following_load
 
 _OF_A_PROMPT = (*NAMES, "attention_mask", "position_ids", "inputs_embeds")
 _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -80,6 +81,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
         resume(model, given_cache)
     try:
         with (
+            following_load() as call.adapt,
             supplying(model if supplies else None),
             _rows_restored(given_cache),
             layers_restored(model),
@@ -241,6 +243,8 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
     owner: Any = type(model)
     owner = owner.prepare_inputs_for_generation
     call, cache = CALL.get(), rename_cache(options, name_in(owner) or OF_GENERATE)
+    if call is not None:
+        call.adapt()
     if call is not None and call.again is not None and call.again is cache:
         call.again = None
         cache.crop(-1)

@@ -265,12 +265,27 @@ def decode(
         ),
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Rounds of four steps each.")] = 10,
+    beside: Annotated[
+        str | None,
+        typer.Option(
+            help="Generate beside these numbers of busy processes instead, e.g. 0,1,2: with one "
+            "thread, all, and those that kvkeep chooses. --ways also takes batch."
+        ),
+    ] = None,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Decode steps of a whole model at several contexts, and their time per token held."""
     check_plot(plot)
     held = numbers(contexts, "--contexts")
+    busy = numbers(beside, "--beside", least=0)
+    if busy is not None:
+        with Working("decode beside others") as working:
+            from kvkeep_lab.bench import beside as others
+
+            result = others.run(model, dtype=dtype, ways=names(ways), beside=busy, progress=working)
+        show(f"Generating with {model}, {dtype}, beside others", result, plot, json)
+        return
     with Working("decode") as working:
         from kvkeep.spec import split_specs
         from kvkeep_lab.bench.decode import run

@@ -52,9 +52,9 @@ Device = Annotated[
 ]
 
 
-def numbers(text: str | None, option: str) -> list[int] | None:
-    """Parse an option's comma-separated whole numbers; None without text."""
-    return None if text is None else whole_numbers(text, option)
+def numbers(text: str | None, option: str, least: int = 1) -> list[int] | None:
+    """Parse an option's comma-separated whole numbers of at least `least`; None without text."""
+    return None if text is None else whole_numbers(text, option, least)
 
 
 def names(text: str | None) -> list[str] | None:

@@ -1,0 +1,160 @@
+"""Generation beside busy processes: with one thread, all, and as many as kvkeep chooses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep import threads
+from kvkeep.errors import SpecError
+from kvkeep.generate import Batch, SamplingParams
+from kvkeep.hf.attach import attach
+from kvkeep.host.progress import Progress, Work, silent
+from kvkeep_lab.bench.random_model import model_named
+from kvkeep_lab.bench.record import result
+from kvkeep_lab.bench.systems import EAGER, FUSED, PLAIN, named, twin
+from kvkeep_lab.bench.text import tokens_of_text
+from kvkeep_lab.checks import require_known
+
+BATCH = "batch"
+WAYS = (PLAIN, EAGER, FUSED, BATCH)
+CHOSEN, ONE, ALL = "chosen", "one", "all"
+
+_SEQUENCES = 4  # of a batch
+_SETTLED_S = 0.5  # until the processes run, or are gone
+_BUSY = "while True: pass"
+
+
+def run(
+    model: str = "smollm2-135m",
+    *,
+    dtype: str = "bfloat16",
+    context: int = 128,
+    ways: Sequence[str] | None = None,
+    beside: Sequence[int] = (0, 1, 2),
+    tokens: int = 24,
+    turns: int = 3,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Generate text beside busy processes, which this starts and ends.
+
+    Args:
+        model: a name from `kvkeep models`, a directory, or a hub name.
+        dtype: dtype of weights and cache.
+        context: tokens of the prompt.
+        ways: how kvkeep's steps run: "default" (as `attach(model)` makes them), "eager" (without
+            kvkeep's linear layers), "compile", and "batch" (a `Batch` of four sequences).
+        beside: numbers of busy processes.
+        tokens: generated tokens of each measurement; a quarter with all threads beside others.
+        turns: measurements of each case, which take turns.
+
+    Returns:
+        `rows`: for each way and number of busy processes (`beside`) and for `threads` "chosen" (by
+        kvkeep), "one" and "all", the median `tokens_per_s`; and `ratio`, what is chosen compared
+        with the better of one and all.
+
+    Raises:
+        SpecError: a way does not exist, or a number of processes is negative.
+    """
+    ways = ways or WAYS
+    require_known("way", ways, WAYS)
+    if min(beside) < 0 or tokens < 4:
+        raise SpecError(f"{min(beside)} busy processes and {tokens} tokens: at least 0 and 4")
+    loaded, tokenizer = model_named(model, dtype, torch.device("cpu"))
+    ids = tokens_of_text(tokenizer, context)
+    generators = {way: _generator(twin(loaded), way, ids) for way in ways}
+    for generate in generators.values():
+        generate(4)  # compiles
+    rows, work = [], Work(progress, len(beside) * turns)
+    for busy in beside:
+        found: dict[tuple[str, str], list[float]] = {}
+        with busy_processes(busy):
+            for _ in range(turns):
+                work.stage(f"{busy} busy processes", 1)
+                for way, generate in generators.items():
+                    for choice in (CHOSEN, ONE, ALL):
+                        some = max(4, tokens // 4) if choice == ALL and busy else tokens
+                        with _threads(choice):
+                            generate(1)
+                            found.setdefault((way, choice), []).append(generate(some))
+        speeds = {case: median(each) for case, each in found.items()}
+        for (way, choice), speed in speeds.items():
+            best = max(speeds[way, ONE], speeds[way, ALL])
+            rows.append(
+                {
+                    "system": way if way == BATCH else named("keep_all", way),
+                    "beside": busy,
+                    "threads": choice,
+                    "tokens_per_s": speed,
+                    "ratio": speed / best if choice == CHOSEN else None,
+                }
+            )
+    return result("decode beside others", rows, model=model, dtype=dtype, context=context)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run this many processes, each of which keeps a core busy."""
+    running = []
+    try:
+        for _ in range(count):
+            running.append(subprocess.Popen([sys.executable, "-c", _BUSY]))
+        sleep(_SETTLED_S)
+        yield
+    finally:
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+        sleep(_SETTLED_S)
+
+
+@contextmanager
+def _threads(choice: str) -> Iterator[None]:
+    """Generate with one thread, with all, or with those that kvkeep chooses."""
+    before, setting = torch.get_num_threads(), os.environ.get(threads.OFF)
+    try:
+        if choice == CHOSEN:
+            os.environ.pop(threads.OFF, None)
+        else:
+            os.environ[threads.OFF] = "fixed"
+        if choice == ONE:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+        os.environ.pop(threads.OFF, None)
+        if setting is not None:
+            os.environ[threads.OFF] = setting
+
+
+def _generator(model: Any, way: str, ids: Tensor) -> Callable[[int], float]:
+    """A function that generates tokens and returns how many it made in a second."""
+    attach(model, linears=way != EAGER, compile=way == FUSED)
+    config = model.generation_config
+    config.do_sample, config.eos_token_id = False, None
+
+    def one(tokens: int) -> float:
+        start = perf_counter()
+        model.generate(ids, max_new_tokens=tokens)
+        return tokens / (perf_counter() - start)
+
+    def several(tokens: int) -> float:
+        batch = Batch(model, sequences=_SEQUENCES)
+        params = SamplingParams(max_new_tokens=tokens, end_tokens=frozenset())
+        start = perf_counter()
+        for _ in range(_SEQUENCES):
+            batch.add(ids[0], params)
+        list(batch)
+        return _SEQUENCES * tokens / (perf_counter() - start)
+
+    return several if way == BATCH else one

@@ -1,0 +1,169 @@
+"""Threads for the cores that other processes leave idle.
+
+OpenMP's threads wait for each other at the end of every operation. If another process occupies the
+core of one, all others spin until the scheduler runs it again, and a decode step takes many times
+as long as on one thread. So the number of threads follows the load while text is generated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from threading import Lock, local
+from time import monotonic, process_time, sleep
+from typing import NamedTuple
+
+import torch
+
+OFF = "KVKEEP_THREADS"
+"""The environment variable that, set to "fixed", leaves the number of threads alone."""
+
+_STAT = Path("/proc/stat")
+_TICKS = 100.0
+"""Ticks per second of /proc/stat; the same for all programs on Linux."""
+
+_LEAST_S = 0.15
+"""The shortest time over which load is measured: ticks are 10 ms long."""
+
+_GIVE_UP, _TAKE_BACK = 0.35, 0.15
+"""A core is given up once others use more than this part of it, and taken back below the second."""
+
+
+class Load(NamedTuple):
+    """Processor time so far, in seconds.
+
+    Args:
+        at: when it was read.
+        busy: used by all processes on the cores that this process may use, and by other virtual
+            machines.
+        own: used by this process.
+    """
+
+    at: float
+    busy: float
+    own: float
+
+
+def read_load() -> Load | None:
+    """The load now; None where the system does not tell."""
+    try:
+        lines = _STAT.read_text(encoding="ascii").splitlines()
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    busy = 0
+    for line in lines[1:]:
+        name, *fields = line.split()
+        if not name.startswith("cpu"):
+            break
+        if name in cores:
+            user, nice, system, _, _, *rest = map(int, fields[:8])  # without idle and iowait
+            busy += user + nice + system + sum(rest)
+    return Load(monotonic(), busy / _TICKS, process_time())
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+class Governor:
+    """Counts the cores that other processes occupy.
+
+    Args:
+        read: reads the load.
+        cores: how many cores this process may use.
+        clock: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Load | None] = read_load,
+        cores: Callable[[], int] = cores,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._read, self._cores, self._clock = read, cores, clock
+        self._last, self._taken = read(), 0
+        self._running = 0  # how many threads of this process follow the load
+        self._lock = Lock()
+
+    def threads(self, most: int) -> int:
+        """How many threads each of the running generations should use, at most `most`."""
+        with self._lock:
+            self._measure()
+            idle = self._cores() - self._taken
+            return max(1, min(most, idle // max(1, self._running)))
+
+    def count(self, generations: int) -> None:
+        """Add to the number of generations that follow the load."""
+        with self._lock:
+            self._running += generations
+
+    def _measure(self) -> None:
+        last = self._last
+        if last is None or self._clock() - last.at < _LEAST_S:
+            return
+        load = self._read()
+        if load is None:
+            return
+        others = (load.busy - last.busy - (load.own - last.own)) / (load.at - last.at)
+        self._last = load
+        if others > self._taken:
+            self._taken = max(self._taken, ceil(others - _GIVE_UP))
+        else:
+            self._taken = min(self._taken, max(0, ceil(others - _TAKE_BACK)))
+
+
+_governor = Governor()
+_followed = local()
+
+
+@contextmanager
+def following_load(governor: Governor | None = None) -> Iterator[Callable[[], None]]:
+    """Within this context, calls of the function that it gives set the number of threads of this
+    Python thread by the load; call it before each step. At the end the number is what it was.
+
+    The number that the user has set is the most. Where kvkeep computes, results do not depend on
+    it; torch's matrix products may round differently.
+    """
+    governor = governor or _governor
+    outer = getattr(_followed, "adapt", None)
+    if outer is not None or os.environ.get(OFF) == "fixed" or torch.get_num_threads() == 1:
+        yield outer or _nothing
+        return
+    before = now = torch.get_num_threads()
+
+    def adapt() -> None:
+        nonlocal before, now
+        if torch.get_num_threads() != now:  # the user has set it since
+            before = torch.get_num_threads()
+        now = governor.threads(before)
+        if now != torch.get_num_threads():
+            torch.set_num_threads(now)
+
+    _followed.adapt = adapt
+    governor.count(1)
+    try:
+        yield adapt
+    finally:
+        governor.count(-1)
+        _followed.adapt = None
+        if torch.get_num_threads() == now != before:
+            torch.set_num_threads(before)
+
+
+def advised(most: int) -> int:
+    """How many threads a generation would use now, of at most `most`; measured in 0.2 seconds."""
+    governor = Governor()
+    sleep(0.2)
+    return governor.threads(most)
+
+
+def _nothing() -> None:
+    """Leaves the number of threads alone."""
