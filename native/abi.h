@@ -325,7 +325,7 @@ struct KvTicket {
                                   // made; KV_STEP_RAISED if an unprepared step raised
 };
 
-// The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
+// The instruction set in use: "amx", "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable".
 KV_PUBLIC const char* kv_instructions();
 
 // Switches to instruction set `name`. Returns 0, or 1 if this processor lacks it.

@@ -160,6 +160,9 @@ void keep_weights(const Work& work, bool seen) {
 }  // namespace
 
 void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
+#if defined(KV_TILES)
+    const Tiles tiles;
+#endif
     Work work(call, run, scratch);
     const int64_t records = work.records, per_row = call.group * work.tokens;
     const bool many = records >= MANY;

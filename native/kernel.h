@@ -55,5 +55,5 @@ static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
 int kv_attend_call(const KvCall& call);
 
 typedef void KvKernel(const KvCall& call, const KvRun& run, float* scratch);
-KvKernel kv_run_portable, kv_run_avx2, kv_run_avx512, kv_run_avx512vnni,
-    kv_run_avx512bf16;
+KvKernel kv_run_portable, kv_run_avx2, kv_run_avx512, kv_run_avx512vnni, kv_run_avx512bf16,
+    kv_run_amx;

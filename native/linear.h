@@ -17,7 +17,7 @@ struct KvLinearKernel {
     KvLinearRun* run;
 };
 extern const KvLinearKernel kv_linear_portable, kv_linear_avx2, kv_linear_avx512,
-    kv_linear_avx512vnni, kv_linear_avx512bf16;
+    kv_linear_avx512vnni, kv_linear_avx512bf16, kv_linear_amx;
 
 constexpr int64_t KV_LINEAR_OUTPUTS = 48;  // outputs of a block; threads get whole blocks
 constexpr int64_t KV_LINEAR_STEP = 32;  // largest STEP of any instruction set

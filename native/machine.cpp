@@ -6,6 +6,12 @@
 #include <memory>
 #include <new>
 
+#if defined(KV_X86)
+#define KV_TILES
+#include <cpuid.h>
+
+#include "tiles.h"
+#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
@@ -36,10 +42,55 @@ bool has_avx512bf16() {
     return has_avx512vnni() && __builtin_cpu_supports("avx512bf16");
 #endif
 }
+
+// Compares a product on tiles with its definition; all its numbers are exact.
+bool tiles_work() {
+    uint16_t a[TILE_ROWS][2 * TILE_PAIRS], b[TILE_PAIRS][4 * TILE_PAIRS];  // bfloat16 of 0 to 7
+    float found[2 * TILE_ROWS][2 * TILE_PAIRS];
+    const auto bits = [](int64_t x) {
+        const float value = (float)(x % 8);
+        uint32_t all;
+        memcpy(&all, &value, sizeof all);
+        return (uint16_t)(all >> 16);
+    };
+    const auto in_a = [](int64_t m, int64_t k) { return (m * 5 + k * 3) % 8; };
+    const auto in_b = [](int64_t k, int64_t n) { return (k * 7 + n) % 8; };
+    for (int64_t k = 0; k < 2 * TILE_PAIRS; ++k) {
+        for (int64_t m = 0; m < TILE_ROWS; ++m) a[m][k] = bits(in_a(m, k));
+        for (int64_t n = 0; n < 2 * TILE_PAIRS; ++n) b[k / 2][2 * n + k % 2] = bits(in_b(k, n));
+    }
+    {
+        const Tiles tiles;
+        multiply_tiles(a, a, sizeof *a, TILE_PAIRS, b, sizeof *b, found[0], found[TILE_ROWS],
+                       2 * TILE_PAIRS);
+    }
+    for (int64_t m = 0; m < 2 * TILE_ROWS; ++m)
+        for (int64_t n = 0; n < 2 * TILE_PAIRS; ++n) {
+            int64_t sum = 0;
+            for (int64_t k = 0; k < 2 * TILE_PAIRS; ++k) sum += in_a(m % TILE_ROWS, k) * in_b(k, n);
+            if (found[m][n] != (float)sum) return false;
+        }
+    return true;
+}
+
+// Whether tiles are there, this process may use them, and they compute what they should.
+bool has_amx() {
+    static const bool works = [] {
+        if (!has_avx512bf16()) return false;
+#if !defined(KV_EMULATE)
+        unsigned a, b, c, d;
+        constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return false;
+#endif
+        return may_use_tiles() && tiles_work();
+    }();
+    return works;
+}
 #endif
 
 const Instructions TABLE[] = {
 #if defined(KV_X86)
+    {"amx", kv_run_amx, &kv_linear_amx, has_amx},
     {"avx512bf16", kv_run_avx512bf16, &kv_linear_avx512bf16, has_avx512bf16},
 #if !defined(KV_EMULATE)
     {"avx512vnni", kv_run_avx512vnni, &kv_linear_avx512vnni, has_avx512vnni},

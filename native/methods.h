@@ -143,6 +143,68 @@ void score_lanes(const Work& work) {
     });
 }
 
+void load_pairs(const Work& work) {
+    const int64_t stride = 2 * padded(work.call.key_width);
+    uint16_t* q = (uint16_t*)work.queries;
+    memset(q, 0, work.records * stride * sizeof *q);
+    each_query(work, [&](int64_t record, auto x) {
+        for (int64_t i = 0; i < work.call.key_width; ++i)
+            q[record * stride + i] = BF16::narrow1(x(i));
+    });
+}
+
+// The block's keys as rows of pairs, and how many rows there are.
+struct PackedKeys {
+    vi* rows;
+    int64_t pairs;
+
+    explicit PackedKeys(const Work& work) : rows(aligned(work.wide_keys)) {
+        const Rows keys = even_rows(work.key, work.count, (char*)work.columns);
+        pairs = keys.bytes / 4;
+        const Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        pack_keys(keys, ahead, work.count, rows);
+    }
+};
+
+void score_packed(const Work& work) {
+    const PackedKeys keys(work);
+    const int64_t stride = 2 * padded(work.call.key_width);
+    for_tiles<MOST_PACKED>(work.records, [&](int64_t from, auto tile) {
+        packed_scores<tile.size>(keys.rows, keys.pairs, (uint16_t*)work.queries + from * stride,
+                                 stride, work.s + from * BLOCK);
+    });
+}
+
+vi* packed_values_of(const Work& work) {
+    vi* const rows = aligned(work.wide);
+    pack_values(work.value, work.next, work.count, work.call.value_width, rows);
+    return rows;
+}
+
+void add_packed(const Work& work) {
+    const vi* const values = packed_values_of(work);
+    for_tiles<MOST_PACKED>(work.records, [&](int64_t from, auto tile) {
+        packed_values<tile.size>(values, work.count, work.call.value_width, work.s + from * BLOCK,
+                                 work.alpha + from, work.acc + from * work.value_stride);
+    });
+}
+
+#if defined(KV_TILES)
+// Whether a run is computed on tiles. As in by_lanes, the number of rows does not matter.
+bool on_tiles(const Work& work) { return work.call.group * work.tokens >= TILE_ROWS; }
+
+void score_tiles(const Work& work) {
+    const PackedKeys keys(work);
+    tile_scores(keys.rows, packed_rows(keys.pairs), (uint16_t*)work.queries,
+                2 * padded(work.call.key_width), work.records, work.s);
+}
+
+void add_tiles(const Work& work) {
+    tile_values(packed_values_of(work), work.count, work.call.value_width, work.s, work.alpha,
+                work.records, work.acc);
+}
+#endif
+
 void add_pairs_of_slots(const Work& work) {
     add_pair_values(work.value, work.next, work.count, work.call.value_width, work.records, work.s,
                     work.alpha, work.acc);
@@ -367,8 +429,11 @@ KeyMethod key_method(const Work& work, bool many) {
     if (x.plane.type > KV_I8) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(KV_BF16_PAIRS)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16) {
+#if defined(KV_TILES)
+        if (on_tiles(work)) return {load_pairs, score_tiles};
+#endif
         if (by_lanes(work.call.key_width, work.call.group * work.tokens))
-            return {load_lanes, score_lanes};
+            return many ? KeyMethod{load_pairs, score_packed} : KeyMethod{load_lanes, score_lanes};
         return {load_queries<Dotted>, score<Dotted>};
     }
 #endif
@@ -395,8 +460,12 @@ ValueMethod value_method(const Work& work, bool many) {
     if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
     if (x.plane.type > KV_I8) return coded_value_method<4>(x, work.call.value_width, many);
 #if defined(KV_BF16_PAIRS)
+#if defined(KV_TILES)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && on_tiles(work))
+        return {add_tiles, write_sums<pair_lane>};
+#endif
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16)
-        return {add_pairs_of_slots, write_sums<pair_lane>};
+        return {many ? add_packed : add_pairs_of_slots, write_sums<pair_lane>};
 #endif
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {

@@ -1,7 +1,12 @@
 // Scores and sums of values from plain bfloat16 by products of pairs (AVX512_BF16), for bfloat16
 // queries. Weights are rounded to bfloat16 too, an error of at most 2^-9 each, as in the result.
 #pragma once
+#include <algorithm>
+
 #include "lanes.h"
+#if defined(KV_TILES)
+#include "tiles.h"
+#endif
 #include "values.h"
 
 #if defined(KV_BF16_PAIRS)
@@ -149,6 +154,168 @@ void add_pair_values(Rows values, Rows next, int64_t count, int64_t width, int64
                                acc + from * padded(width));
     });
 }
+
+// -- many queries ----------------------------------------------------------------------------
+
+// For many queries the keys and values of a block are shuffled once, to rows of COLUMNS lanes: a row
+// of keys is one pair of elements of all slots, a row of values one pair of slots of all elements.
+// Scores and sums are then the same product of matrices. Its sums have the order of lane_scores and
+// pair_columns, so results do not depend on the number of queries.
+constexpr int MOST_PACKED = 6;  // queries whose sums fit the registers
+constexpr int COLUMNS = 4;      // vectors; BLOCK lanes
+
+inline vi* aligned(float* memory) { return (vi*)(((uintptr_t)memory + 63) / 64 * 64); }
+
+// sum[m] = rows of `a` (MT rows of pairs, `stride` elements apart) . rows of `b` (pairs, N vectors,
+// `step` vectors apart).
+template <int MT, int N>
+KV_INLINE void multiply_pairs(const uint16_t* a, int64_t stride, int64_t pairs, const vi* b,
+                              int64_t step, vf (&sum)[MT][N]) {
+    for (int64_t p = 0; p < pairs; ++p, a += 2, b += step) {
+        vi x[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) x[n] = b[n];
+#pragma GCC unroll 8
+        for (int m = 0; m < MT; ++m) {
+            const vi one = load<int32_t>(a + m * stride) - vi{};
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) add_both(sum[m][n], x[n], one);
+        }
+    }
+}
+
+// Rows of a packed block come in multiples of PACKED_ROWS, padded with zeros.
+constexpr int64_t PACKED_ROWS = 16;
+constexpr int64_t packed_rows(int64_t rows) { return (rows + PACKED_ROWS - 1) / PACKED_ROWS * PACKED_ROWS; }
+
+// Keys in units of 32 bytes and groups of 16 slots -> (pairs, COLUMNS vectors).
+void pack_keys(Rows keys, Lines ahead, int64_t count, vi* to) {
+    const int64_t rows = keys.bytes / 4;
+    memset(to + rows * COLUMNS, 0, (packed_rows(rows) - rows) * COLUMNS * sizeof *to);
+    for (int64_t j = 0; j < count; j += 16)
+        for (int64_t byte = 0; byte < keys.bytes; byte += 32) {
+            vi x[2][4];
+            Lines::pass(ahead);
+            load_pieces(keys.at(j) + byte, keys.stride, x);
+#pragma GCC unroll 2
+            for (int c = 0; c < 2; ++c) {
+                transpose_quads(x[c]);
+#pragma GCC unroll 4
+                for (int n = 0; n < 4; ++n)
+                    to[(byte / 4 + c * 4 + n) * COLUMNS + j / 16] = x[c][n];
+            }
+        }
+}
+
+template <int MT>
+KV_OUTLINE void packed_scores(const vi* keys, int64_t pairs, const uint16_t* q, int64_t stride, float* s) {
+    vf sum[MT][COLUMNS] = {};
+    multiply_pairs<MT, COLUMNS>(q, stride, pairs, keys, COLUMNS, sum);
+#pragma GCC unroll 8
+    for (int m = 0; m < MT; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < COLUMNS; ++n) store(s + m * BLOCK + n * W, sum[m][n]);
+}
+
+// The elements `at` of slots 0 and 1, 2 and 3, ... as pairs, in the lanes of pair_lane.
+KV_INLINE void interleave(u16x32 a, u16x32 b, vi* to) {
+    to[0] = (vi)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43,
+                                        16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
+    to[1] = (vi)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47,
+                                        20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+}
+
+// Values -> (pairs of slots, padded(width) / W vectors).
+void pack_values(Rows values, Rows next, int64_t count, int64_t width, vi* to) {
+    const auto read = [&](int64_t slot, int64_t d) {
+        u16x32 x{};
+        if (slot >= count) return x;  // see pair_columns
+        const char* from = values.at(slot) + d * 2;
+        if (d + 32 <= width) return load<u16x32>(from);
+        memcpy(&x, from, (width - d) * 2);
+        return x;
+    };
+    for (int64_t j = 0; j < count; j += 2) {
+        prefetch(next.at(j), next.bytes), prefetch(next.at(j + 1), next.bytes);
+        for (int64_t d = 0; d < width; d += 32, to += 2)
+            interleave(read(j, d), read(j + 1, d), to);
+    }
+    const int64_t rows = (count + 1) / 2;
+    memset(to, 0, (packed_rows(rows) - rows) * (padded(width) / W) * sizeof *to);
+}
+
+// acc = acc * alpha + weights . values, for MT records.
+template <int MT>
+KV_OUTLINE void packed_values(const vi* values, int64_t count, int64_t width, const float* p,
+                              const float* alpha, float* acc) {
+    alignas(64) uint16_t weights[MT][BLOCK];
+    for (int m = 0; m < MT; ++m)
+        for (int64_t j = 0; j < BLOCK; j += 2 * W) narrow_pairs(p + m * BLOCK + j, weights[m] + j);
+    const int64_t stride = padded(width), step = stride / W;
+    const auto run = [&](int64_t d, auto size) __attribute__((always_inline)) {
+        constexpr int N = decltype(size)::size;
+        vf sum[MT][N] = {};
+        multiply_pairs<MT, N>(weights[0], BLOCK, (count + 1) / 2, values + d / W, step, sum);
+#pragma GCC unroll 8
+        for (int m = 0; m < MT; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                float* to = acc + m * stride + d + n * W;
+                store(to, load<vf>(to) * alpha[m] + sum[m][n]);
+            }
+    };
+    int64_t d = 0;
+    for (; d + COLUMNS * W <= stride; d += COLUMNS * W) run(d, Tile<COLUMNS>{});
+    if (d < stride) run(d, Tile<COLUMNS / 2>{});
+}
+
+#if defined(KV_TILES)
+// -- on tiles --------------------------------------------------------------------------------
+
+// Calls f(first, second, begin) for the records in pairs of groups of 16; the last group may overlap
+// the one before it, and only records from `begin` on are new.
+template <class F>
+void for_tile_groups(int64_t records, F f) {
+    const int64_t last = records - TILE_ROWS;
+    for (int64_t r = 0; r < records; r += 2 * TILE_ROWS)
+        f(std::min(r, last), std::min(r + TILE_ROWS, last), r);
+}
+
+void tile_scores(const vi* keys, int64_t pairs, const uint16_t* q, int64_t stride, int64_t records,
+                 float* s) {
+    for_tile_groups(records, [&](int64_t first, int64_t second, int64_t) {
+        for (int64_t n = 0; n < COLUMNS; n += 2)
+            multiply_tiles(q + first * stride, q + second * stride, stride * 2, pairs, keys + n,
+                           COLUMNS * sizeof *keys, s + first * BLOCK + n * W,
+                           s + second * BLOCK + n * W, BLOCK);
+    });
+}
+
+void tile_values(const vi* values, int64_t count, int64_t width, const float* p, const float* alpha,
+                 int64_t records, float* acc) {
+    const int64_t stride = padded(width), step = stride / W, pairs = packed_rows((count + 1) / 2);
+    for_tile_groups(records, [&](int64_t first, int64_t second, int64_t begin) {
+        alignas(64) uint16_t weights[2 * TILE_ROWS][BLOCK];
+        alignas(64) float sums[2 * TILE_ROWS][2 * W];
+        const auto record = [&](int64_t i) { return i < TILE_ROWS ? first + i : second + i - TILE_ROWS; };
+        for (int64_t i = 0; i < 2 * TILE_ROWS; ++i)
+            for (int64_t j = 0; j < BLOCK; j += 2 * W)
+                narrow_pairs(p + record(i) * BLOCK + j, weights[i] + j);
+        for (int64_t d = 0; d < step; d += 2) {
+            multiply_tiles(weights[0], weights[TILE_ROWS], BLOCK * 2, pairs, values + d,
+                           step * sizeof *values, sums[0], sums[TILE_ROWS], 2 * W);
+            for (int64_t i = 0, next = begin; i < 2 * TILE_ROWS; ++i) {
+                if (record(i) < next) continue;
+                next = record(i) + 1;
+                float* to = acc + record(i) * stride + d * W;
+                const vf factor = all(alpha[record(i)]);
+                store(to, load<vf>(to) * factor + load<vf>(sums[i]));
+                store(to + W, load<vf>(to + W) * factor + load<vf>(sums[i] + W));
+            }
+        }
+    });
+}
+#endif
 
 }  // namespace
 #endif

@@ -6,16 +6,16 @@
 #include <cstring>
 
 // KV_EMULATE (16, or 17 with products of bfloat16 pairs and of four bytes) compiles the AVX-512
-// code for any processor, for tests.
+// code for any processor, for tests; KV_TILES adds AMX tiles to 17.
 #if defined(__AVX512F__) || defined(KV_EMULATE)
 #define KV_LANES 16
 #else
 #define KV_LANES 8
 #endif
-#if defined(__AVX512BF16__) || (defined(KV_EMULATE) && KV_EMULATE == 17)
+#if defined(__AVX512BF16__) || (defined(KV_EMULATE) && KV_EMULATE >= 17)
 #define KV_BF16_PAIRS
 #endif
-#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(KV_EMULATE) && KV_EMULATE == 17)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(KV_EMULATE) && KV_EMULATE >= 17)
 #define KV_VNNI
 #endif
 #if defined(__F16C__) || defined(__AVX512F__)
@@ -79,6 +79,15 @@ KV_INLINE void add_pair(vf& sum, vi a, const uint16_t* b) {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(pair));
 #else
     sum = add_pairs(sum, a, load<int32_t>(b) - vi{});
+#endif
+}
+
+// sum += a * b, as add_pairs. In assembly, so that no sum is copied.
+KV_INLINE void add_both(vf& sum, vi a, vi b) {
+#if defined(__AVX512BF16__)
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#else
+    sum = add_pairs(sum, a, b);
 #endif
 }
 

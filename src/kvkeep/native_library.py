@@ -79,7 +79,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     return library, library.kv_instructions().decode()
 
 
-INSTRUCTION_SETS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 """Instruction sets that the library may have code for, the best first. KVKEEP_INSTRUCTIONS selects
 one instead of the processor's best."""
 

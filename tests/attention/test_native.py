@@ -95,7 +95,7 @@ def bound(view):
     keys = {s.key_codec.layout.packing for s in view.segments}
     if "int2" in packings:
         return NARROW
-    if "int4" in keys and native_library.instructions() in ("avx512bf16", "avx512vnni"):
+    if "int4" in keys and native_library.instructions() in ("amx", "avx512bf16", "avx512vnni"):
         return BYTES
     return CODED if packings != {PLAIN.packing} else 0
 
