@@ -379,6 +379,7 @@ def test_threads_with_caches_of_their_own_share_a_program():
     assert all(a.equal(b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.slow  # compiles a program of its own; the sweep of model types does, too
 def test_a_step_whose_experts_depend_on_the_token():
     plain, model = pair("mixtral", num_hidden_layers=1)
     ids = torch.randint(3, 200, (1, 7))
