@@ -54,15 +54,19 @@ def test_the_tables_of_the_documents_have_a_row_for_each():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("whole", "encoded_count"),
-        ("left_plain", "plain_count"),
-        ("caution", "warn_about_keys"),
+        ("kvkeep.codec.whole", "kvkeep.codec.encoded_count"),
+        ("kvkeep.codec.left_plain", "kvkeep.codec.plain_count"),
+        ("kvkeep.codec.caution", "kvkeep.codec.warn_about_keys"),
+        ("kvkeep.host.drawn", "kvkeep.generate.sample"),
+        ("kvkeep.host.Generation", "kvkeep.generate.Answer"),
     ],
 )
-def test_functions_of_codecs_that_have_other_names(old, new):
-    with pytest.raises(ImportError, match=rf"kvkeep\.codec\.{old} is now kvkeep\.codec\.{new}"):
-        exec(f"from kvkeep.codec import {old}")
-    assert hasattr(import_module("kvkeep.codec"), new)
+def test_former_names(old, new):
+    package, _, name = old.rpartition(".")
+    with pytest.raises(ImportError, match=re.escape(f"{old} is now {new}")):
+        exec(f"from {package} import {name}")
+    home, _, found = new.rpartition(".")
+    assert hasattr(import_module(home), found)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.renamed import refuse_name
 from kvkeep.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -78,10 +79,8 @@ _MOVED = {"calibrate": "kvkeep_lab.calibrate, of the package kvkeep-lab"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        raise AttributeError(f"kvkeep.{name} is {_MOVED[name]}")
     if name not in _HOME:
-        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
+        refuse_name(__name__, name, _MOVED)
     return getattr(import_module(_HOME[name]), name)
 
 

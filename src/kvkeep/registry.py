@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from kvkeep.renamed import refuse_name
+
 
 class Part(NamedTuple):
     """A policy, codec or storage, whose class lies in the module of its name.
@@ -45,17 +47,15 @@ def exports(
     package = module["__name__"]
     homes = {name: home for home, names in others.items() for name in names}
     homes |= {part.kind: home for home, part in parts.items()}
-    renamed = renamed or {}
+    former = {name: f"{package}.{now}" for name, now in (renamed or {}).items()}
 
     def find(name: str) -> Any:
         if name in homes:
             found = getattr(import_module(f"{package}.{homes[name]}"), name)
         elif name == table:
             found = {key: find(part.kind) for key, part in parts.items()}
-        elif name in renamed:  # an import statement would hide the text of an AttributeError
-            raise ImportError(f"{package}.{name} is now {package}.{renamed[name]}")
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            refuse_name(package, name, former)
         return module.setdefault(name, found)  # another thread may have found it first
 
     names = [table, *homes]

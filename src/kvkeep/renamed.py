@@ -1,7 +1,8 @@
-"""Members of earlier versions, whose errors name what they are called now."""
+"""Names of earlier versions, whose errors say what they are now."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 
@@ -32,3 +33,19 @@ def require_new_names(kind: type) -> None:
         for name, member in vars(base).items():
             if isinstance(member, Renamed) and name in vars(kind):
                 raise TypeError(f"class {kind.__name__}: {name} is now {member.now}; rename it")
+
+
+def refuse_name(package: str, name: str, now: Mapping[str, str]) -> NoReturn:
+    """What a package's `__getattr__` does with a name that it does not have.
+
+    Args:
+        now: names of earlier versions -> where they are now, from the top-level package on.
+
+    Raises:
+        ImportError: a name of an earlier version. An import statement would hide the text of an
+            AttributeError.
+        AttributeError: any other.
+    """
+    if name in now:
+        raise ImportError(f"{package}.{name} is now {now[name]}", name=package)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")

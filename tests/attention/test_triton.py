@@ -106,7 +106,10 @@ def test_codes(kind, shape):
     check(q, dense(k, v, 1, key=key, value=value), Options(width**-0.5))
 
 
-@pytest.mark.parametrize(("key", "value"), [KINDS[0], *KINDS[2:5]])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [KINDS[0], KINDS[3], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[2:5:2])],
+)
 def test_where_slots_lie(key, value):
     """Spare slots behind, heads inside slots, rows of odd addresses, for every plane."""
     n = 1 if key == value else 5
@@ -152,11 +155,11 @@ def test_splits(monkeypatch, splits, need_mass):
 
 @pytest.mark.parametrize(
     ("observed", "ragged", "kind"),
-    pairwise(
-        [None, 9],
-        [False, True],
-        [(Plain(), Plain()), (Int4(affine=True), Int8()), (Kivi(), Kivi())],
-    ),
+    [
+        (None, True, (Plain(), Plain())),
+        (9, True, (Int4(affine=True), Int8())),
+        (9, False, (Kivi(), Kivi())),
+    ],
 )
 def test_mass_of_a_long_chunk(observed, ragged, kind):
     key, value = kind

@@ -48,7 +48,7 @@ def check(queries, views, scale=0.2, softcap=None):
 
 
 def one(slots, key, value, dtype, group, width):
-    q, k, v = qkv(heads=2, group=group, slots=slots, width=width, dtype=dtype)
+    q, k, v = qkv(heads=1, group=group, slots=slots, width=width, dtype=dtype)
     return q, dense(k, v, 1, key=key, value=value)
 
 
@@ -64,7 +64,7 @@ def one(slots, key, value, dtype, group, width):
 )
 def test_lengths_of_all_kinds(codec, dtype, group, width):
     torch.manual_seed(0)
-    lengths = [64, 65, 1, 320, 900, 33] if codec.block == 1 else [64, 32, 320, 96]
+    lengths = [64, 65, 1, 400, 33] if codec.block == 1 else [64, 32, 320, 96]
     value = codec.for_values()
     pairs = [one(n, codec, value, dtype, group, width) for n in lengths]
     check(*map(list, zip(*pairs, strict=True)), softcap=30.0 if group == 8 else None)

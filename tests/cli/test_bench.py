@@ -217,12 +217,10 @@ def test_decode_with_random_weights():
 @pytest.mark.usefixtures("_model")
 def test_decode():
     options = ("--dtype", "bf16", "--contexts", "8,200", "--turns", "1", "--device", "cpu")
-    options += ("--json",)
+    options += ("--ways", "default", "--json")  # test_decode_of_several_specs compiles
     result = last_line(run("decode", *options))
     assert [(row["system"], row["context"]) for row in result["rows"]] == [
-        (system, context)
-        for context in (8, 200)
-        for system in ("kvkeep", "kvkeep+compile", "hf-dynamic")
+        (system, context) for context in (8, 200) for system in ("kvkeep", "hf-dynamic")
     ]
     assert all(row["agrees"] for row in result["rows"])
     median = {(row["system"], row["context"]): row["median_ms"] for row in result["rows"]}

@@ -217,6 +217,7 @@ def test_export(tmp_path, monkeypatch, size):
     )
 
 
+@pytest.mark.slow  # the next test compiles, too
 @pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 def test_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path, num_hidden_layers=1)["KVKEEP_HOME"])
@@ -243,6 +244,11 @@ def test_steps_are_compiled_when_that_pays(tmp_path, monkeypatch):
     assert "compiled decode steps" in run(*asked).stderr
     assert len([*(tmp_path / "steps").glob("*.pt2")]) == 1
     assert "compiled decode steps" not in run(*asked).stderr
+    (file,) = last_line(run("compile", "--json"))["files"]
+    assert Path(file).parent == tmp_path / "steps"
+    assert len([*(tmp_path / "steps").glob("*.pt2")]) == 1
+    monkeypatch.setenv("KVKEEP_STEPS", "")
+    assert "KVKEEP_STEPS" in run("compile").stderr
 
 
 def test_export_refuses():

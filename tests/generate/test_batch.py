@@ -77,7 +77,7 @@ def test_an_answer_is_what_forwards_of_one_sequence_give(model):
     assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 4])
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4))])
 def test_answers_do_not_depend_on_company(model, seed):
     """Random arrivals, lengths, specs, priorities, cancels, and too little memory for all."""
     rng = random.Random(seed)

@@ -139,19 +139,21 @@ def expected(models):
     return {name: Scenario(model).run().seen() for name, model in models.items()}
 
 
-def lines_of(model):
+@pytest.fixture(scope="module")
+def lines_of(models):
     """How often each line of kvkeep runs in the steps of a scenario."""
-    lines = Lines()
-    Scenario(model).run(lines)
-    return lines.met
+    found = {name: Lines() for name in models}
+    for name, lines in found.items():
+        Scenario(models[name]).run(lines)
+    return {name: lines.met for name, lines in found.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "single"])
-def test_an_interrupt_at_every_line_of_a_step(models, expected, kind):
+def test_an_interrupt_at_every_line_of_a_step(models, expected, lines_of, kind):
     """Each line once, and those of the batch when they run first and last."""
     failed = 0
-    lines = lines_of(models[kind])
+    lines = lines_of[kind]
     assert len(lines) > 400
     for line, count in lines.items():
         own = "/kvkeep/generate/" in line[0]
@@ -174,8 +176,8 @@ def test_an_interrupt_at_every_line_of_a_step(models, expected, kind):
         ("single", "layer/settling.py"),
     ],
 )
-def test_an_interrupt_at_some_lines_of_a_step(models, expected, kind, name):
-    lines = lines_of(models[kind])
+def test_an_interrupt_at_some_lines_of_a_step(models, expected, lines_of, kind, name):
+    lines = lines_of[kind]
     own = [(line, count) for line, count in lines.items() if line[0].endswith(name)]
     for line, count in own[:: max(1, len(own) // 4)]:
         interruption = Interruption(count // 2, line=line)

@@ -43,7 +43,7 @@ def said(model, step, spec, ids, steps):
 
 ALL = [("llama", spec) for spec in SPECS]
 ALL += [("mistral", SPECS[3]), ("gemma3", SPECS[2]), ("gemma3", SPECS[4])]
-QUICK = {("gemma3", SPECS[4]), ("llama", SPECS[5])}
+QUICK = {("gemma3", SPECS[4])}  # the next test has llama, with caches that grow and that do not
 CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 
 
@@ -98,7 +98,7 @@ def test_one_graph_for_caches_of_all_specs_in_turns(family):
     ],
 )
 def test_generate_compiles(family, spec):
-    model = tiny(family, max_position_embeddings=512)
+    model = tiny(family, max_position_embeddings=512, num_hidden_layers=1 + (family == "gemma3"))
     ids = prompt(model, 30)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -135,7 +135,7 @@ def test_inductor():
 
 
 def test_explain():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     with kvkeep.attach(model), torch.no_grad():
         cache = kvkeep.Cache(model, "keep_all@fixed:64")
         model(prompt(model), past_key_values=cache)
@@ -187,7 +187,7 @@ def test_bad_input():
 
 
 def test_a_call_that_compiles_nothing_says_so():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     ids = prompt(model)
     options = {"max_new_tokens": 3, "do_sample": False}
     asked = CompileConfig(fullgraph=True, backend="eager", mode=None)

@@ -36,7 +36,7 @@ SPECS = [
 ALL = [("llama", spec) for spec in SPECS]
 ALL += [(name, SPECS[0]) for name in FAMILIES if name not in ("llama", *UNGRAPHED)]
 ALL += [(name, SPECS[3]) for name in ("gemma2", "gpt-oss")]
-QUICK = {("llama", SPECS[6]), ("gpt-oss", SPECS[3]), ("gpt2", SPECS[0])}
+QUICK = {("llama", SPECS[6]), ("gpt-oss", SPECS[3])}
 CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 
 

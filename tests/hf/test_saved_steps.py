@@ -274,30 +274,6 @@ def test_another_process(compiled):
     subprocess.run([sys.executable, "-c", _SECOND], check=True, cwd=tests, env=os.environ | place)
 
 
-def test_small_weights_are_no_constants():
-    """Torch's compiler makes constants of the values of weights with few elements."""
-    with torch.no_grad():
-        for scale in (1.0, 3.0):
-            model = tiny("qwen3", num_hidden_layers=1, head_dim=8)
-            model.model.layers[0].self_attn.q_norm.weight.fill_(scale)
-            with kvkeep.attach(model, compile=False):
-                expected = steps(model)
-            with kvkeep.attach(model, compile=True):
-                torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_weight_that_is_no_longer_tied():
-    plain = tiny("llama", num_hidden_layers=1, tie_word_embeddings=True)
-    model = tiny("llama", num_hidden_layers=1, tie_word_embeddings=True)
-    model.load_state_dict(plain.state_dict())
-    with kvkeep.attach(plain, compile=False), kvkeep.attach(model, compile=True):
-        for one in (plain, model):
-            steps(one, 1)
-            head = torch.linspace(-1, 1, one.lm_head.weight.numel())
-            one.lm_head.weight = nn.Parameter(head.view_as(one.lm_head.weight))
-        torch.testing.assert_close(steps(model), steps(plain), atol=1e-4, rtol=1e-4)
-
-
 class Twisted(nn.Module):
     """Its linear layer is given an input whose elements do not lie side by side."""
 
@@ -310,23 +286,36 @@ class Twisted(nn.Module):
         return self.inner(twisted[..., 0])
 
 
-def test_a_linear_layer_with_a_strided_input(monkeypatch):
+def test_small_weights_are_no_constants_and_inputs_may_be_strided(monkeypatch):
+    """Torch's compiler makes constants of the values of weights with few elements. Here is one
+    program for both, as each takes ten seconds to compile."""
     monkeypatch.setattr(linear_op, "FEWEST_BYTES", 0)
-    model = model_of()
-    model.lm_head = Twisted(model.lm_head)
-    with kvkeep.attach(model, compile=False):
-        expected = steps(model)
-    with kvkeep.attach(model, compile=True):
-        torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        for scale in (1.0, 3.0):
+            model = tiny("qwen3", num_hidden_layers=1, head_dim=8)
+            model.model.layers[0].self_attn.q_norm.weight.fill_(scale)
+            model.lm_head = Twisted(model.lm_head)
+            with kvkeep.attach(model, compile=False):
+                expected = steps(model)
+            with kvkeep.attach(model, compile=True):
+                torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_float64():
-    model = model_of().double()
-    with kvkeep.attach(model, compile=False):
-        expected = steps(model)
-    with kvkeep.attach(model, compile=True):
-        # Rotary angles are in float32.
-        torch.testing.assert_close(steps(model), expected, atol=1e-5, rtol=1e-4)
+def test_a_float64_weight_that_is_no_longer_tied():
+    plain = model_of(tie_word_embeddings=True).double()
+    model = model_of(tie_word_embeddings=True).double()
+    model.load_state_dict(plain.state_dict())
+    with kvkeep.attach(plain, compile=False):
+        with kvkeep.attach(model, compile=True):
+            # Rotary angles are in float32.
+            torch.testing.assert_close(steps(model), steps(plain), atol=1e-5, rtol=1e-4)
+        with kvkeep.attach(model) as attachment:  # compiles nothing further
+            assert attachment.compiled
+            for one in (plain, model):
+                steps(one, 1)
+                head = torch.linspace(-1, 1, one.lm_head.weight.numel(), dtype=torch.float64)
+                one.lm_head.weight = nn.Parameter(head.view_as(one.lm_head.weight))
+            torch.testing.assert_close(steps(model), steps(plain), atol=1e-5, rtol=1e-4)
 
 
 def test_an_interrupt_before_the_first_instruction_of_a_step(compiled, monkeypatch):

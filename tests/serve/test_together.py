@@ -137,6 +137,7 @@ def test_a_failed_admission_ends_that_request_only(endless, tokenizer, monkeypat
         assert create(prompt="B", **short).choices[0].text == expected[1]
         given += [next(iter(stream)).choices[0].text for _ in range(20)]
         assert "".join(given).startswith(expected[0])
+        stream.close()  # or the server would wait for it
 
 
 def test_a_request_waits_for_its_store_alone(endless, tokenizer):
@@ -176,6 +177,7 @@ def test_an_error_in_telling_one_answer_ends_that_request_only(endless, tokenize
             list(talk.completions.create(prompt="Another.", logprobs=2, **LONG))
         until(lambda: engine.batch.running == 1)
         next(iter(stream))
+        stream.close()
 
 
 def test_a_server_that_stops_under_load_finishes_or_tells(endless, tokenizer, monkeypatch):

@@ -10,6 +10,8 @@ from support.store_places import found, put
 
 from kvkeep.errors import SpecError
 from kvkeep.store import Disk
+from kvkeep.store import disk as module
+from kvkeep.store.disk import _file
 
 
 def files(disk, part="blocks"):
@@ -93,3 +95,27 @@ def test_a_store_that_somebody_removed_is_made_again(tmp_path):
     assert (list(disk.scan()), disk.nbytes) == ([], 0)
     assert put(disk, list(range(16))) == found(disk, list(range(16))) == 16
     assert disk.failures == 0
+
+
+def test_a_store_with_a_budget_remembers_bytes_and_sees_what_others_do(tmp_path, monkeypatch):
+    """It asks for a file's status once, and again before it is removed: others may have used it."""
+    one = Disk(tmp_path / "probe")
+    put(one, list(range(8)))
+    disk = Disk(tmp_path / "store", budget=4 * one.nbytes + 100)
+    for start in (0, 10, 20, 30):
+        put(disk, list(range(start, start + 8)))
+    other = Disk(disk.path)
+    assert found(other, list(range(8))) == 8
+    other.delete(next(key for key in other.scan() if f"/{20:08x}" in key))
+    assert disk.nbytes == 3 * one.nbytes
+    asked = []
+    monkeypatch.setattr(module, "_file", lambda path: asked.append(path) or _file(path))
+    put(disk, list(range(40, 48)))
+    assert asked == []
+    put(disk, list(range(50, 58)))
+    monkeypatch.undo()
+    assert [found(disk, list(range(start, start + 8))) for start in range(0, 60, 10)] == [
+        *(8, 0, 0),
+        *(8, 8, 8),
+    ]
+    assert len(asked) == 3  # the block at 40, the first that was used again, the second

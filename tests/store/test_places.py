@@ -46,7 +46,9 @@ def test_a_backend_of_ones_own(tmp_path):
 
 def test_the_old_name_of_open_store():
     for use in ("from kvkeep.store import opened", "import kvkeep; kvkeep.store.opened('x')"):
-        with pytest.raises(ImportError, match=r"kvkeep.store.opened is kvkeep.store.open_store"):
+        with pytest.raises(
+            ImportError, match=r"kvkeep.store.opened is now kvkeep.store.open_store"
+        ):
             exec(use, {})
     with pytest.raises(AttributeError, match="has no attribute 'other'"):
         _ = store.other

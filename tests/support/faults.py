@@ -728,6 +728,13 @@ FAULTS = (
         "store/test_backends.py store/test_disk.py",
     ),
     Fault(
+        "uses-by-other-processes-unseen",
+        "store/disk.py",
+        "return now if now.used > file.used else None",
+        "return None",
+        "store/test_disk.py",
+    ),
+    Fault(
         "gc-removes-what-is-being-written",
         "store/files.py",
         "if file.used <= before:",
@@ -979,7 +986,7 @@ FAULTS = (
     ),
     Fault(
         "columns-of-a-window-from-zero",
-        "hf/cache.py",
+        "hf/transformers_names.py",
         "return length, fed - kept",
         "return length, 0",
         "hf/test_window.py hf/test_attach.py hf/test_generate.py hf/test_families.py",

@@ -260,9 +260,9 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
         the same kinds."""
         try:
             few = model_of(kind, FEW)
-        except Exception:
+            return few if _kinds(few) == _kinds(model) else model
+        except Exception:  # as where all layers of the few would share those of others
             return model
-        return few if _kinds(few) == _kinds(model) else model
 
     yield "window", window
     yield "evict", evict

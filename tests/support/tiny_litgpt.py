@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from litgpt import GPT, Config
 
-_SIZES = {"block_size": 128, "padded_vocab_size": 96, "n_layer": 3, "n_embd": 32}
+_SIZES = {"block_size": 128, "padded_vocab_size": 96, "n_layer": 2, "n_embd": 32}
 _SIZES |= {"n_head": 4, "intermediate_size": 48}
 
 FAMILIES = {
@@ -17,14 +17,14 @@ FAMILIES = {
         "n_query_groups": 2,
         "head_size": 8,
         "sliding_window_size": 12,
-        "sliding_window_indices": [1, 1, 1],
+        "sliding_window_indices": [1, 1],
     },
     "gemma2": {
         "name": "Gemma-2-2b",
         "n_query_groups": 2,
         "head_size": 8,
         "sliding_window_size": 12,
-        "sliding_window_indices": [1, 0, 1],
+        "sliding_window_indices": [1, 0],
         "attention_scores_scalar": 8,
     },
     "gemma3": {
@@ -32,8 +32,8 @@ FAMILIES = {
         "n_query_groups": 1,
         "head_size": 8,
         "sliding_window_size": 12,
-        "sliding_window_indices": [1, 0, 1],
-        "rope_indices": [1, 0, 1],
+        "sliding_window_indices": [1, 0],
+        "rope_indices": [1, 0],
         "attention_scores_scalar": 8,
     },
     "qwen3": {"name": "Qwen3-0.6B-Base", "n_query_groups": 2, "head_size": 8},

@@ -25,8 +25,7 @@ from kvkeep.hf.config import (
     decoder_config,
     is_routed,
 )
-from kvkeep.hf.drafts import RecordsDrafts
-from kvkeep.hf.handover import Handed, MaskLength, hand_over
+from kvkeep.hf.handover import Handed, hand_over
 from kvkeep.hf.kinds import (
     Forwards,
     KeepsStates,
@@ -41,6 +40,7 @@ from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.like_dynamic import LikeDynamic
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
+from kvkeep.hf.transformers_names import TransformersNames
 from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of, per_layer, saving
 from kvkeep.host.cache import DEFAULT_SPEC
@@ -53,7 +53,9 @@ from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 
-class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # type: ignore[misc]
+class Cache(  # type: ignore[misc]
+    LikeDynamic, TransformersNames, KeepsStates, transformers.Cache
+):
     """A kvkeep cache for a transformers model: pass it as `cache`.
 
     With an attached model (`kvkeep.attach`), attention reads the slots in place, for every spec.
@@ -74,14 +76,10 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     """
 
     _handed: Handed | None = None  # of the last call of `update`
-    _noted: tuple[int, Tensor] | None = None
-    """The columns fed before the last mask was made, and the positions of its tokens."""
-
     _start = 0  # columns fed before the current forward
     awaited: int | None = None  # columns fed after it, if kvkeep's hooks began it
     _first_states: Mapping[str, StateSpec] | None = None  # of an empty cache, told by a forward
     weights = False  # whether the current forward returns attention weights
-    written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
 
     @suggests()
     def __init__(
@@ -194,10 +192,6 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         if self._around and media_told() is not False:  # an unattached model does not tell
             layer.mark_embedded()
         return held.keys, held.values
-
-    def _note(self, position: Tensor) -> None:
-        """Note the positions that the mask of a forward was made for."""
-        self._noted = self.fed, position
 
     def noted_positions(self, n: int) -> Tensor:
         """The positions of the n tokens of this forward.
@@ -404,45 +398,12 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         """Why the model lacks a feature, as a clause about it; empty if it has it."""
         return why_not(self.kinds, feature)
 
-    # -- transformers' interface ------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens fed to the model, including padding and evicted tokens; a tensor in a compiled
-        graph."""
-        if torch.compiler.is_compiling():
-            return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
-        if self.lent is not None:
-            return self.fed
-        # A forward feeds one layer after another.
-        return self._layers[self._index.get(layer_idx, 0)].cursor.history.columns
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and first column of the keys that `update` will return for this layer."""
-        index = self._index.get(layer_idx, 0)  # asked of layer 0 also if it does not attend
-        layer = self._layers[index] if not self.lent else self.layers[index]
-        if torch.compiler.is_compiling():
-            kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
-        else:
-            self._end_recording()
-            kept, fed = layer.sight.reachable(layer.cursor), layer.cursor.history.columns
-            length = MaskLength(kept + query_length)
-        length.layer, length.routed = layer, is_routed(self.config)
-        length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
-        length.note = None if self._begin_step is None else self._note
-        length.hide = self.hide
-        return length, fed - kept
-
     def _require_routed(self) -> None:
         if not is_routed(self.config):
             raise UnsupportedError(
                 "a kvkeep cache in a compiled graph needs an attached model; call "
                 "kvkeep.attach(model) first"
             )
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Most tokens that fit, -1 when there is no limit."""
-        limit = self.token_limit(layer_idx)
-        return -1 if limit is None else limit
 
     def _forked(self) -> Cache:
         other = core.Cache._forked(self)
@@ -486,18 +447,6 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
         self._turn, self.fed_since = Turn(), Forwards()
         self.end_recording()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`reorder`, under the name that beam search uses."""
-        self.reorder(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """`repeat`, under transformers' name."""
-        self.repeat(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """`select`, under transformers' name."""
-        self.select(indices)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         """A copy of the state for the same model; the config is shared."""
         memo[id(self.config)] = self.config
@@ -521,45 +470,6 @@ class Cache(LikeDynamic, RecordsDrafts, KeepsStates, transformers.Cache):  # typ
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._issue_tickets()
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether `generate` may compile the model with this cache: slots are allocated once, and
-        the model is attached. A compiled graph serves all caches, so while tracing the answer
-        depends on the model only."""
-        return self._may_compile(is_routed(self.config))
-
-    def _may_compile(self, routed: bool) -> bool:
-        if torch.compiler.is_compiling():
-            return routed
-        return routed and self._fixed and not (self.written_out or self.lent)
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.fed > 0
-
-    @property
-    def is_croppable(self) -> bool:
-        decides = is_routed(self.config) and not self.why_not(Feature.DRAFTS)
-        decided = decides or not any(layer.by_token for layer in self.layers)
-        # States return to marks, which are made while drafts are recorded.
-        return decided and (not self.carried or self.layers[0].record_past)
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [*self._places[0]]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [*self._places[1]]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [*self._places[2]]
-
-    @property
-    def batch_size(self) -> int:
-        return self.rows or -1
 
 
 def _rotaries(model: Any) -> list[Rotary | None]:

@@ -1,6 +1,6 @@
 """What kvkeep asks of a model library, and how the host of a model is found."""
 
-from typing import Any
+from typing import NoReturn
 
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
@@ -9,6 +9,7 @@ from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.host.packed import Packed, Piece, packed
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
+from kvkeep.renamed import refuse_name
 
 __all__ = [
     "DEFAULT_SPEC",
@@ -44,7 +45,5 @@ _MOVED = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        raise AttributeError(f"kvkeep.host.{name} is now kvkeep.generate.{_MOVED[name]}")
-    raise AttributeError(f"module 'kvkeep.host' has no attribute {name!r}")
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name, {old: f"kvkeep.generate.{now}" for old, now in _MOVED.items()})

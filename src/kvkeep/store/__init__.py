@@ -23,6 +23,9 @@
   the adapter's hash, so the base model and all adapters share the tokens before it.
 """
 
+from typing import NoReturn
+
+from kvkeep.renamed import refuse_name
 from kvkeep.store.backend import Backend
 from kvkeep.store.block import Label, StoredBlock
 from kvkeep.store.disk import Disk
@@ -54,7 +57,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "opened":  # `from kvkeep.store import opened` would hide the text of AttributeError
-        raise ImportError("kvkeep.store.opened is kvkeep.store.open_store")
-    raise AttributeError(f"module 'kvkeep.store' has no attribute {name!r}")
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name, {"opened": "kvkeep.store.open_store"})

@@ -20,7 +20,7 @@ from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.reading import NoFileError, opened, read_into
 from kvkeep.store.backend import MOST_BYTES, most_bytes
 from kvkeep.store.block import StoredBlock, is_key
-from kvkeep.store.files import SUFFIX, File, Files
+from kvkeep.store.files import SUFFIX, File, Files, key_at
 
 _PARTS = ("blocks", "new", "quarantine")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -50,6 +50,7 @@ class Disk(Files):
     def __init__(self, path: str | os.PathLike[str], budget: int | None = None) -> None:
         super().__init__(budget)
         self.path = Path(path)
+        self._known: dict[tuple[str, int], tuple[str, File]] = {}  # by name and inode
         self._open()
 
     def contains(self, key: str) -> bool:
@@ -113,13 +114,37 @@ class Disk(Files):
 
     def _listed(self, part: str, start: str = "") -> list[File]:
         found, start = list[File](), start.replace("/", "-")
+        for entry in self._entries(part):
+            if entry.name.startswith(start):
+                with suppress(FileNotFoundError):  # another process removed it
+                    found.append(_file(entry.path))
+        return found
+
+    def _blocks(self) -> dict[str, File]:
+        """A file that an earlier call found is not looked at again, which takes longer than all the
+        rest: its bytes never change."""
+        found = dict[tuple[str, int], tuple[str, File]]()
+        for entry in self._entries("blocks"):
+            place = entry.name, entry.inode()
+            if place in self._known:
+                found[place] = self._known[place]
+            elif key := key_at(entry.path):
+                with suppress(FileNotFoundError):  # another process removed it
+                    found[place] = key, _file(entry.path)
+        self._known = found
+        return dict(found.values())
+
+    def _entries(self, part: str) -> Iterator[os.DirEntry[str]]:
         with os.scandir(f"{self.path}/{part}") as entries:
             for entry in entries:
-                if entry.name.startswith(start) and not entry.is_dir(follow_symlinks=False):
-                    with suppress(FileNotFoundError):  # another process removed it
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(File(status.st_mtime, entry.path, status.st_size))
-        return found
+                if not entry.is_dir(follow_symlinks=False):
+                    yield entry
+
+    def _used_since(self, file: File) -> File | None:
+        with suppress(FileNotFoundError):
+            now = _file(file.path)
+            return now if now.used > file.used else None
+        return None
 
     def _touch(self, keys: Sequence[str]) -> None:
         """Later blocks of a prompt get slightly older times, so that it is evicted from its end."""
@@ -162,6 +187,11 @@ class Disk(Files):
                     f"{self.path / part} is a symbolic link, but files are deleted there; move the "
                     "whole store and link to its directory instead"
                 )
+
+
+def _file(path: str) -> File:
+    status = os.stat(path, follow_symlinks=False)
+    return File(status.st_mtime, path, status.st_size)
 
 
 @contextmanager

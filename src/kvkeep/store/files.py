@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from heapq import heapify, heappop, heappush
 from time import time
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from kvkeep.store.backend import ABANDONED_S, Remote, require_budget
@@ -25,6 +27,29 @@ class File(NamedTuple):
     used: float
     path: str
     nbytes: int
+
+
+class _Kept:
+    """The blocks of a store while they are locked: their keys, their bytes, and their files, the
+    least recently used first."""
+
+    def __init__(self, files: Mapping[str, File] = MappingProxyType({})) -> None:
+        self.keys = set(files)
+        self.nbytes = sum(file.nbytes for file in files.values())
+        self._files = list(files.values())
+        heapify(self._files)
+
+    def add(self, key: str, file: File) -> None:
+        self.keys.add(key)
+        self.nbytes += file.nbytes
+        heappush(self._files, file)
+
+    def pop(self) -> File:
+        """Take out the least recently used file."""
+        file = heappop(self._files)
+        self.keys.discard(key_at(file.path))
+        self.nbytes -= file.nbytes
+        return file
 
 
 class Files(Remote):
@@ -76,6 +101,15 @@ class Files(Remote):
     def _listed(self, part: str, start: str = "") -> list[File]:
         """The files of a subdirectory; at least those of blocks whose keys begin with `start`."""
 
+    def _blocks(self) -> dict[str, File]:
+        """The files of all blocks by their keys. They may have been used since the times that are
+        given; see `_used_since`."""
+        return {key: file for file in self._listed("blocks") if (key := key_at(file.path))}
+
+    def _used_since(self, file: File) -> File | None:
+        """A block's file as it is now, if it was used since the time that is given."""
+        return None
+
     def _place(self, part: str) -> str:
         """The path of a new file in a subdirectory."""
         return f"{self._root}/{part}/{uuid.uuid4().hex}{SUFFIX}"
@@ -113,34 +147,33 @@ class Files(Remote):
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         stored: list[str] = []
         with ExitStack() as held:
-            files = {} if self.budget is None else self._locked_blocks(held)
-            if files is None:
+            kept = _Kept() if self.budget is None else self._locked_blocks(held)
+            if kept is None:
                 return 0
             for block in blocks:
                 if self.resting:
                     break
-                if block.key in files or self._put(block, files):
+                if block.key in kept.keys or self._put(block, kept):
                     stored.append(block.key)
             self._touch(stored)
         return len(stored)
 
-    def _put(self, block: StoredBlock, files: dict[str, File]) -> bool:
-        """Write a block, after removing others of `files` if there is a budget."""
-        key = block.key
+    def _put(self, block: StoredBlock, kept: _Kept) -> bool:
+        """Write a block, after removing others if there is a budget."""
         size, content = self._written(block)
         if self.budget is not None:
             if size > self.budget:
                 return False
-            self._fit(files, self.budget - size)
+            self._fit(kept, self.budget - size)
 
         def write() -> File:
-            path = self._path(key)
+            path = self._path(block.key)
             self._write(self._place("new"), path, content)
             return File(time(), path, size)
 
         file = self._asked(write, None)
         if file is not None:
-            files[key] = file
+            kept.add(block.key, file)
         return file is not None
 
     def delete(self, key: str) -> None:
@@ -155,9 +188,8 @@ class Files(Remote):
     def scan(self, prefix: str = "") -> Iterator[str]:
         if not starts_key(prefix):
             return iter(())
-        return iter(
-            [key for key in _by_key(self._files("blocks", prefix)) if key.startswith(prefix)]
-        )
+        keys = [key_at(file.path) for file in sorted(self._files("blocks", prefix))]
+        return (key for key in keys if key and key.startswith(prefix))
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
         found = self._read(keys, LABEL_BYTES)
@@ -172,13 +204,13 @@ class Files(Remote):
                 freed += self._remove(file)
         with ExitStack() as held:
             if budget is not None:
-                freed += self._fit(self._locked_blocks(held) or {}, budget)
+                freed += self._fit(self._locked_blocks(held) or _Kept(), budget)
         return freed
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(file.nbytes for file in _by_key(self._files("blocks")).values())
+        return _Kept(self._asked(self._blocks, {})).nbytes
 
     def _get_blocks(self, keys: Sequence[str]) -> list[StoredBlock | None]:
         return [self._checked(key, data) for key, data in zip(keys, self._read(keys), strict=True)]
@@ -186,23 +218,25 @@ class Files(Remote):
     def _files(self, part: str, start: str = "") -> list[File]:
         return self._asked(lambda: self._listed(part, start), [])
 
-    def _locked_blocks(self, held: ExitStack) -> dict[str, File] | None:
-        """The files of all blocks, see `_by_key`, after locking them; None if that failed."""
+    def _locked_blocks(self, held: ExitStack) -> _Kept | None:
+        """All blocks, after locking them; None if that failed."""
 
-        def listed() -> dict[str, File]:
+        def listed() -> _Kept:
             self._lock(held)
-            return _by_key(self._listed("blocks"))
+            return _Kept(self._blocks())
 
         return self._asked(listed, None)
 
-    def _fit(self, files: dict[str, File], budget: int) -> int:
-        """Remove the first of some files, also from the dict, until the rest fits a budget; returns
-        the bytes freed."""
-        held, freed = sum(file.nbytes for file in files.values()), 0
-        while files and held > budget:
-            file = files.pop(next(iter(files)))
-            held -= file.nbytes
-            freed += self._remove(file)
+    def _fit(self, kept: _Kept, budget: int) -> int:
+        """Remove the least recently used blocks until the rest fits a budget; returns the bytes
+        freed."""
+        freed = 0
+        while kept.keys and kept.nbytes > budget:
+            file = kept.pop()
+            if used := self._used_since(file):
+                kept.add(key_at(file.path), used)
+            else:
+                freed += self._remove(file)
         return freed
 
     def _remove(self, file: File) -> int:
@@ -215,12 +249,7 @@ class Files(Remote):
         return self._asked(remove, 0)
 
 
-def _by_key(files: Iterable[File]) -> dict[str, File]:
-    """The files of blocks by their keys, the least recently used first."""
-    return {key: file for file in sorted(files) if (key := _key_at(file.path))}
-
-
-def _key_at(path: str) -> str:
+def key_at(path: str) -> str:
     """The key of the block at a path; empty if the path is not a block's."""
     key = path.rpartition("/blocks/")[2].removesuffix(SUFFIX).replace("-", "/")
     return key if is_key(key) else ""

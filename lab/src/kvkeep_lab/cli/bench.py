@@ -11,6 +11,7 @@ from kvkeep.cli.complete import several_of, specs
 from kvkeep.cli.errors import Group
 from kvkeep.cli.output import JsonFlag, examples, listed, say, whole_numbers
 from kvkeep.cli.progress import Working
+from kvkeep_lab.cli.bench_draw import draw as draw_recorded
 from kvkeep_lab.cli.bench_options import (
     Device,
     Dtype,
@@ -19,7 +20,6 @@ from kvkeep_lab.cli.bench_options import (
     ModelOrRandom,
     SpecList,
     Turns,
-    drawn,
     names,
     numbers,
     show,
@@ -491,31 +491,6 @@ def train(
     show(title, result, None, json)
 
 
-@bench.command("draw", epilog=examples("kvkeep bench draw decode.json --plot decode.svg"))
-def draw_recorded(
-    records: Annotated[
-        list[Path], typer.Argument(help="Files, each with what a benchmark printed with --json.")
-    ],
-    plot: Annotated[Path, typer.Option("--plot", help="A .png, .svg or .pdf file to write.")],
-    columns: Annotated[
-        str | None, typer.Option(help="The figures to draw, comma-separated; all by default.")
-    ] = None,
-) -> None:
-    """Draw recorded results side by side, with a line for each system."""
-    check_plot(plot)
-    from kvkeep_lab.bench.record import read
-
-    found = [read(path) for path in records]
-    named = names(columns)
-    for one in found:
-        if named is not None and not set(named) & set(one.rows[0]):
-            raise typer.BadParameter(
-                f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
-            )
-    machines = dict.fromkeys(one.machine for one in found)
-    draw("; ".join(machines), {one.title: drawn(one.rows) for one in found}, plot, named)
-
-
 def _shapes(text: str | None) -> list[tuple[int, int]]:
     """ "64x32,64x64" -> pairs of (inputs, outputs)."""
     if text is None:
@@ -527,3 +502,6 @@ def _shapes(text: str | None) -> list[tuple[int, int]]:
 
 
 bench.command(epilog=examples("kvkeep bench serve --sequences 1,16 --http"))(serve)
+bench.command("draw", epilog=examples("kvkeep bench draw decode.json --plot decode.svg"))(
+    draw_recorded
+)
