@@ -104,8 +104,12 @@ def test_what_the_user_sets_meanwhile_counts():
     assert torch.get_num_threads() == 3
 
 
-def test_it_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv(threads.OFF, "fixed")
+@pytest.mark.parametrize("way", ["environment", "deterministic"])
+def test_it_can_be_turned_off(monkeypatch, way):
+    if way == "environment":
+        monkeypatch.setenv(threads.OFF, "fixed")
+    else:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     machine = Machine()
     machine.passes(1.0)
     with following_load(machine.governor) as adapt:

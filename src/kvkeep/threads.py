@@ -130,11 +130,13 @@ def following_load(governor: Governor | None = None) -> Iterator[Callable[[], No
     Python thread by the load; call it before each step. At the end the number is what it was.
 
     The number that the user has set is the most. Where kvkeep computes, results do not depend on
-    it; torch's matrix products may round differently.
+    it; torch's matrix products may round differently, so it stays where torch is asked for
+    deterministic algorithms.
     """
     governor = governor or _governor
     outer = getattr(_followed, "adapt", None)
-    if outer is not None or os.environ.get(OFF) == "fixed" or torch.get_num_threads() == 1:
+    fixed = os.environ.get(OFF) == "fixed" or torch.are_deterministic_algorithms_enabled()
+    if outer is not None or fixed or torch.get_num_threads() == 1:
         yield outer or _nothing
         return
     before = now = torch.get_num_threads()
