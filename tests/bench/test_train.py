@@ -259,7 +259,7 @@ def test_gaps(tmp_path, capsys, lengths):
         (("--tokens", "1"), "give at least 2"),
         (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
         (("--methods", ","), "--methods is empty"),
-        (("--processes", "1,0"), "whole numbers above 0"),
+        (("--processes", "1,0"), "whole numbers of at least 1"),
         (("--cache", "h3o:5"), "did you mean 'h2o'"),
         (("--plot", "x.foo"), "must end in ."),
     ],
