@@ -9,7 +9,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 14;
+constexpr int KV_ABI = 15;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -172,11 +172,14 @@ struct KvRule {
     int64_t count;
     int64_t learn;     // KvLearn
     int64_t by_query;  // 1: rank by score divided by the number of queries that saw the slot
-    int64_t by_keys;   // 1: rank by minus the cosine between a key (not encoded) and the mean
-                       // direction of its head's keys
+    int64_t by_keys;   // 1: rank by minus the cosine between a key and the mean direction of its
+                       // head's keys
     int64_t mixes;     // 1: rank by mix * score - (1 - mix) * error, each scaled to 0..1 by head
     int64_t seed;      // for KV_ENTER_HASH
     double fade, mix;
+    int64_t* memory;   // if `by_keys`: (rows, heads, memory_head), which the library keeps from step
+                       // to step. The caller sets it to 0 whenever slots change otherwise
+    int64_t memory_head;  // at least 3 + width, rounded up to 32, + (capacity + 64) / 2
 };
 
 // How a layer's slots, or those of some rows or one head, take a token. All rows have the same

@@ -78,7 +78,7 @@ struct Units {
 
 // Whether codes can be multiplied without decoding them to floats: units must cover the slot
 // exactly.
-bool fits(const KvEncoded& x, int64_t width) {
+[[maybe_unused]] bool fits(const KvEncoded& x, int64_t width) {
     if (x.plane.type < KV_I8 || x.block > 1) return false;
     const bool bytes = x.plane.type == KV_I8;
     const int64_t piece = bytes ? Codes<8>::PIECE : Codes<4>::PIECE;
@@ -97,8 +97,8 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
 
 // Loads the scales or zero points of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from
 // `count` on.
-void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot, int64_t count,
-                 int64_t groups, float* table) {
+[[maybe_unused]] void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot,
+                                  int64_t count, int64_t groups, float* table) {
     uint16_t halves[BLOCK * MOST_WIDTH / 16];
     float flat[BLOCK * MOST_WIDTH / 16], pairs[4 * BLOCK];
     const uint16_t* from =

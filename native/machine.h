@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cosines.h"
 #include "kernel.h"
 #include "linear.h"
 
@@ -9,6 +10,7 @@ struct Instructions {
     const char* name;
     KvKernel* run;
     const KvLinearKernel* linear;
+    const KvCosineKernel* cosines;
     bool (*here)();
 };
 

@@ -1,10 +1,13 @@
 #include "policy.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <vector>
 
+#include "machine.h"
 #include "simd.h"
 #include "slots.h"
 
@@ -58,61 +61,29 @@ void to_unit(float* x, const int32_t* position, int64_t slots) {
     for (int64_t i = 0; i < slots; ++i) x[i] = span > 0 ? (x[i] - low) / span : x[i] * 0;
 }
 
-// Eight sums side by side, for vectorisation.
-template <class T>
-float dot(const typename T::Element* x, const float* y, int64_t width) {
-    float sums[8] = {};
-    int64_t i = 0;
-    for (; i + 8 <= width; i += 8)
-        for (int64_t j = 0; j < 8; ++j) sums[j] += T::widen1(x[i + j]) * y[i + j];
-    for (; i < width; ++i) sums[0] += T::widen1(x[i]) * y[i];
-    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+const KvEncoded& keys_of(const KvSequence& step) {
+    return step.segments[step.step->call.segment_count - 1].k;
 }
 
-// Minus the cosine between each key of a head and their mean direction.
-template <class T>
-void differences(const KvStep& s, int64_t row, int64_t head, const int32_t* position, int64_t slots,
-                 std::vector<float>& made) {
-    const KvPlane& keys = s.key.codes;
-    const auto* first = (const typename T::Element*)keys.data + row * keys.row + head * keys.head;
-    const int64_t width = s.key.width;
-    std::vector<float> key(width), mean(width), lengths(slots);
-    std::vector<double> total(width);
-    int64_t live = 0;
-    constexpr float MOST = std::numeric_limits<float>::max();
-    for (int64_t slot = 0; slot < slots; ++slot) {
-        if (position[slot] < 0) continue;
-        ++live;
-        const auto* x = first + slot * keys.slot;
-        for (int64_t i = 0; i < width; ++i) key[i] = T::widen1(x[i]);
-        const float length = lengths[slot] = std::sqrt(dot<F32>(key.data(), key.data(), width));
-        const float size = std::max(length, 1e-12f);
-        const bool finite = length <= MOST;
-        for (int64_t i = 0; i < width; ++i) {
-            float one = key[i] / size;
-            if (!finite) one = one == one ? std::max(-MOST, std::min(one, MOST)) : 0;
-            total[i] += one;
-        }
-    }
-    for (int64_t i = 0; i < width; ++i) mean[i] = (float)(total[i] / (double)std::max<int64_t>(1, live));
-    const float size = std::max(std::sqrt(dot<F32>(mean.data(), mean.data(), width)), 1e-8f);
-    made.resize(slots);
-    for (int64_t slot = 0; slot < slots; ++slot) {
-        const float length = std::max(lengths[slot], 1e-8f);
-        made[slot] = -dot<T>(first + slot * keys.slot, mean.data(), width) / (length * size);
-    }
+KvDirections& directions(const KvStep& s, int64_t row, int64_t head) {
+    return *(KvDirections*)(s.rule.memory + (row * s.call.heads + head) * s.rule.memory_head);
+}
+
+float* cosine_scratch(const KvStep& s) {
+    float* memory = scratch(0, kv_cosine_scratch(s.key.width));
+    if (!memory) throw std::bad_alloc();
+    return memory;
 }
 
 // The numbers to rank for one head, stored in `made` unless they are the scores themselves.
-const float* ranked(const KvStep& s, int64_t row, int64_t head, const int32_t* position,
+const float* ranked(const KvSequence& step, int64_t row, int64_t head, const int32_t* position,
                     int64_t newest, int64_t slots, std::vector<float>& made) {
+    const KvStep& s = *step.step;
     const KvRule& rule = s.rule;
     if (rule.by_keys) {
-        switch (s.key.x.type) {
-            case KV_F32: differences<F32>(s, row, head, position, slots, made); break;
-            case KV_BF16: differences<BF16>(s, row, head, position, slots, made); break;
-            default: differences<F16>(s, row, head, position, slots, made);
-        }
+        made.resize(kv_cosine_slots(slots));
+        instructions().cosines->rank(keys_of(step), s.key.width, row, head, position, slots,
+                                     directions(s, row, head), cosine_scratch(s), made.data());
         return made.data();
     }
     if (!rule.count) return nullptr;
@@ -143,6 +114,28 @@ KvRanking after(const KvSequence& step, int64_t slots) {
     return ranking;
 }
 
+// Frees `count` of `slots` slots of each row and head.
+int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t heads,
+          int64_t count, int64_t slots) {
+    const KvStep& s = *step.step;
+    std::vector<KvSlots> planes(step.planes, step.planes + step.plane_count);
+    if (s.rule.by_keys) {
+        const int64_t width = s.key.width, bytes = s.rule.memory_head * 8;
+        float* memory = cosine_scratch(s);
+        for (int64_t i = 0; i < rows * heads; ++i) {
+            const int64_t row = i / heads, head = i % heads;
+            KvDirections& known = directions(s, row, head);
+            for (int64_t j = 0; j < count; ++j)
+                instructions().cosines->forget(keys_of(step), width, row, head,
+                                               positions_of(s.ranking, row, head),
+                                               victims[i * count + j], known, memory);
+            known.slots -= count;
+        }
+        planes.push_back({directions(s, 0, 0).lengths(width), s.call.heads * bytes, bytes, 4, heads});
+    }
+    return kv_evict(planes.data(), (int64_t)planes.size(), rows, victims, rows, heads, count, slots);
+}
+
 }  // namespace
 
 void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot, const float* errors) {
@@ -168,6 +161,13 @@ void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot
                 plane_of(plane, row, head)[slot] = x;
             }
     }
+}
+
+void kv_forget(const KvSequence& step) {
+    const KvStep& s = *step.step;
+    if (!s.rule.by_keys) return;
+    for (int64_t row = 0; row < s.call.rows; ++row)
+        for (int64_t head = 0; head < s.call.heads; ++head) directions(s, row, head).slots = 0;
 }
 
 void kv_learn(const KvSequence& step, const float* mass, int64_t slots) {
@@ -212,23 +212,30 @@ void kv_learn(const KvSequence& step, const float* mass, int64_t slots) {
 int kv_free(const KvSequence& step, int64_t slots) {
     const KvStep& s = *step.step;
     const KvRanking ranking = after(step, slots);
-    const int64_t count = step.evicts;
+    const int64_t count = step.evicts, all = ranking.rows * ranking.heads;
+    // Reading all keys is worth threads.
+    const int64_t bytes = s.rule.by_keys ? all * slots * s.key.width * 2 : 0;
+    std::atomic<bool> failed{false};
     try {
-        std::vector<float> worth(slots), made;
-        std::vector<int32_t> order;
-        std::vector<int64_t> victims(ranking.rows * ranking.heads * count);
-        int64_t* out = victims.data();
-        for (int64_t row = 0; row < ranking.rows; ++row)
-            for (int64_t head = 0; head < ranking.heads; ++head, out += count) {
+        std::vector<int64_t> victims(all * count);
+        share(threads_for(bytes, s.call.threads), all, [&](int64_t i) {
+            try {
+                static thread_local std::vector<float> worth, made;
+                static thread_local std::vector<int32_t> order;
+                const int64_t row = i / ranking.heads, head = i % ranking.heads;
+                worth.resize(slots);
                 const int32_t* position = positions_of(ranking, row, head);
                 const int64_t newest = kv_position(step, row);
-                const float* score = ranked(s, row, head, position, newest, slots, made);
+                const float* score = ranked(step, row, head, position, newest, slots, made);
                 kv_worth(ranking, score, position, (int32_t)newest, worth.data());
-                kv_order(worth.data(), position, slots, count, order, out);
+                kv_order(worth.data(), position, slots, count, order, victims.data() + i * count);
+            } catch (const std::bad_alloc&) {
+                failed = true;
             }
+        });
+        if (failed) return 1;
         *s.left = slots - count;
-        return kv_evict(step.planes, step.plane_count, s.call.rows, victims.data(), ranking.rows,
-                        ranking.heads, count, slots);
+        return evict(step, victims.data(), ranking.rows, ranking.heads, count, slots);
     } catch (const std::bad_alloc&) {
         return 1;
     }
@@ -252,12 +259,11 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
         std::vector<float> made, worth;
         for (int64_t head = 0; head < count; ++head) {
             const KvSequence& step = *steps[head];
-            const KvRule& rule = step.step->rule;
             const int64_t slots = step.slots + 1 - step.drops;
             const KvRanking ranking = after(step, slots);
             const int32_t* position = positions_of(ranking, 0, 0);
             const int64_t newest = kv_position(step, 0);
-            const float* score = ranked(*step.step, 0, 0, position, newest, slots, made);
+            const float* score = ranked(step, 0, 0, position, newest, slots, made);
             worth.resize(slots);
             kv_worth(ranking, score, position, (int32_t)newest, worth.data());
             const size_t first = found.size();
@@ -300,8 +306,8 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
                 if (one->head == head) victims.push_back(one->slot);
             *step.step->left = step.slots + 1 - step.drops - (int64_t)victims.size();
             if (victims.empty()) continue;
-            if (kv_evict(step.planes, step.plane_count, 1, victims.data(), 1, 1,
-                         (int64_t)victims.size(), step.slots + 1 - step.drops))
+            if (evict(step, victims.data(), 1, 1, (int64_t)victims.size(),
+                      step.slots + 1 - step.drops))
                 return 1;
         }
         return 0;

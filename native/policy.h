@@ -7,6 +7,9 @@
 // decoded forms, (2, rows, heads).
 void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot, const float* errors);
 
+// Forgets what `KvRule.memory` holds, because slots were moved.
+void kv_forget(const KvSequence& step);
+
 // Learns from the mass (rows, heads, slots) of the step's query. `slots` includes the new token.
 void kv_learn(const KvSequence& step, const float* mass, int64_t slots);
 

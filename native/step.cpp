@@ -90,7 +90,10 @@ bool append(const KvSequence& step, const Token& token) {
     const KvStep& s = *step.step;
     const int64_t slot = step.slots - step.drops, count = s.call.rows * s.call.heads;
     std::vector<float> errors(2 * count);
-    if (step.drops && !drop(step)) return false;
+    if (step.drops) {
+        if (!drop(step)) return false;
+        kv_forget(step);
+    }
     if (!write(s.key, token.k, slot, errors.data()) ||
         !write(s.value, token.v, slot, errors.data() + count))
         return false;

@@ -45,6 +45,7 @@ SPECS = [
     "snapkv:12,window=4",
     "knorm:8",
     "keydiff:8,recent=2",
+    "keydiff:8,recent=2+int8",
     "random:8",
     "adakv(h2o:8)",
     "adakv:0.5(h2o:25%,least=6)",

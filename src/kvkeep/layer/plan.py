@@ -194,6 +194,8 @@ class StepPlan:
             if not self._free:
                 return False
         self.column, self._turn = columns, cursor.turn
+        for one in self.parts:
+            one.memory[:, :, :1] = 0
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
         policy = self._policy

@@ -18,14 +18,14 @@ from kvkeep.layer.slots import Codecs, StepPart
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import address_of
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Chunks, OwnWindow, Reach, slot_count, unsliced
+from kvkeep.planes import POSITION, Chunks, OwnWindow, Planes, Reach, slot_count, unsliced
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
 from kvkeep.policy.rule import Rule
 from kvkeep.storage.buffer import slots_record
 
 # Layouts of native/abi.h; absent pointers are 0.
-_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d"), Struct("=q")
+_PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d2q"), Struct("=q")
 _MOST_SCORES = 3  # KV_SCORES
 TOKENS, SEQUENCE = Struct("=14q"), Struct("=15q")
 """Layouts of KvTokens and KvSequence."""
@@ -41,6 +41,8 @@ class PartRecords(NamedTuple):
     addresses: tuple[int, int, int, int]
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
+    memory: Tensor
+    """What the library keeps of the slots from step to step, int64; 0: nothing."""
 
 
 class LayerRecords(NamedTuple):
@@ -69,7 +71,8 @@ class LayerRecords(NamedTuple):
         tensors: list[Tensor] = []
         planes = part.planes
         segments = pack_segments(part.segments(), q, False, tensors)
-        step = self._step(index, part, inputs)
+        memory = self._memory(planes, k.shape[3])
+        step = self._step(index, part, inputs, memory)
         described = slots_record(planes)
         # Keep the segments' tensors alive, but not the queries: each step brings its own, and these
         # may be a view of a long chunk's queries.
@@ -82,9 +85,18 @@ class LayerRecords(NamedTuple):
             planes[POSITION].shape[2],
             (first, second, third, len(planes)),
             (step, segments, described, kept, self.pads, self.left),
+            memory,
         )
 
-    def _step(self, index: int, part: StepPart, inputs: StepInputs) -> bytes:
+    def _memory(self, planes: Planes, key_width: int) -> Tensor:
+        """The memory of a KvRule (B, H, n)."""
+        if not self.rule.by_keys:
+            return torch.zeros((1, 1, 0), dtype=torch.int64)
+        rows, heads, capacity = planes["k"].shape[:3]
+        width = key_width + -key_width % 32
+        return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
+
+    def _step(self, index: int, part: StepPart, inputs: StepInputs, memory: Tensor) -> bytes:
         """A KvStep."""
         q, k, v = inputs[:3]
         planes, policy = part.planes, self.policy
@@ -115,7 +127,7 @@ class LayerRecords(NamedTuple):
                     *(rows, position_heads, 0, 1, 0, *policy.protection[1:]),
                     *(self.window or 0, chunked),
                 ),
-                self._rule(scores),
+                self._rule(scores, memory),
                 _NUMBER.pack(pads),
                 *(REACH.pack(*reach) for reach in (*reaches, *[Reach(0)] * (2 - len(reaches)))),
                 _NUMBER.pack(len(reaches)),
@@ -123,7 +135,7 @@ class LayerRecords(NamedTuple):
             ]
         )
 
-    def _rule(self, scores: list[Tensor]) -> bytes:
+    def _rule(self, scores: list[Tensor], memory: Tensor) -> bytes:
         """A KvRule."""
         rule = self.rule
         entered = zip(scores, rule.enter.values(), strict=True)
@@ -133,7 +145,8 @@ class LayerRecords(NamedTuple):
         planes += [_SCORES.pack(*(0,) * 5)] * (_MOST_SCORES - len(planes))
         mixes = rule.mix is not None
         numbers = len(scores), rule.learn, rule.by_query, rule.by_keys, mixes, rule.seed
-        return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0)])
+        kept = memory.data_ptr(), memory.shape[2]
+        return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0, *kept)])
 
 
 def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> bool:
@@ -147,8 +160,6 @@ def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> 
             return False
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
-    if rule.by_keys and codecs.key.layout != PLAIN:
-        return False
     planes = part.planes
     tail = ((codecs.key, k, "k"), (codecs.value, v, "v"))
     return (

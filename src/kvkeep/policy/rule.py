@@ -40,7 +40,7 @@ class Rule(NamedTuple):
         fade: see `Learn.FADE`.
         by_query: scores are divided by the number of queries that saw the slot.
         by_keys: slots are ranked by minus the cosine between their keys and the mean direction of
-            the head's keys. Encoded keys are left to Python.
+            the head's keys.
         mix: slots are ranked by mix * score - (1 - mix) * error, both scaled to 0..1 over a head;
             see `Enter.ERROR`. None: by the score.
         seed: see `Enter.HASH`.

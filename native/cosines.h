@@ -1,0 +1,34 @@
+// Shared by policy.cpp and cosines.cpp (one copy per instruction set).
+#pragma once
+#include "kernel.h"
+
+// What is known of one head's keys from step to step, at KvRule.memory.
+struct KvDirections {
+    int64_t slots;       // measured; 0: nothing is known
+    int64_t live;        // of them, with a token
+    int64_t id;          // of the code that measured them, which chose the order of the sums
+
+    // The sum of the keys' directions, padded to KV_WIDTH_STEP.
+    int64_t* sums() { return (int64_t*)(this + 1); }
+    // The keys' lengths, padded by KV_BLOCK.
+    float* lengths(int64_t width) { return (float*)(sums() + kv_padded(width)); }
+};
+
+struct KvCosineKernel {
+    // Stores, for each slot of a head, minus the cosine between its key and the mean direction of
+    // the head's keys. Empty slots do not count. Measures the slots that are not known yet.
+    // `scratch`: kv_cosine_scratch floats, aligned to 64 bytes. `out`: kv_cosine_slots floats.
+    void (*rank)(const KvEncoded& keys, int64_t width, int64_t row, int64_t head,
+                 const int32_t* position, int64_t slots, KvDirections& known, float* scratch,
+                 float* out);
+    // Takes a slot's key out of the sum.
+    void (*forget)(const KvEncoded& keys, int64_t width, int64_t row, int64_t head,
+                   const int32_t* position, int64_t slot, KvDirections& known, float* scratch);
+};
+extern const KvCosineKernel kv_cosines_portable, kv_cosines_avx2, kv_cosines_avx512,
+    kv_cosines_avx512vnni, kv_cosines_avx512bf16, kv_cosines_amx;
+
+static inline int64_t kv_cosine_slots(int64_t slots) { return slots + KV_BLOCK; }
+
+// For the mean, and a decoded block.
+static inline int64_t kv_cosine_scratch(int64_t width) { return (1 + KV_BLOCK) * kv_padded(width); }
