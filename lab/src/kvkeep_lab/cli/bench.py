@@ -13,6 +13,7 @@ from kvkeep.cli.output import JsonFlag, examples, listed, say, whole_numbers
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.bench_draw import draw as draw_recorded
 from kvkeep_lab.cli.bench_options import (
+    Beside,
     Device,
     Dtype,
     Host,
@@ -20,6 +21,7 @@ from kvkeep_lab.cli.bench_options import (
     ModelOrRandom,
     SpecList,
     Turns,
+    Ways,
     names,
     numbers,
     show,
@@ -248,15 +250,7 @@ def decode(
         ),
     ] = None,
     specs: SpecList = "keep_all",
-    ways: Annotated[
-        str | None,
-        typer.Option(
-            help="How kvkeep's steps run, comma-separated: default (as attach() makes them), eager "
-            "(without kvkeep's linear layers), compile (in a compiled graph), graph (a CUDA "
-            "graph), compiled (in a CUDA graph too); default: default and compile, on CUDA "
-            "default, graph and compiled."
-        ),
-    ] = None,
+    ways: Ways = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -265,13 +259,7 @@ def decode(
         ),
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Rounds of four steps each.")] = 10,
-    beside: Annotated[
-        str | None,
-        typer.Option(
-            help="Generate beside these numbers of busy processes instead, e.g. 0,1,2: with one "
-            "thread, all, and those that kvkeep chooses. --ways also takes batch."
-        ),
-    ] = None,
+    beside: Beside = None,
     plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:

@@ -51,6 +51,24 @@ Device = Annotated[
     ),
 ]
 
+Ways = Annotated[
+    str | None,
+    typer.Option(
+        help="How kvkeep's steps run, comma-separated: default (as attach() makes them), eager "
+        "(without kvkeep's linear layers), compile (in a compiled graph), graph (a CUDA "
+        "graph), compiled (in a CUDA graph too); default: default and compile, on CUDA "
+        "default, graph and compiled."
+    ),
+]
+
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        help="Generate beside these numbers of busy processes instead, e.g. 0,1,2: with one "
+        "thread, all, and those that kvkeep chooses. --ways also takes batch."
+    ),
+]
+
 
 def numbers(text: str | None, option: str, least: int = 1) -> list[int] | None:
     """Parse an option's comma-separated whole numbers of at least `least`; None without text."""
