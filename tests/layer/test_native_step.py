@@ -381,3 +381,21 @@ def test_what_was_learned_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
             pair.layers[0].step(q, k, v, scale=0.2)
     with pytest.raises(StateError, match="unknown"):
         pair.layers[0].step(q, k, v, scale=0.2)
+
+
+def test_steps_in_and_outside_inference_mode():
+    """What the library keeps of the keys is changed in both."""
+    torch.manual_seed(0)
+    tokens = [torch.randn(3, 1, 2, 1, 16) for _ in range(24)]
+    mixed, plain = (CacheSpec.parse("keydiff:8,recent=2").layer() for _ in range(2))
+    for index, (q, k, v) in enumerate(tokens):
+        with torch.inference_mode() if index % 6 < 3 else torch.no_grad():
+            found = mixed.step(q, k, v, scale=0.25)
+        with torch.no_grad():
+            expected = plain.step(q, k, v, scale=0.25)
+        assert found.equal(expected)
+        if index % 4 == 3:
+            mixed.accept()  # the next step is looked up
+            mixed.freeze()
+            mixed = mixed.fork()
+    assert mixed.positions().sort().values.equal(plain.positions().sort().values)

@@ -195,7 +195,8 @@ class StepPlan:
                 return False
         self.column, self._turn = columns, cursor.turn
         for one in self.parts:
-            one.memory[:, :, :1] = 0
+            if one.memory is not None:
+                one.memory[:, :, 0] = 0  # slots may have changed
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
         policy = self._policy

@@ -41,8 +41,9 @@ class PartRecords(NamedTuple):
     addresses: tuple[int, int, int, int]
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
-    memory: Tensor
-    """What the library keeps of the slots from step to step, int64; 0: nothing."""
+    memory: Tensor | None
+    """The memory (B, H, n) of a KvRule that ranks by keys. Where it begins with 0, nothing is known
+    of a head's slots."""
 
 
 class LayerRecords(NamedTuple):
@@ -88,15 +89,16 @@ class LayerRecords(NamedTuple):
             memory,
         )
 
-    def _memory(self, planes: Planes, key_width: int) -> Tensor:
-        """The memory of a KvRule (B, H, n)."""
+    def _memory(self, planes: Planes, key_width: int) -> Tensor | None:
+        """The memory of a KvRule."""
         if not self.rule.by_keys:
-            return torch.zeros((1, 1, 0), dtype=torch.int64)
+            return None
         rows, heads, capacity = planes["k"].shape[:3]
         width = key_width + -key_width % 32
-        return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
+        with torch.inference_mode(False):  # it is changed in any mode
+            return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
 
-    def _step(self, index: int, part: StepPart, inputs: StepInputs, memory: Tensor) -> bytes:
+    def _step(self, index: int, part: StepPart, inputs: StepInputs, memory: Tensor | None) -> bytes:
         """A KvStep."""
         q, k, v = inputs[:3]
         planes, policy = part.planes, self.policy
@@ -135,7 +137,7 @@ class LayerRecords(NamedTuple):
             ]
         )
 
-    def _rule(self, scores: list[Tensor], memory: Tensor) -> bytes:
+    def _rule(self, scores: list[Tensor], memory: Tensor | None) -> bytes:
         """A KvRule."""
         rule = self.rule
         entered = zip(scores, rule.enter.values(), strict=True)
@@ -145,7 +147,7 @@ class LayerRecords(NamedTuple):
         planes += [_SCORES.pack(*(0,) * 5)] * (_MOST_SCORES - len(planes))
         mixes = rule.mix is not None
         numbers = len(scores), rule.learn, rule.by_query, rule.by_keys, mixes, rule.seed
-        kept = memory.data_ptr(), memory.shape[2]
+        kept = (0, 0) if memory is None else (memory.data_ptr(), memory.shape[2])
         return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0, *kept)])
 
 
