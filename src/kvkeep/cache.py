@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvkeep.borrower import Borrower
 from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.features import Feature
 from kvkeep.layer.hiding import hide, require_hiding
@@ -57,17 +58,6 @@ class Snapshot(NamedTuple):
     layers: list[LayerState]
     routed: bool | None
     carried: Mapping[str, Tensor]
-
-
-class Borrower(Protocol):
-    """Who uses the layers of a cache, which nobody else may touch meanwhile."""
-
-    @property
-    def fed(self) -> int:
-        """Columns fed so far, padding included."""
-
-    def give_back(self) -> None:
-        """Bring the layers up to date and stop using them, or raise StateError."""
 
 
 class Cache:
