@@ -143,16 +143,6 @@ void score_lanes(const Work& work) {
     });
 }
 
-void load_pairs(const Work& work) {
-    const int64_t stride = 2 * padded(work.call.key_width);
-    uint16_t* q = (uint16_t*)work.queries;
-    memset(q, 0, work.records * stride * sizeof *q);
-    each_query(work, [&](int64_t record, auto x) {
-        for (int64_t i = 0; i < work.call.key_width; ++i)
-            q[record * stride + i] = BF16::narrow1(x(i));
-    });
-}
-
 // The block's keys as rows of pairs, and how many rows there are.
 struct PackedKeys {
     vi* rows;
@@ -168,7 +158,7 @@ struct PackedKeys {
 
 void score_packed(const Work& work) {
     const PackedKeys keys(work);
-    const int64_t stride = 2 * padded(work.call.key_width);
+    const int64_t stride = padded(work.call.key_width);
     for_tiles<MOST_PACKED>(work.records, [&](int64_t from, auto tile) {
         packed_scores<tile.size>(keys.rows, keys.pairs, (uint16_t*)work.queries + from * stride,
                                  stride, work.s + from * BLOCK);
@@ -196,7 +186,7 @@ bool on_tiles(const Work& work) { return work.call.group * work.tokens >= TILE_R
 void score_tiles(const Work& work) {
     const PackedKeys keys(work);
     tile_scores(keys.rows, packed_rows(keys.pairs), (uint16_t*)work.queries,
-                2 * padded(work.call.key_width), work.records, work.s);
+                padded(work.call.key_width), work.records, work.s);
 }
 
 void add_tiles(const Work& work) {
@@ -430,10 +420,10 @@ KeyMethod key_method(const Work& work, bool many) {
 #if defined(KV_BF16_PAIRS)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16) {
 #if defined(KV_TILES)
-        if (on_tiles(work)) return {load_pairs, score_tiles};
+        if (on_tiles(work)) return {load_queries<Dotted>, score_tiles};
 #endif
         if (by_lanes(work.call.key_width, work.call.group * work.tokens))
-            return many ? KeyMethod{load_pairs, score_packed} : KeyMethod{load_lanes, score_lanes};
+            return many ? KeyMethod{load_queries<Dotted>, score_packed} : KeyMethod{load_lanes, score_lanes};
         return {load_queries<Dotted>, score<Dotted>};
     }
 #endif

@@ -74,6 +74,21 @@ inline int64_t pair_lane(int64_t element) {
     return element / 32 * 32 + element % 8 / 4 * 16 + element % 32 / 8 * 4 + element % 4;
 }
 
+// Pairs of the same element of two slots, for 32 elements, in the order of pair_lane.
+KV_INLINE void interleave(u16x32 a, u16x32 b, vi (&pairs)[2]) {
+    pairs[0] = (vi)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11,
+                                           43, 16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58,
+                                           27, 59);
+    pairs[1] = (vi)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46,
+                                           15, 47, 20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30,
+                                           62, 31, 63);
+}
+
+// Rounds a record's weights p (BLOCK) to bfloat16.
+KV_INLINE void narrow_weights(const float* p, uint16_t (&to)[BLOCK]) {
+    for (int64_t j = 0; j < BLOCK; j += 2 * W) narrow_pairs(p + j, to + j);
+}
+
 // acc = acc * alpha + weights . values, for N times 32 elements from `d` on, of which `valid`
 // exist, for MT records. A pair is one element of two slots.
 template <int MT, int N>
@@ -104,16 +119,12 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
             } else {
                 a = load<u16x32>(at + n * 64), b = load<u16x32>(other + n * 64);
             }
-            const vi low = (vi)__builtin_shufflevector(
-                a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18,
-                50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
-            const vi high = (vi)__builtin_shufflevector(
-                a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53,
-                22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+            vi pairs[2];
+            interleave(a, b, pairs);
 #pragma GCC unroll 8
             for (int m = 0; m < MT; ++m) {
-                add_pair(sum[m][n][0], low, w + m * BLOCK);
-                add_pair(sum[m][n][1], high, w + m * BLOCK);
+                add_pair(sum[m][n][0], pairs[0], w + m * BLOCK);
+                add_pair(sum[m][n][1], pairs[1], w + m * BLOCK);
             }
         }
     }
@@ -132,8 +143,7 @@ KV_OUTLINE void pair_values(Rows values, Rows next, int64_t count, int64_t width
                             const float* alpha, float* acc) {
     constexpr int N = MT <= 3 ? 4 : MT <= 6 ? 2 : 1;  // as many as have sums in registers
     alignas(64) uint16_t weights[MT][BLOCK];
-    for (int m = 0; m < MT; ++m)
-        for (int64_t j = 0; j < BLOCK; j += 2 * W) narrow_pairs(p + m * BLOCK + j, weights[m] + j);
+    for (int m = 0; m < MT; ++m) narrow_weights(p + m * BLOCK, weights[m]);
     int64_t d = 0;
     const auto run = [&](auto size) __attribute__((always_inline)) {
         constexpr int SIZE = decltype(size)::size;
@@ -217,14 +227,6 @@ KV_OUTLINE void packed_scores(const vi* keys, int64_t pairs, const uint16_t* q, 
         for (int n = 0; n < COLUMNS; ++n) store(s + m * BLOCK + n * W, sum[m][n]);
 }
 
-// The elements `at` of slots 0 and 1, 2 and 3, ... as pairs, in the lanes of pair_lane.
-KV_INLINE void interleave(u16x32 a, u16x32 b, vi* to) {
-    to[0] = (vi)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43,
-                                        16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
-    to[1] = (vi)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47,
-                                        20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
-}
-
 // Values -> (pairs of slots, padded(width) / W vectors).
 void pack_values(Rows values, Rows next, int64_t count, int64_t width, vi* to) {
     const auto read = [&](int64_t slot, int64_t d) {
@@ -237,8 +239,11 @@ void pack_values(Rows values, Rows next, int64_t count, int64_t width, vi* to) {
     };
     for (int64_t j = 0; j < count; j += 2) {
         prefetch(next.at(j), next.bytes), prefetch(next.at(j + 1), next.bytes);
-        for (int64_t d = 0; d < width; d += 32, to += 2)
-            interleave(read(j, d), read(j + 1, d), to);
+        for (int64_t d = 0; d < width; d += 32, to += 2) {
+            vi pairs[2];
+            interleave(read(j, d), read(j + 1, d), pairs);
+            memcpy(to, pairs, sizeof pairs);
+        }
     }
     const int64_t rows = (count + 1) / 2;
     memset(to, 0, (packed_rows(rows) - rows) * (padded(width) / W) * sizeof *to);
@@ -249,8 +254,7 @@ template <int MT>
 KV_OUTLINE void packed_values(const vi* values, int64_t count, int64_t width, const float* p,
                               const float* alpha, float* acc) {
     alignas(64) uint16_t weights[MT][BLOCK];
-    for (int m = 0; m < MT; ++m)
-        for (int64_t j = 0; j < BLOCK; j += 2 * W) narrow_pairs(p + m * BLOCK + j, weights[m] + j);
+    for (int m = 0; m < MT; ++m) narrow_weights(p + m * BLOCK, weights[m]);
     const int64_t stride = padded(width), step = stride / W;
     const auto run = [&](int64_t d, auto size) __attribute__((always_inline)) {
         constexpr int N = decltype(size)::size;
@@ -298,9 +302,7 @@ void tile_values(const vi* values, int64_t count, int64_t width, const float* p,
         alignas(64) uint16_t weights[2 * TILE_ROWS][BLOCK];
         alignas(64) float sums[2 * TILE_ROWS][2 * W];
         const auto record = [&](int64_t i) { return i < TILE_ROWS ? first + i : second + i - TILE_ROWS; };
-        for (int64_t i = 0; i < 2 * TILE_ROWS; ++i)
-            for (int64_t j = 0; j < BLOCK; j += 2 * W)
-                narrow_pairs(p + record(i) * BLOCK + j, weights[i] + j);
+        for (int64_t i = 0; i < 2 * TILE_ROWS; ++i) narrow_weights(p + record(i) * BLOCK, weights[i]);
         for (int64_t d = 0; d < step; d += 2) {
             multiply_tiles(weights[0], weights[TILE_ROWS], BLOCK * 2, pairs, values + d,
                            step * sizeof *values, sums[0], sums[TILE_ROWS], 2 * W);

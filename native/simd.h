@@ -12,10 +12,10 @@
 #else
 #define KV_LANES 8
 #endif
-#if defined(__AVX512BF16__) || (defined(KV_EMULATE) && KV_EMULATE >= 17)
+#if defined(__AVX512BF16__) || (defined(KV_EMULATE) && KV_EMULATE == 17)
 #define KV_BF16_PAIRS
 #endif
-#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(KV_EMULATE) && KV_EMULATE >= 17)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(KV_EMULATE) && KV_EMULATE == 17)
 #define KV_VNNI
 #endif
 #if defined(__F16C__) || defined(__AVX512F__)
