@@ -118,21 +118,21 @@ KvRanking after(const KvSequence& step, int64_t slots) {
 int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t heads,
           int64_t count, int64_t slots) {
     const KvStep& s = *step.step;
-    std::vector<KvSlots> planes(step.planes, step.planes + step.plane_count);
-    if (s.rule.by_keys) {
-        const int64_t width = s.key.width, bytes = s.rule.memory_head * 8;
-        float* memory = cosine_scratch(s);
-        for (int64_t i = 0; i < rows * heads; ++i) {
-            const int64_t row = i / heads, head = i % heads;
-            KvDirections& known = directions(s, row, head);
-            for (int64_t j = 0; j < count; ++j)
-                instructions().cosines->forget(keys_of(step), width, row, head,
-                                               positions_of(s.ranking, row, head),
-                                               victims[i * count + j], known, memory);
-            known.slots -= count;
-        }
-        planes.push_back({directions(s, 0, 0).lengths(width), s.call.heads * bytes, bytes, 4, heads});
+    if (!s.rule.by_keys)
+        return kv_evict(step.planes, step.plane_count, rows, victims, rows, heads, count, slots);
+    const int64_t width = s.key.width, bytes = s.rule.memory_head * 8;
+    float* memory = cosine_scratch(s);
+    for (int64_t i = 0; i < rows * heads; ++i) {
+        const int64_t row = i / heads, head = i % heads;
+        KvDirections& known = directions(s, row, head);
+        for (int64_t j = 0; j < count; ++j)
+            instructions().cosines->forget(keys_of(step), width, row, head,
+                                           positions_of(s.ranking, row, head),
+                                           victims[i * count + j], known, memory);
+        known.slots -= count;
     }
+    std::vector<KvSlots> planes(step.planes, step.planes + step.plane_count);
+    planes.push_back({directions(s, 0, 0).lengths(width), s.call.heads * bytes, bytes, 4, heads});
     return kv_evict(planes.data(), (int64_t)planes.size(), rows, victims, rows, heads, count, slots);
 }
 
