@@ -19,10 +19,10 @@ class Machine:
 
     def __init__(self, cores=2):
         self.count, self.now, self.busy = cores, 0.0, 0.0
-        self.governor = Governor(self.read, lambda: cores, lambda: self.now)
+        self.governor = Governor(self.read, lambda: self.now)
 
     def read(self):
-        return Load(self.now, self.busy + self.now, self.now)
+        return Load(self.now, self.busy + self.now, self.now, self.count)
 
     def passes(self, others, seconds=0.2):
         """Time passes in which others use so many cores."""
@@ -67,7 +67,7 @@ def test_generations_of_a_process_share_the_cores():
 
 
 def test_a_system_that_does_not_tell():
-    assert Governor(lambda: None, lambda: 2).threads(2) == 2
+    assert Governor(lambda: None).threads(2) == 2
 
 
 def fails(adapt, governor):

@@ -22,9 +22,6 @@ OFF = "KVKEEP_THREADS"
 """The environment variable that, set to "fixed", leaves the number of threads alone."""
 
 _STAT = Path("/proc/stat")
-_TICKS = 100.0
-"""Ticks per second of /proc/stat; the same for all programs on Linux."""
-
 _LEAST_S = 0.15
 """The shortest time over which load is measured: ticks are 10 ms long."""
 
@@ -40,11 +37,13 @@ class Load(NamedTuple):
         busy: used by all processes on the cores that this process may use, and by other virtual
             machines.
         own: used by this process.
+        cores: how many cores this process may use.
     """
 
     at: float
     busy: float
     own: float
+    cores: int
 
 
 def read_load() -> Load | None:
@@ -52,6 +51,7 @@ def read_load() -> Load | None:
     try:
         lines = _STAT.read_text(encoding="ascii").splitlines()
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        ticks = os.sysconf("SC_CLK_TCK")  # a second
     except (OSError, AttributeError):
         return None
     busy = 0
@@ -62,15 +62,7 @@ def read_load() -> Load | None:
         if name in cores:
             user, nice, system, _, _, *rest = map(int, fields[:8])  # without idle and iowait
             busy += user + nice + system + sum(rest)
-    return Load(monotonic(), busy / _TICKS, process_time())
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
+    return Load(monotonic(), busy / ticks, process_time(), len(cores))
 
 
 class Governor:
@@ -78,17 +70,15 @@ class Governor:
 
     Args:
         read: reads the load.
-        cores: how many cores this process may use.
         clock: the time in seconds.
     """
 
     def __init__(
         self,
         read: Callable[[], Load | None] = read_load,
-        cores: Callable[[], int] = cores,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._read, self._cores, self._clock = read, cores, clock
+        self._read, self._clock = read, clock
         self._last, self._taken = read(), 0
         self._running = 0  # how many threads of this process follow the load
         self._lock = Lock()
@@ -97,7 +87,7 @@ class Governor:
         """How many threads each of the running generations should use, at most `most`."""
         with self._lock:
             self._measure()
-            idle = self._cores() - self._taken
+            idle = most if self._last is None else self._last.cores - self._taken
             return max(1, min(most, idle // max(1, self._running)))
 
     def count(self, generations: int) -> None:
