@@ -79,13 +79,13 @@ class DeviceStep(Step):
         self._evicts = policy.budget is not None
         if self._evicts:
             layer.slots.thaw()  # slots shared with forks cannot be evicted
-        layer.storage.reserve(_slots_of(layer, tokens))
+        self._slots = _slots_of(layer, tokens)
+        layer.storage.reserve(self._slots)
         self._layer, self._columns = layer, cursors.columns
         self._fed, self._held = layer.fed, layer.storage.length
         self._history = layer.history
         self._pads = self._history.pads
         self._buffers = dict(unsliced(layer.storage.read()))
-        self._slots = layer.storage.capacity if policy.budget is None else _slots_of(layer, tokens)
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
             for name, plane in self._planes.items():

@@ -35,6 +35,7 @@ from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.rehearsal import rehearse, rehearse_own
+from kvkeep.hf.replaced_forward import ReplacedForward
 from kvkeep.hf.replaying import Replaying, replays
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
 from kvkeep.hf.unattached import require_exact
@@ -247,7 +248,7 @@ def detach(model: PreTrainedModel) -> None:
     unroute_attention(model)
     if attachment.linears:
         unroute(model)
-    if isinstance(model.__dict__.get("forward"), (CompiledSteps, Replaying)):
+    if isinstance(model.__dict__.get("forward"), ReplacedForward):
         del model.__dict__["forward"]
     for owner in (model, decoder_of(model)):
         owner.__dict__.pop(ATTACHMENT, None)

@@ -113,7 +113,7 @@ class Call:
     replay: Replay | None = None
     adapt: Callable[[], None] = lambda: None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Called when `generate()` ends, also by an error: make its cache an ordinary one."""
         if self.replay is not None:
             self.replay.close()

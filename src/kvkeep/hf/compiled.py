@@ -6,7 +6,6 @@ each input; torch fuses the small operations between them. It serves all caches 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from sys import modules as imported
@@ -22,9 +21,10 @@ from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.package import Package, PreparedLayer
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import NAMES, OF_GENERATE, cache_in, name_in
+from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.model_state import ModelState
+from kvkeep.hf.replaced_forward import ReplacedForward
 from kvkeep.hf.rows import NUMBERS, RowsCache
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host.packed import Packed
@@ -33,22 +33,8 @@ from kvkeep.native_library import available
 if TYPE_CHECKING:  # torch's compiler is slow to import
     from kvkeep.hf.compiling import Compiler
 
-KNOWN = frozenset(
-    (
-        "input_ids",
-        *NAMES,
-        "attention_mask",
-        "position_ids",
-        "cache_position",
-        "logits_to_keep",  # there is one token
-    )
-)
-EXTRAS = ("output_attentions", "output_hidden_states")
-PLAIN = {"use_cache": True, "return_dict": True} | dict.fromkeys(EXTRAS, False)
-"""Arguments that do not change what a step computes, by their values."""
 
-
-class CompiledSteps:
+class CompiledSteps(ReplacedForward):
     """The `forward` of a model whose steps are compiled.
 
     One token a row, without padding and gradients, through a kvkeep cache that holds a prompt, runs
@@ -61,51 +47,43 @@ class CompiledSteps:
     """
 
     def __init__(self, model: PreTrainedModel, compile: bool) -> None:
-        self._model, self.compile = model, compile
-        self._own: Callable[..., Any] = model.forward
-        self.__signature__ = inspect.signature(self._own)  # which `generate` reads
-        self._names = tuple(self.__signature__.parameters)
+        super().__init__(model)
+        self.compile = compile
         self._steps: dict[tuple[int, int], Step | None] = {}  # by the numbers of inputs and of rows
         self._compiler: Compiler | None = None
         self._rows: RowsCache | None = None
         self._packing = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledSteps, (self._model, self.compile)
-
-    @property
-    def replaced(self) -> Any:
-        """The forward that the model had, if somebody had set it in place of its class's."""
-        own = getattr(self._own, "__func__", None)
-        return None if own is type(self._model).forward else self._own
+        return CompiledSteps, (self.model, self.compile)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._own(*args, **kwargs)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+            return self.own(*args, **kwargs)
+        given = self.by_name(args, kwargs)
         cache = cache_in(given)
         if not isinstance(cache, Cache) or not self._fits(given, cache):
-            return self._own(*args, **kwargs)
+            return self.own(*args, **kwargs)
         ids = given["input_ids"]
-        check_fed(self._model, {"input_ids": ids}, cache.fed)
+        check_fed(self.model, {"input_ids": ids}, cache.fed)
         cache.begin(ids.shape[1])
         out = self._run({"input_ids": ids}, cache)
-        return self._own(*args, **kwargs) if out is None else out
+        return self.own(*args, **kwargs) if out is None else out
 
     def run_packed(self, tokens: Packed) -> Tensor | None:
         """The logits (sequences, V) of a packed forward of one token of each sequence; None, with
         nothing changed, if no program can compute them."""
-        count, config = len(tokens.last), self._model.config
+        count = len(tokens.last)
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
             return None
-        if drops_weights(self._model) or any(getattr(config, name, False) for name in EXTRAS):
+        if drops_weights(self.model) or self.gives_more:
             return None
         if not self._packing.acquire(blocking=False):  # another thread packs sequences
             return None
         try:
             if self._rows is None:
-                self._rows = RowsCache(config)
+                self._rows = RowsCache(self.model.config)
             self._rows.use(tokens.layers)
             given = {
                 name: pad(x[0], (0, rows - count))[:, None]
@@ -133,7 +111,7 @@ class CompiledSteps:
             if self._compiler is None:
                 from kvkeep.hf.compiling import Compiler  # noqa: PLC0415 - torch's compiler is slow to import
 
-                self._compiler = Compiler(self._model, self._own)
+                self._compiler = Compiler(self.model, self.own)
             out, self._steps[place] = self._compiler.run(given, cache)
             return out
 
@@ -152,18 +130,17 @@ class CompiledSteps:
         return step
 
     def _load(self, given: Mapping[str, Tensor]) -> Step | None:
-        name = step_name(self._model, given)
+        name = step_name(self.model, given)
         found = None if name is None else saved_steps.find(name)
-        return None if found is None else Step.loaded(self._model, *found)
+        return None if found is None else Step.loaded(self.model, *found)
 
     def _fits(self, given: dict[str, Any], cache: Cache) -> bool:
         """Whether a call is a step that a program can compute."""
-        ids, fed = given.get("input_ids"), cache.fed
-        if not (isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1):
+        if not self.is_step(given):
             return False
-        if torch.is_grad_enabled() or drops_weights(self._model) or not cache.compiles:
+        if torch.is_grad_enabled() or drops_weights(self.model) or not cache.compiles:
             return False
-        mask, config = given.get("attention_mask"), self._model.config
+        mask, fed = given.get("attention_mask"), cache.fed
         if mask is not None and not (
             isinstance(mask, Tensor)
             and mask.dim() == 2
@@ -175,10 +152,7 @@ class CompiledSteps:
             place = given.get(name)
             if place is not None and not (isinstance(place, Tensor) and bool((place == fed).all())):
                 return False
-        return all(
-            name in KNOWN or value is None or value == PLAIN.get(name, PLAIN)
-            for name, value in given.items()
-        ) and not any(getattr(config, name, False) for name in EXTRAS)
+        return True
 
 
 class Program(Protocol):

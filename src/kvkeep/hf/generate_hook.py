@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -85,11 +85,9 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
             supplying(model if supplies else None),
             _rows_restored(given_cache),
             layers_restored(model),
+            closing(call),
         ):
-            try:
-                output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
-            finally:
-                call.end()
+            output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         CALL.reset(token)
     if call.recording is not None:
@@ -169,8 +167,7 @@ def prepare_cache(
         if given is None:
             require_supplied(model, built)
         if isinstance(given, Cache):
-            _tell_if_not_compiled(model, generation_config, given)
-            _replay(model, given, generation_config, generation_mode, max_cache_length)
+            _plan_steps(model, given, generation_config, generation_mode, max_cache_length)
         if drafted:
             _require_returning(model, built)
         return
@@ -207,16 +204,17 @@ def prepare_cache(
     if drafting:
         cache.activate_past_recording()
     cache.written_out = demands.weights or drops_weights(model)
-    _tell_if_not_compiled(model, generation_config, cache)
-    _replay(model, cache, generation_config, generation_mode, max_cache_length)
+    _plan_steps(model, cache, generation_config, generation_mode, max_cache_length)
     model_kwargs[OF_GENERATE] = cache
     _expect_fed(model, cache, generation_config, generation_mode, model_kwargs)
 
 
-def _replay(
+def _plan_steps(
     model: PreTrainedModel, cache: Cache, generation_config: Any, mode: Any, columns: int
 ) -> None:
-    """Let a call on a GPU replay its steps, if they can be; `columns`: as it will have at most."""
+    """Let a call on a GPU replay its steps, if they can be; `columns`: as it will have at most.
+    Warn where a call asks transformers to compile steps that it will not compile."""
+    _tell_if_not_compiled(model, generation_config, cache)
     call, forward = CALL.get(), model.__dict__.get("forward")
     if call is not None and call.model is model and isinstance(forward, Replaying):
         forward.plan(call, cache, generation_config, mode, columns)

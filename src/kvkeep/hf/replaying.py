@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -17,10 +14,10 @@ from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
 from kvkeep.hf.calls import CALL, Call
-from kvkeep.hf.compiled import EXTRAS, KNOWN, PLAIN
 from kvkeep.hf.config import decoder_of
 from kvkeep.hf.cuda_graph import Replay
 from kvkeep.hf.kinds import kinds_of, why_not
+from kvkeep.hf.replaced_forward import ReplacedForward
 from kvkeep.host.hooks import foreign_hooks
 
 _LEAST = 16
@@ -44,7 +41,7 @@ def on_gpu(model: PreTrainedModel) -> bool:
     return model.device.type == "cuda"
 
 
-class Replaying:
+class Replaying(ReplacedForward):
     """The `forward` of an attached model on a GPU.
 
     In a `generate()` that samples or is greedy, steps of one token a row run as `Graphed` steps,
@@ -53,14 +50,11 @@ class Replaying:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._own: Callable[..., Any] = model.forward
-        self.__signature__ = inspect.signature(self._own)  # which `generate` reads
-        self._names = tuple(self.__signature__.parameters)
+        super().__init__(model)
         self._possible = not why_not(kinds_of(model.config), Feature.GRAPHED)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Replaying, (self._model,)
+        return Replaying, (self.model,)
 
     def plan(self, call: Call, cache: Cache, config: Any, mode: Any, columns: int) -> None:
         """Let a call of `generate()` replay its steps, if they can be. transformers then compiles
@@ -78,7 +72,7 @@ class Replaying:
             and mode in _MODES
             and config.compile_config is None
             and not (cache.written_out or config.output_hidden_states)
-            and not foreign_hooks(self._model)
+            and not foreign_hooks(self.model)
             and columns - call.columns >= _LEAST
         ):
             config.disable_compile = True
@@ -86,30 +80,19 @@ class Replaying:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = CALL.get()
-        replay = None if call is None or call.model is not self._model else call.replay
+        replay = None if call is None or call.model is not self.model else call.replay
         if replay is None or replay.running or torch.compiler.is_compiling():
-            return self._own(*args, **kwargs)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+            return self.own(*args, **kwargs)
+        given = self.by_name(args, kwargs)
         logits = None
-        if self._possible and cache_in(given) is replay.cache and self._is_plain(given):
+        if self._possible and cache_in(given) is replay.cache and self.is_step(given):
             try:
-                logits = replay.step(self._model, given["input_ids"], given.get("position_ids"))
+                logits = replay.step(self.model, given["input_ids"], given.get("position_ids"))
             except UnsupportedError:  # the token was not fed
                 self._possible = False
             except CapacityError:  # nor was it here: the cache may have room of its own
                 pass
         if logits is None:
             replay.close()
-            return self._own(*args, **kwargs)
+            return self.own(*args, **kwargs)
         return CausalLMOutputWithPast(logits=logits[:, None], **{_CACHE: replay.cache})  # type: ignore[arg-type]
-
-    def _is_plain(self, given: Mapping[str, Any]) -> bool:
-        """Whether a call feeds one token a row, and asks for logits alone."""
-        ids, config = given.get("input_ids"), self._model.config
-        return (
-            isinstance(ids, Tensor)
-            and ids.dim() == 2
-            and ids.shape[1] == 1
-            and all(x is None or name in KNOWN or x == PLAIN.get(name) for name, x in given.items())
-            and not any(getattr(config, name, False) for name in EXTRAS)
-        )
