@@ -25,6 +25,7 @@ MIXED = [
     "keep_all+int8/int4",
     "keep_all+kivi",
     "h2o:9",
+    "expected_attention:9",
     "keep_all@concat",
 ]
 

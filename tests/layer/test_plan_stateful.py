@@ -46,6 +46,7 @@ SPECS = [
     "knorm:8",
     "keydiff:8,recent=2",
     "keydiff:8,recent=2+int8",
+    "expected_attention:9,sinks=1",
     "random:8",
     "adakv(h2o:8)",
     "adakv:0.5(h2o:25%,least=6)",

@@ -51,7 +51,10 @@ def expected_scores(queries, keys, values, newest, rotary, scale):
     return scores
 
 
-@pytest.mark.parametrize("chunks", [[12] + [1] * 8, [1] * 20, [5, 9, 6]])
+@pytest.mark.parametrize(
+    ("chunks", "recent"),
+    [([12] + [1] * 8, 0), ([1] * 20, 0), ([5, 9, 6], 0), ([12] + [1] * 12, 4), ([1] * 24, 3)],
+)
 @pytest.mark.parametrize(
     "rotary",
     [
@@ -61,13 +64,14 @@ def expected_scores(queries, keys, values, newest, rotary, scale):
     ],
     ids=["none", "halves", "interleaved, partial"],
 )
-def test_decisions(rotary, chunks):
-    text = f"expected_attention:8,recent=0,future={FUTURE},sinks={SINKS}"
+def test_decisions(rotary, chunks, recent):
+    text = f"expected_attention:8,recent={recent},future={FUTURE},sinks={SINKS}"
     layer = CacheSpec.parse(text).layer(rotary=rotary)
     n, pads = sum(chunks), 3
     q, k, v = torch.randn(2, HEADS * GROUP, n, DIM), *torch.randn(2, 2, HEADS, n, DIM)
     position = torch.stack([torch.arange(n) - pads, torch.arange(n)]).clamp(min=-1)
     live = {(b, h): set() for b in range(2) for h in range(HEADS)}
+    observed, scores = {0: set(), 1: set()}, dict.fromkeys(live, {})
     start = 0
     for chunk in chunks:
         part = slice(start, start + chunk)
@@ -78,17 +82,22 @@ def test_decisions(rotary, chunks):
             shift = pads if b == 0 else 0
             kept |= {p for p in position[b, part].tolist() if p >= 0}
             newest = start - 1 - shift
-            if len(kept) > 8:
+            due = chunk > 1 or (newest + 1) % max(1, recent) == 0
+            if due:
+                observed[b] |= {p for p in position[b, part].tolist() if p >= 0}
+            if due and max(observed[b], default=-1) >= SINKS:
                 heads = slice(h * GROUP, (h + 1) * GROUP)
-                scores = expected_scores(
-                    {p: q[b, heads, p + shift].double() for p in range(newest + 1)},
+                scores[b, h] = expected_scores(
+                    {p: q[b, heads, p + shift].double() for p in observed[b]},
                     {p: k[b, h, p + shift].double() for p in kept},
                     {p: v[b, h, p + shift].double() for p in kept},
                     newest,
                     rotary,
                     0.7,
                 )
-                free = sorted((p for p in kept if p >= SINKS), key=lambda p: (scores[p], p))
+            if len(kept) > 8:
+                free = [p for p in kept if SINKS <= p <= newest - recent]
+                free.sort(key=lambda p: (scores[b, h][p], p))
                 kept -= set(free[: len(kept) - 8])
             assert {p for p in place[b, h].tolist() if p >= 0} == kept
 

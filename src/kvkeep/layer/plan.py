@@ -122,6 +122,8 @@ class StepPlan:
         self.column = self.drops = self.evicts = 0
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if policy.share is not None else policy.protection.recent
+        self._interval = rule.interval
+        self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
         self._mark: tuple[int, ...] = ()  # the slots' mark to return to after an interrupt
         self._dense = True
@@ -204,13 +206,15 @@ class StepPlan:
         if budget is not None:
             self._safe = int((self._rule.floor or 0.0) * budget)
             if policy.share is not None:
-                self._recent = policy.at(columns + 1).protection.recent
+                resolved = policy.at(columns + 1)
+                self._recent = resolved.protection.recent
+                self._interval = (rule_of(resolved) or self._rule).interval
         drops = 0 if policy.reach is None else max(0, length - self._sight.reachable(cursor))
         return self._decides(length, drops, budget)
 
     def _decides(self, length: int, drops: int, budget: int | None) -> bool:
-        """Determine which slots the next step frees and what its query sees. False if there is no
-        room for its token, or if it would free frozen slots.
+        """Determine which slots the next step frees and what its query sees. False if the policy
+        observes it in Python, if there is no room for its token, or if it would free frozen slots.
 
         Args:
             length: slots in use.
@@ -218,6 +222,8 @@ class StepPlan:
             budget: the policy's budget once the token is fed; None: it keeps all reachable slots.
         """
         reach, window, columns = self._reach, self._sight.window, self.column
+        if self._interval and any((columns + 1 - n) % self._interval == 0 for n in self._shifts):
+            return False
         self.drops = drops
         self._dense = self._pads is None
         if self._dense and (reach is not None or window is not None):
@@ -327,7 +333,6 @@ class StepPlan:
         longest = max(self._lengths)
         for one, place in zip(self.parts, self._place, strict=True):
             row, head = one.part.row or 0, one.part.head or 0
-            pad = 0 if self._pads is None else int(self._pads[row])
             held = self._lengths[place]
             # Shorter parts still have room for the slots that the longest part must free.
             drops, evicts = max(0, self.drops - longest + held), self.evicts
@@ -337,7 +342,7 @@ class StepPlan:
             packed.append(
                 SEQUENCE.pack(
                     *one.addresses,
-                    *(token + row, head, self.column - pad, held, drops, evicts),
+                    *(token + row, head, self.column - self._shifts[row], held, drops, evicts),
                     *(self._recent, self._dense, contest if compete else 0, self._safe, given),
                 )
             )

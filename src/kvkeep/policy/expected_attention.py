@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
-from kvkeep.planes import POSITION, Planes, PlaneSpec, norms
+from kvkeep.planes import POSITION, Planes, norms
 from kvkeep.policy.base import Need, Observation
-from kvkeep.policy.scored import Scored
+from kvkeep.policy.rule import Enter, Rule
+from kvkeep.policy.scored import SCORE, Scored
 
 
 @final
@@ -20,8 +21,12 @@ from kvkeep.policy.scored import Scored
 class ExpectedAttention(Scored):
     """Score: the attention expected from queries at the next `future` positions among the slots
     after the sinks, times the norm of the value. Unrotated queries are modelled as normally
-    distributed, with the mean and covariance of those seen so far after the sinks. Every eviction
-    reads all keys and values. Source: Expected Attention (arXiv 2510.00636).
+    distributed, with the mean and covariance of the queries observed after the sinks. Source:
+    Expected Attention (arXiv 2510.00636).
+
+    Scores need all keys and values, so they are renewed after each chunk, and in steps of one token
+    at every `interval`-th position only: often enough that each token has a score before it may be
+    evicted. The queries of these chunks and steps are observed.
     """
 
     sinks: int = 4
@@ -39,8 +44,13 @@ class ExpectedAttention(Scored):
             )
 
     @property
-    def planes(self) -> dict[str, PlaneSpec]:
-        return {}
+    def interval(self) -> int:
+        """How many tokens, fed one by one, share scores."""
+        return max(1, self.protected_recent)
+
+    @property
+    def rule(self) -> Rule | None:
+        return Rule({SCORE: Enter.ZERO}, interval=self.interval)
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         q, position, state = seen.queries, seen.position, seen.state
@@ -49,8 +59,14 @@ class ExpectedAttention(Scored):
         assert state is not None
         rows, _, n, _ = q.shape
         place = position.reshape(-1, 1, n).expand(rows, 1, n).to(q.device)
+        due = place >= 0
+        if n == 1:
+            due &= (place + 1) % self.interval == 0
+        renewed = due.any(dim=2, keepdim=True)
+        if not renewed.any():
+            return
         q = q.float() if seen.rotary is None else seen.rotary.turn(q.float(), -place)
-        counts = place >= self.sinks
+        counts = due & (place >= self.sinks)
         q = torch.where(counts[..., None], q, 0)
         sums = {
             "count": counts.sum(dim=2)[..., None, None].float(),
@@ -59,6 +75,7 @@ class ExpectedAttention(Scored):
         }
         for name, value in sums.items():
             state[name] = state[name] + value if name in state else value
+        planes[SCORE].copy_(torch.where(renewed, self._expected(planes, seen), planes[SCORE]))
 
     def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
         rows, heads, width = geometry[:3]
@@ -75,13 +92,12 @@ class ExpectedAttention(Scored):
             return ""
         return f"policy {self.name} keeps the state {expected}, not {found}"
 
-    def score(self, planes: Planes, seen: Observation) -> Tensor:
+    def _expected(self, planes: Planes, seen: Observation) -> Tensor:
+        """The score of each slot, fp32 (B, H, S)."""
         state, place = seen.state, planes[POSITION]
         assert state is not None
         assert seen.keys is not None
         assert seen.values is not None
-        if not state:
-            return torch.zeros(place.shape, device=place.device)
         keys, values = seen.keys(planes), seen.values(planes)
         count = state["count"].clamp(min=1)
         mean = state["sum"] / count  # (B, Hq, 1, D)

@@ -46,6 +46,9 @@ class Rule(NamedTuple):
         seed: see `Enter.HASH`.
         floor: heads compete for the slots of a layer, and each keeps this share of the budget.
             None: they do not.
+        interval: the policy observes the token at every position p of which p + 1 is a multiple of
+            this, in Python, and no other token of a step of one token a row. 0: the rule describes
+            all steps.
     """
 
     enter: Mapping[str, Enter] = {}
@@ -56,3 +59,4 @@ class Rule(NamedTuple):
     mix: float | None = None
     seed: int = 0
     floor: float | None = None
+    interval: int = 0
