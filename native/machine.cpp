@@ -88,17 +88,18 @@ bool has_amx() {
 }
 #endif
 
+#define KV_SET(name) #name, kv_run_##name, &kv_linear_##name, &kv_cosines_##name, &kv_ranking_##name
 const Instructions TABLE[] = {
 #if defined(KV_X86)
-    {"amx", kv_run_amx, &kv_linear_amx, &kv_cosines_amx, has_amx},
-    {"avx512bf16", kv_run_avx512bf16, &kv_linear_avx512bf16, &kv_cosines_avx512bf16, has_avx512bf16},
+    {KV_SET(amx), has_amx},
+    {KV_SET(avx512bf16), has_avx512bf16},
 #if !defined(KV_EMULATE)
-    {"avx512vnni", kv_run_avx512vnni, &kv_linear_avx512vnni, &kv_cosines_avx512vnni, has_avx512vnni},
+    {KV_SET(avx512vnni), has_avx512vnni},
 #endif
-    {"avx512", kv_run_avx512, &kv_linear_avx512, &kv_cosines_avx512, has_avx512},
-    {"avx2", kv_run_avx2, &kv_linear_avx2, &kv_cosines_avx2, has_avx2},
+    {KV_SET(avx512), has_avx512},
+    {KV_SET(avx2), has_avx2},
 #endif
-    {"portable", kv_run_portable, &kv_linear_portable, &kv_cosines_portable, [] { return true; }},
+    {KV_SET(portable), [] { return true; }},
 };
 
 const Instructions* best() {

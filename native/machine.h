@@ -5,12 +5,14 @@
 #include "cosines.h"
 #include "kernel.h"
 #include "linear.h"
+#include "ranking.h"
 
 struct Instructions {
     const char* name;
     KvKernel* run;
     const KvLinearKernel* linear;
     const KvCosineKernel* cosines;
+    const KvRankingKernel* ranking;
     bool (*here)();
 };
 

@@ -49,18 +49,6 @@ float* plane_of(const KvScores& plane, int64_t row, int64_t head) {
     return plane.data + row * plane.row + (plane.heads > 1 ? head * plane.head : 0);
 }
 
-// Scales x so that the live slots span 0 to 1, or are 0 if they are equal; NaN stays NaN.
-void to_unit(float* x, const int32_t* position, int64_t slots) {
-    float low = std::numeric_limits<float>::infinity(), high = -low;
-    for (int64_t i = 0; i < slots; ++i)
-        if (position[i] >= 0 && x[i] == x[i]) {
-            low = std::min(low, x[i]);
-            high = std::max(high, x[i]);
-        }
-    const float span = high - low;
-    for (int64_t i = 0; i < slots; ++i) x[i] = span > 0 ? (x[i] - low) / span : x[i] * 0;
-}
-
 const KvEncoded& keys_of(const KvSequence& step) {
     return step.segments[step.step->call.segment_count - 1].k;
 }
@@ -89,16 +77,13 @@ const float* ranked(const KvSequence& step, int64_t row, int64_t head, const int
     if (!rule.count) return nullptr;
     const float* score = plane_of(rule.planes[0], row, head);
     if (!rule.by_query && !rule.mixes) return score;
-    made.assign(score, score + slots);
+    made.resize(slots);
     if (rule.by_query)
-        for (int64_t i = 0; i < slots; ++i) made[i] /= (float)(newest + 1 - position[i]);
-    if (!rule.mixes) return made.data();
-    const float* error = plane_of(rule.planes[1], row, head);
-    std::vector<float> second(error, error + slots);
-    to_unit(made.data(), position, slots);
-    to_unit(second.data(), position, slots);
-    const float mix = (float)rule.mix, rest = (float)(1 - rule.mix);
-    for (int64_t i = 0; i < slots; ++i) made[i] = mix * made[i] - rest * second[i];
+        instructions().ranking->divide(score, position, (int32_t)newest, slots, made.data());
+    else std::copy_n(score, slots, made.data());
+    if (rule.mixes)
+        instructions().ranking->mix(made.data(), plane_of(rule.planes[1], row, head), position,
+                                    (float)rule.mix, slots);
     return made.data();
 }
 
@@ -187,23 +172,13 @@ void kv_learn(const KvSequence& step, const float* mass, int64_t slots) {
         for (int64_t head = 0; head < heads; ++head) {
             float* score = plane_of(rule.planes[0], row, head);
             const float* m = mass + head * slots;
-            if (rule.learn == KV_LEARN_SUM) {
-                for (int64_t i = 0; i < slots; ++i) score[i] += m[i];
-            } else if (rule.learn == KV_LEARN_FADE) {
-                const float fade = (float)rule.fade, kept = (float)(1 - rule.fade);
-                for (int64_t i = 0; i < slots; ++i) score[i] = score[i] * kept + m[i] * fade;
-            } else {
+            if (rule.learn == KV_LEARN_WEIGHTED) {
                 const float* other = plane_of(rule.planes[rule.count - 1], row, head);
-                // A value may be NaN, even in an empty slot.
-                const auto moved = [&](int64_t i) {
-                    const float x = m[i] * other[i];
-                    return x > 0 ? x : 0.0f;
-                };
-                double sum = 0;
-                for (int64_t i = 0; i < slots; ++i) sum += moved(i);
-                const float total = (float)sum;
-                if (total > 0)
-                    for (int64_t i = 0; i < slots; ++i) score[i] += moved(i) / total;
+                instructions().ranking->weigh(score, m, other, slots);
+            } else {
+                const bool sums = rule.learn == KV_LEARN_SUM;
+                const double kept = sums ? 1 : 1 - rule.fade, added = sums ? 1 : rule.fade;
+                instructions().ranking->add(score, m, (float)kept, (float)added, slots);
             }
         }
     }
@@ -227,7 +202,7 @@ int kv_free(const KvSequence& step, int64_t slots) {
                 const int32_t* position = positions_of(ranking, row, head);
                 const int64_t newest = kv_position(step, row);
                 const float* score = ranked(step, row, head, position, newest, slots, made);
-                kv_worth(ranking, score, position, (int32_t)newest, worth.data());
+                instructions().ranking->worth(ranking, score, position, (int32_t)newest, worth.data());
                 kv_order(worth.data(), position, slots, count, order, victims.data() + i * count);
             } catch (const std::bad_alloc&) {
                 failed = true;
@@ -254,6 +229,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
         }
     };
     const int64_t all = steps[0]->evicts;
+    const KvRankingKernel& rank = *instructions().ranking;
     try {
         std::vector<Slot> found, lowest;  // evictable slots of all heads; of one head
         std::vector<float> made, worth;
@@ -265,7 +241,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             const int64_t newest = kv_position(step, 0);
             const float* score = ranked(step, 0, 0, position, newest, slots, made);
             worth.resize(slots);
-            kv_worth(ranking, score, position, (int32_t)newest, worth.data());
+            rank.worth(ranking, score, position, (int32_t)newest, worth.data());
             const size_t first = found.size();
             constexpr float MOST = std::numeric_limits<float>::infinity();
             const int64_t open = std::max<int64_t>(0, slots - step.safe);
@@ -276,8 +252,11 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             // unless they are protected.
             if (open > all) {
                 lowest.clear();
-                for (int64_t slot = 0; slot < slots; ++slot) {
-                    if ((int64_t)lowest.size() == all && worth[slot] > lowest.front().worth) continue;
+                const auto next = [&](int64_t slot) {
+                    const bool full = (int64_t)lowest.size() == all;
+                    return full ? rank.next(worth.data(), slot, slots, lowest.front().worth) : slot;
+                };
+                for (int64_t slot = 0; slot < slots; slot = next(slot + 1)) {
                     lowest.push_back(slot_at(slot));
                     std::push_heap(lowest.begin(), lowest.end());
                     if ((int64_t)lowest.size() <= all) continue;

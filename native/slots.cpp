@@ -3,82 +3,17 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <new>
 #include <numeric>
 #include <vector>
 
+#include "machine.h"
 #include "slots.h"
-
-namespace {
-
-// Bits of a score that are rounded off.
-constexpr uint32_t NOISE = 0xFF;
-
-// The largest finite number whose NOISE bits are 0.
-float largest() {
-    const uint32_t bits = 0x7F7FFFFFu & ~NOISE;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-// The nearest number of 16 significant bits, like `rounded` in policy/ranking.py, for numbers up to
-// `largest`. Infinities are unchanged.
-float rounded(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits = (bits + (NOISE + 1) / 2) & ~NOISE;
-    memcpy(&x, &bits, sizeof bits);
-    return x;
-}
-
-int64_t least(const float* worth, const int32_t* position, int64_t slots) {
-    // Several independent minima, so that a comparison does not wait for the previous one.
-    constexpr int64_t LANES = 16;
-    float low[LANES];
-    std::fill(low, low + LANES, std::numeric_limits<float>::infinity());
-    int64_t slot = 0;
-    for (; slot + LANES <= slots; slot += LANES)
-        for (int64_t i = 0; i < LANES; ++i)
-            low[i] = worth[slot + i] < low[i] ? worth[slot + i] : low[i];
-    for (; slot < slots; ++slot) low[0] = std::min(low[0], worth[slot]);
-    const float lowest = *std::min_element(low, low + LANES);
-    int64_t found = -1;
-    for (slot = 0; slot < slots; ++slot)
-        if (worth[slot] == lowest && (found < 0 || position[slot] < position[found])) found = slot;
-    return found;
-}
-
-}  // namespace
-
-void kv_worth(const KvRanking& ranking, const float* score, const int32_t* position, int32_t newest,
-              float* worth) {
-    // Without branches, for vectorisation.
-    constexpr float NONE = -std::numeric_limits<float>::infinity();
-    const float most = largest();
-    constexpr int32_t LAST = std::numeric_limits<int32_t>::max();
-    const int32_t recent = ranking.recent ? (int32_t)(newest - ranking.recent) : LAST;
-    const int32_t sinks = (int32_t)ranking.sinks;
-    const int32_t from = (int32_t)ranking.keep_from, to = (int32_t)ranking.keep_to;
-    const int64_t next = (int64_t)newest + 1;
-    int64_t behind = ranking.window;
-    if (ranking.window && ranking.chunked) behind = next % ranking.window + 1;
-    const int32_t out = ranking.window ? (int32_t)(next - behind) : -1;
-    for (int64_t slot = 0; slot < ranking.slots; ++slot) {
-        const int32_t place = position[slot];
-        const float given = score ? score[slot] : 0.0f;
-        float own = given > most ? most : given;
-        own = rounded(given == given ? own : NONE);
-        own = (place > recent) | (place < sinks) | ((place >= from) & (place < to)) ? -NONE : own;
-        worth[slot] = (place < 0) | (place <= out) ? NONE : own;
-    }
-}
 
 void kv_order(const float* worth, const int32_t* position, int64_t slots, int64_t count,
               std::vector<int32_t>& order, int64_t* out) {
     if (count == 1) {
-        *out = least(worth, position, slots);
+        *out = instructions().ranking->least(worth, position, slots);
         return;
     }
     order.resize(slots);
@@ -104,7 +39,7 @@ int kv_lowest(const KvRanking* given) {
                 const float* score = ranking.score;
                 if (score) score += row * ranking.score_row + head * ranking.score_head;
                 const int64_t newest = ranking.newests ? ranking.newests[row] : ranking.newest;
-                kv_worth(ranking, score, position, (int32_t)newest, worth.data());
+                instructions().ranking->worth(ranking, score, position, (int32_t)newest, worth.data());
                 kv_order(worth.data(), position, ranking.slots, ranking.count, order, out);
             }
         return 0;

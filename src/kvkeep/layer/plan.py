@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from struct import Struct
+from struct import Struct, pack
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,10 @@ class StepPlan:
         self._storages: list[Storage] = [*capacities]
         self._capacities = [*capacities.values()]
         self._place = [self._storages.index(part.storage) for part in parts]
+        self._fixed = [
+            (one.addresses, one.part.row or 0, one.part.head or 0, place)
+            for one, place in zip(self.parts, self._place, strict=True)
+        ]
         self._before = sum(segment.slots for segment in parts[0].before)
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
@@ -329,24 +333,19 @@ class StepPlan:
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
                 *(self._recent, self._dense, 0, 0, given),
             )
-        packed, compete = list[bytes](), self._rule.floor is not None
-        longest = max(self._lengths)
-        for one, place in zip(self.parts, self._place, strict=True):
-            row, head = one.part.row or 0, one.part.head or 0
+        competes, given, fields = self._rule.floor is not None, 0, list[int]()
+        longest, drops, evicts = max(self._lengths), self.drops, self.evicts
+        for addresses, row, head, place in self._fixed:
             held = self._lengths[place]
             # Shorter parts still have room for the slots that the longest part must free.
-            drops, evicts = max(0, self.drops - longest + held), self.evicts
-            if not compete:
-                evicts = max(0, evicts - longest + held)
-            given = 0 if self._first is None else self._first[row, head:].data_ptr()
-            packed.append(
-                SEQUENCE.pack(
-                    *one.addresses,
-                    *(token + row, head, self.column - self._shifts[row], held, drops, evicts),
-                    *(self._recent, self._dense, contest if compete else 0, self._safe, given),
-                )
-            )
-        return b"".join(packed)
+            spare = longest - held
+            if self._first is not None:
+                given = self._first[row, head:].data_ptr()
+            fields += addresses
+            fields += (token + row, head, self.column - self._shifts[row], held)
+            fields += (max(0, drops - spare), evicts if competes else max(0, evicts - spare))
+            fields += (self._recent, self._dense, contest if competes else 0, self._safe, given)
+        return pack(f"={len(fields)}q", *fields)
 
     @property
     def looks(self) -> bool:
