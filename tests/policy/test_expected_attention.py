@@ -71,7 +71,7 @@ def test_decisions(rotary, chunks, recent):
     q, k, v = torch.randn(2, HEADS * GROUP, n, DIM), *torch.randn(2, 2, HEADS, n, DIM)
     position = torch.stack([torch.arange(n) - pads, torch.arange(n)]).clamp(min=-1)
     live = {(b, h): set() for b in range(2) for h in range(HEADS)}
-    observed, scores = {0: set(), 1: set()}, dict.fromkeys(live, {})
+    observed, scores = {0: set(), 1: set()}, {key: {} for key in live}
     start = 0
     for chunk in chunks:
         part = slice(start, start + chunk)
