@@ -77,19 +77,25 @@ HARMLESS = {
 }
 
 
+@pytest.fixture(scope="module")
+def http():
+    with httpx2.Client(trust_env=False) as made:
+        yield made
+
+
 @pytest.fixture
-def post(served, tokenizer, monkeypatch):
+def post(served, http, tokenizer, monkeypatch):
     """Posts a request of one kind; returns the status, and the answer but for what always
     changes."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + CALL)
 
     def answer(of, **options):
-        given = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+        given = {"model": "tiny", "temperature": 0, "max_tokens": 6}
         given |= {"messages": asking("Hello.")} if of == "chat" else {"prompt": "Hello."}
         if of == "chat" and options.get("logprobs"):
             options["logprobs"] = True
         url = f"{served[1].base_url}{'chat/completions' if of == 'chat' else of}"
-        got = httpx2.post(url, json=given | options, headers=JSON, trust_env=False)
+        got = http.post(url, json=given | options, headers=JSON)
         if "stream" in got.headers["content-type"]:
             return got.status_code, {"chunks": got.text.count("data:")}
         body = got.json()

@@ -103,6 +103,7 @@ def test_reasoning_comes_before(ask, tokenizer, monkeypatch):
         ({"guided_json": {"type": "odd"}}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_regex": "((a|b|.){1,1000}){1,1000}"}, "guided_regex"),
         ({"guided_grammar": "nonsense"}, "guided_grammar"),
         ({"guided_choice": [1]}, "guided_choice[0]"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),

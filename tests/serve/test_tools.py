@@ -172,6 +172,15 @@ def test_what_is_no_call_is_text(tokenizer, name):
     assert (said, found) == ('Write {"name": 1} or <b>, [x].', [])
 
 
+def test_what_a_parser_refuses_is_text(tokenizer):
+    calls = {"open": "<t>", "close": "</t>", "content": "json"}
+    form = {"start_anchor": "[user]", "fields": {"tool_calls": calls, "content": {}}}
+    parts = Parts(tokenizer.get_response_parser(form, prefix="[user]"), ["weather"])
+    found = [one for piece in ("a<t>{x", "}</t>b", "c") for one in parts.push(piece, last=False)]
+    found += parts.push("d", last=True)
+    assert "".join(one.text for one in found) == "a{x}</t>bcd"
+
+
 # -- answers -------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ class Grammars:
             if after:
                 made = self._after(after, made)
             matcher = LLMatcher(self._tokenizer, made, log_level=0)
+            matcher.compute_bitmask()  # which shows whether it is too complex
             wrong = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             wrong = str(error)

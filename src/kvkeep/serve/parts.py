@@ -69,7 +69,7 @@ class Parts:
                 found += self._take(event)
             for event in parser.finalize()[1] if last else ():
                 found += self._take(event, written=not self._closed)
-        except ValueError:  # what cannot be parsed is content
+        except (LookupError, ValueError):  # what cannot be parsed is content
             self._parser, text = None, self._call + text
             found += self._say(CONTENT, text)
         return found

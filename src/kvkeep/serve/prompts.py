@@ -95,7 +95,7 @@ class Prompts:
         with self._encoding:
             if isinstance(request, ChatCompletionRequest):
                 return self._chat(request)
-            size = sum(len(one) for one in request.prompt if isinstance(one, str))
+            size = sum(map(len, request.prompt))  # a token is at least a byte
             if size > self.most_bytes:
                 raise self._rendering.too_large("prompt")
             return Encoded([self._completion(request, prompt) for prompt in request.prompt])

@@ -37,6 +37,7 @@ from kvkeep.serve.refused import RequestError
 from kvkeep.serve.structures import ResponseFormat, Structure
 
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
+_MOST_ANSWERS = 256  # of a request: each takes memory while it waits
 _NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the field, not an item
 
 
@@ -366,11 +367,11 @@ class CompletionRequest(GenerationRequest):
                 Discriminator(tag),
             ]
         ],
-        Field(min_length=1, max_length=2048),
+        Field(min_length=1, max_length=_MOST_ANSWERS),
         FirstError,
         BeforeValidator(_each_prompt),
     ]
-    """A text, the token ids of one, or a list of up to 2,048 of either."""
+    """A text, the token ids of one, or a list of either; all may have 256 answers together."""
     max_tokens: Annotated[Integer, Field(ge=0)] | None = 16
     """As for chats; 0 asks for the prompt alone, with `echo`."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = Field(None, alias="logprobs")
@@ -402,6 +403,12 @@ class CompletionRequest(GenerationRequest):
             raise RequestError(
                 "max_tokens is 0: give at least 1, or echo true for the prompt alone",
                 param="max_tokens",
+            )
+        if self.answers * self.prompts > _MOST_ANSWERS:
+            raise RequestError(
+                f"{self.prompts} prompts of {self.answers} answers: ask for at most "
+                f"{_MOST_ANSWERS} answers at once",
+                param="prompt",
             )
         if self.answers < self.n or (self.stream and self.answers > self.n):
             raise RequestError(
