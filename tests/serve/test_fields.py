@@ -20,6 +20,7 @@ TEMPLATE = (  # <tool_call>
 )
 
 WARM = {"temperature": 2.0, "seed": 5}
+LONG = {"max_tokens": 14}
 MANY = {"max_tokens": 40, "logit_bias": {"2": 100}}  # an end token at once
 CHANGES = {
     "messages": {"messages": asking("Goodbye.")},
@@ -32,9 +33,9 @@ CHANGES = {
     "top_p": (WARM, {"top_p": 0.0}),
     "top_k": (WARM, {"top_k": 1}),
     "min_p": (WARM, {"min_p": 1.0}),
-    "repetition_penalty": ({"presence_penalty": -2}, {"repetition_penalty": 9.0}),
-    "presence_penalty": {"presence_penalty": -2},
-    "frequency_penalty": {"frequency_penalty": -2},
+    "repetition_penalty": (LONG | {"presence_penalty": -2}, {"repetition_penalty": 9.0}),
+    "presence_penalty": (LONG, {"presence_penalty": -2}),
+    "frequency_penalty": (LONG, {"frequency_penalty": -2}),
     "logit_bias": {"logit_bias": {"5": 100}},
     "stop": ({"logit_bias": {"1234": 100}}, {"stop": "du"}),
     "stop_token_ids": ({"logit_bias": {"1234": 100}}, {"stop_token_ids": [1234]}),

@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.live_server import refusal, scripted
 
 from kvkeep.serve.formats import forced_calls, response_template
@@ -201,6 +202,9 @@ def test_calls_in_answers_and_streams(create, tokenizer):
         answer = create(tools=[WEATHER, TIDE])
         chunks = list(create(tools=[WEATHER, TIDE], stream=True, n=2))
         plain = create()
+    ChatCompletion.model_validate(answer.to_dict())
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.to_dict())
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
     (found,) = choice.message.tool_calls

@@ -61,6 +61,22 @@ class Encoded(NamedTuple):
     parts: Callable[[], Parts] | None = None
 
 
+class _Form(NamedTuple):
+    """The format of a chat's answers.
+
+    Attributes:
+        template: for the tokenizer's parser; None: they are plain text.
+        prefix: the text from which the parser goes on.
+        after: what ends the reasoning that they begin with; empty: they begin with none.
+        closed: whether a call counts only if its end was written.
+    """
+
+    template: dict[str, Any] | None
+    prefix: str
+    after: str
+    closed: bool = False
+
+
 @final
 class Prompts:
     """Turns prompts into token ids. Threads may share one; it serves one at a time.
@@ -95,10 +111,7 @@ class Prompts:
         with self._encoding:
             if isinstance(request, ChatCompletionRequest):
                 return self._chat(request)
-            size = sum(map(len, request.prompt))  # a token is at least a byte
-            if size > self.most_bytes:
-                raise self._rendering.too_large("prompt")
-            return Encoded([self._completion(request, prompt) for prompt in request.prompt])
+            return self._completions(request)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """The token ids of a text or a conversation.
@@ -136,60 +149,72 @@ class Prompts:
 
     def _chat(self, request: ChatCompletionRequest) -> Encoded:
         rendered = self._rendering.render(request)
-        ids = self._ids(rendered.text, "messages", special=False)
-        form, prefix, after = self._form(rendered)
-        template, tools = self._template(rendered), rendered.tools
-        grammar = self._structured.processors(request, template, tools, after)
-        if form is None:
+        ids = self._checked(self._ids(rendered.text, "messages", special=False), "messages")
+        chat_template: str = self._tokenizer.get_chat_template(tools=rendered.tools or None)
+        tools, form = rendered.tools, self._form(rendered, chat_template)
+        grammar = self._structured.processors(request, chat_template, tools, form.after)
+        template = form.template
+        if template is None:
             return Encoded([self._asked(request, ids, own_processors=grammar)])
         parser = self._tokenizer.get_response_parser
         names = {tool["function"]["name"] for tool in tools}
         most = None if request.parallel_tool_calls else 1
-        shown = shown_tokens(self._tokenizer, form)
-        closed = form["fields"].get("tool_calls", {}).get("content") != "json"
+        shown = shown_tokens(self._tokenizer, template)
         return Encoded(
             [self._asked(request, ids, own_processors=grammar, shown_tokens=shown)],
             lambda: Parts(
-                parser(form, prefix=prefix, tools=tools), names, most_calls=most, closed=closed
+                parser(template, prefix=form.prefix, tools=tools),
+                names,
+                most_calls=most,
+                closed=form.closed,
             ),
         )
 
-    def _form(self, rendered: Rendered) -> tuple[dict[str, Any] | None, str, str]:
-        """The format of the answers, the text from which their parser goes on, and what ends the
-        reasoning that they begin with, if any."""
-        template = self._template(rendered)
-        marks, begun = reasoning_marks(template) or ("", ""), rendered.begun
+    def _form(self, rendered: Rendered, chat_template: str) -> _Form:
+        marks, begun = reasoning_marks(chat_template) or ("", ""), rendered.begun
         if begun.rfind(marks[0]) <= begun.rfind(marks[1]):
             marks = ("", "")
         own = getattr(self._tokenizer, "response_template", None)
         if own is not None:
-            return own, rendered.text, marks[1]
-        return response_template(template, bool(rendered.tools)), *marks
+            return _Form(own, rendered.text, marks[1])
+        template = response_template(chat_template, bool(rendered.tools))
+        calls = {} if template is None else template["fields"].get("tool_calls", {})
+        return _Form(template, *marks, closed=calls.get("content") == "xml-inline")
 
-    def _template(self, rendered: Rendered) -> str:
-        template: str = self._tokenizer.get_chat_template(tools=rendered.tools or None)
-        return template
-
-    def _completion(self, request: CompletionRequest, prompt: str | list[int]) -> Asked:
-        ids = self._ids(prompt, "prompt") if isinstance(prompt, str) else prompt
-        echo = None
-        if request.echo:
-            texts = TokenTexts(self._tokenizer).push(ids)
-            text = prompt if isinstance(prompt, str) else "".join(texts)
-            echo = Echo(text, ids, _offsets(text, texts), request.extent[1])
+    def _completions(self, request: CompletionRequest) -> Encoded:
+        read = [one for one in request.prompt if isinstance(one, str) or request.echo]
+        if sum(map(len, read)) > self.most_bytes:  # a token is at least a byte
+            raise self._rendering.too_large("prompt")
         scored = request.echo and request.top_logprobs is not None
         grammar = self._structured.processors(request)
-        return self._asked(request, ids, echo, prompt_logprobs=scored, own_processors=grammar)
+        prompts = []
+        for prompt in request.prompt:
+            ids = self._ids(prompt, "prompt") if isinstance(prompt, str) else prompt
+            echo = self._echo(request, prompt, self._checked(ids, "prompt"))
+            prompts.append(
+                self._asked(request, ids, echo, prompt_logprobs=scored, own_processors=grammar)
+            )
+        return Encoded(prompts)
+
+    def _echo(
+        self, request: CompletionRequest, prompt: str | list[int], ids: list[int]
+    ) -> Echo | None:
+        if not request.echo:
+            return None
+        texts = TokenTexts(self._tokenizer).push(ids)
+        text = prompt if isinstance(prompt, str) else "".join(texts)
+        return Echo(text, ids, _offsets(text, texts), request.extent[1])
 
     def _asked(
         self, request: Request, ids: list[int], echo: Echo | None = None, **further: Any
     ) -> Asked:
-        """A prompt, checked.
+        """A prompt. `further`: fields of its `SamplingParams`."""
+        most = self._most_tokens(request, len(ids))
+        params = request.params(len(ids), most, self._end_tokens, **further)
+        return Asked(torch.tensor(ids), params, echo)
 
-        Args:
-            further: fields of its `SamplingParams`.
-        """
-        param, length = request.prompt_field, len(ids)
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        length = len(ids)
         if self.context is not None and length >= self.context:
             raise RequestError(
                 f"this model's maximum context length is {self.context} tokens, but {param} takes "
@@ -200,9 +225,7 @@ class Prompts:
         if not ids:
             raise RequestError(f"{param}: no tokens; give some text", param=param)
         self._check_known(ids, param)
-        most = self._most_tokens(request, length)
-        params = request.params(length, most, self._end_tokens, **further)
-        return Asked(torch.tensor(ids), params, echo)
+        return ids
 
     @property
     def _end_tokens(self) -> set[int]:
