@@ -20,7 +20,7 @@ from kvkeep.errors import (
     UnsupportedError,
 )
 from kvkeep.files.offload import Offload
-from kvkeep.generate import Batch, Reuse, SamplingParams, generate_many
+from kvkeep.generate import Batch, Reuse, SamplingParams, generate_many, stream
 from kvkeep.generate.sampling import bias, penalty
 from kvkeep.host import host_of
 from kvkeep.layer.layer import LayerCache
@@ -75,6 +75,51 @@ def test_an_answer_is_what_forwards_of_one_sequence_give(model):
         0,
     )
     assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "h2o:10"])
+def test_a_prompt_is_scored_by_what_its_chunks_saw(model, spec):
+    host, prompt, store = host_of(model), tokens(21), kvkeep.PrefixStore()
+    with torch.inference_mode():
+        cache = host.new_cache(spec)
+        rows = [host.forward(chunk[None], cache, last=len(chunk))[0] for chunk in prompt.split(8)]
+    logprobs = torch.cat(rows).log_softmax(-1)[:-1]
+    batch = Batch(model, spec=spec, chunk=8, store=store)
+    batch.add(prompt, SamplingParams(2))
+    list(batch)  # the store has it, and does not spare the computation
+    asked = SamplingParams(2, prompt_logprobs=True, top_logprobs=3)
+    answers = batch.add(prompt, asked, n=2)
+    other = batch.add(tokens(5, 1), SamplingParams(8))
+    list(batch)
+    assert other[0].tokens == alone(model, tokens(5, 1), SamplingParams(8), spec=spec)[0]
+    for answer in answers:
+        scores = answer.origin.scores
+        own = logprobs.gather(1, prompt[1:, None])[:, 0].tolist()
+        assert [score.logprob for score in scores] == pytest.approx(own, abs=1e-4)
+        top = logprobs.topk(3)
+        for score, ids, values in zip(scores, top.indices, top.values, strict=True):
+            assert [one.token for one in score.top] == ids.tolist()
+            assert [one.logprob for one in score.top] == pytest.approx(values.tolist(), abs=1e-4)
+    given = host.new_cache()
+    with torch.inference_mode():
+        host.forward(prompt[None, :4], given)
+    with pytest.raises(UnsupportedError, match="prompt_logprobs of a prompt of which"):
+        list(stream(model, prompt, asked, cache=given))
+
+
+def test_each_answer_has_processors_of_its_own(model):
+    def following():
+        seen = []
+
+        def process(ids, logits):
+            seen.append(ids.shape[1])
+            assert seen == [7 + at for at in range(len(seen))]
+            return logits.index_fill(1, torch.tensor([3 + len(seen)]), 1e4)
+
+        return process
+
+    found = alone(model, tokens(7), SamplingParams(3, own_processors=[following]), n=2)
+    assert found == [[4, 5, 6]] * 2
 
 
 @pytest.mark.parametrize("seed", [0, 2, *(pytest.param(x, marks=pytest.mark.slow) for x in (3, 4))])

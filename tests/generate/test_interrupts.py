@@ -84,7 +84,7 @@ class Scenario:
             *add(tokens(11, 0), warm(9, logprobs=True, top_logprobs=2)),
             *add(tokens(9, 1), SamplingParams(7, stop=["zz"]), spec=odd),
             *add(tokens(12, 2), warm(4), n=2),
-            *add(tokens(11, 0)[:10], SamplingParams(5, processors=[once]), namespace=None),
+            *add(tokens(11, 0)[:10], SamplingParams(5, processors=[once], prompt_logprobs=True)),
             *add(tokens(12, 2), SamplingParams(3)),
         ]
 
@@ -105,7 +105,10 @@ class Scenario:
         raise AssertionError("an answer never ends")
 
     def seen(self):
-        return [(x.tokens, x.text, x.reason, x.logprobs, x.top_logprobs) for x in self.answers]
+        return [
+            (x.tokens, x.text, x.reason, x.logprobs, [score.logprob for score in x.origin.scores])
+            for x in self.answers
+        ]
 
     def check(self, expected):
         """Compare with the answers of a scenario that was not interrupted; returns how many
@@ -124,6 +127,7 @@ class Scenario:
             assert own[:3] == wanted[:3]
             if answer.reason != "cancelled":
                 assert own[3] == pytest.approx(wanted[3], abs=1e-4)
+                assert own[4] == pytest.approx(wanted[4], abs=1e-4)
                 assert len(told) == len(answer.tokens)
         assert set(self.ended) == set(self.answers)
         offload = self.batch._asides.offload

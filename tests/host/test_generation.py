@@ -156,7 +156,7 @@ def test_the_engine_answers_with_another_library(model, greedy):
                 if isinstance(event, Usage):
                     ended.set()
 
-            engine.submit(*engine.prompts.encode(request), emit)
+            engine.submit(engine.prompts.encode(request).prompts, emit)
             assert ended.wait(60)
             text = "".join(event.text for event in events if isinstance(event, TextDelta))
             assert text == Letters().decode(greedy[0, 20:].tolist())

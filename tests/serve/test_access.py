@@ -98,10 +98,20 @@ def test_names_and_pages_that_are_let_in(model, tokenizer):
         asks = {
             "origin": page,
             "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization, content-type",
+            # of OpenAI's JavaScript client
+            "access-control-request-headers": "authorization,content-type,x-stainless-lang",
         }
         url = f"{talk.base_url}completions"
-        assert httpx2.options(url, headers=asks, trust_env=False).status_code == 200
+        preflight = httpx2.options(url, headers=asks, trust_env=False)
+        assert preflight.status_code == 200
+        allowed = preflight.headers["access-control-allow-headers"]
+        assert allowed == asks["access-control-request-headers"]
+        assert preflight.headers["access-control-allow-origin"] == page
+        assert "retry-after" in answer.headers["access-control-expose-headers"]
+        asks["origin"] = "https://evil.example"
+        refused = httpx2.options(url, headers=asks, trust_env=False)
+        assert refused.status_code == 403
+        assert "access-control-allow-headers" not in refused.headers
         assert post(talk, JSON | {"origin": f"{page}.evil.example"}).status_code == 403
         assert post(talk, JSON | {"host": f"{host}.evil.example"}).status_code == 421
 

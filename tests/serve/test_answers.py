@@ -110,7 +110,7 @@ def test_conversations_in_every_form(ask):
     user = {"role": "user", "content": "Hello.", "name": "ada"}
     for role, content in (("system", parts), ("developer", text)):
         messages = [{"role": role, "content": content}, user]
-        answer = ask(messages=messages, user="ada", metadata={"a": "b"}, extra_body={"else": 1})
+        answer = ask(messages=messages, user="ada", metadata={"a": "b"})
         assert said(answer) == said(ask())
     first = ask()
     messages = [*asking("Hello."), {"role": "assistant", "content": said(first)}]

@@ -295,7 +295,7 @@ def test_prompts_are_measured_before_they_are_tokenised(limited, options, monkey
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "500 bytes" in error["message"]
+    assert "maximum context length: it takes more than the 500 bytes" in error["message"]
 
 
 def test_what_a_template_would_blow_up_is_not_rendered(served, monkeypatch):

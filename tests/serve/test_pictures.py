@@ -287,7 +287,7 @@ def test_who_was_shown_least_recently_is_next():
 
     def watched_by(name, looked):
         look = lambda answer, last: shown.append(answer)  # noqa: E731
-        state = RequestState(None, None, None, SimpleNamespace(looked=looked, look=look))
+        state = RequestState((), None, None, None, SimpleNamespace(looked=looked, look=look))
         state.answers, state.started = [name], True
         return state
 

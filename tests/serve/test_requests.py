@@ -7,7 +7,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from kvkeep.serve.requests import ChatCompletionRequest, CompletionRequest, RequestError, read
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests import ChatCompletionRequest, CompletionRequest, read
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello."}]}
 TEXT = {"model": "tiny", "prompt": "Hello."}
@@ -28,8 +29,12 @@ def test_null_is_the_default(parse):
     assert parse(**dict.fromkeys(names)) == parse()
 
 
-def test_unknown_fields_are_ignored():
-    assert chat(user="ada", metadata={"a": 1}, parallel_tool_calls=False) == chat()
+@pytest.mark.parametrize("name", ["guided_regexp", "prompt", "truncate_prompt_tokens"])
+def test_unknown_fields_are_named(name):
+    with pytest.raises(RequestError, match=f"^{name} is not a field") as caught:
+        chat(**{name: 1})
+    assert (caught.value.param, caught.value.code) == (name, "unknown_parameter")
+    assert chat(**{name: None}) == chat()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ def test_unknown_fields_are_ignored():
     [
         ({"n": True}, "n"),
         ({"n": "1"}, "n"),
-        ({"n": 1.0}, "n"),
+        ({"n": 1.5}, "n"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": False}, "temperature"),
         ({"stream": 1}, "stream"),
@@ -58,8 +63,8 @@ def test_a_value_of_another_type_is_refused(parse, options, param):
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
 def test_what_sampling_refuses_names_its_option(name):
-    with pytest.raises(RequestError, match=f"{name} is -1.* give a number from 0") as caught:
-        chat(**{name: -1}).params(10, 20)
+    with pytest.raises(RequestError, match=f"{name} is -2.* give a number from 0") as caught:
+        chat(**{name: -2}).params(10, 20, {2})
     assert caught.value.param == name
 
 
@@ -69,18 +74,22 @@ def test_logprobs_of_both_kinds():
     assert chat(logprobs=True, top_logprobs=3).top_logprobs == 3
     assert completion().top_logprobs is None
     assert completion(logprobs=0).top_logprobs == 0
-    params = completion(logprobs=2).params(10, 20)
+    params = completion(logprobs=2).params(10, 20, {2})
     assert (params.logprobs, params.top_logprobs) == (True, 2)
 
 
 def test_sampling_params():
     given = {"temperature": 1e-9, "top_k": 3, "seed": 7, "stop": "a"}
-    params = completion(max_tokens=5, **given).params(10, 4)
+    params = completion(max_tokens=5.0, **given).params(10, 4, {2})
     assert (params.max_new_tokens, params.stop) == (4, ["a"])
     assert (params.temperature, params.top_k, params.seed) == (0, 3, 7)
     assert not params.processors
-    changed = completion(presence_penalty=1, logit_bias={"5": 1}).params(10, 4)
+    changed = completion(presence_penalty=1, logit_bias={"5": 1}).params(10, 4, {2})
     assert len(changed.processors) == 2
+    assert params.end_tokens == {2}
+    assert completion(stop_token_ids=[5], ignore_eos=True).params(10, 4, {2}).end_tokens == {5}
+    with pytest.raises(RequestError, match="min_tokens is 5, but an answer has at most 4"):
+        completion(min_tokens=5).params(10, 4, {2})
 
 
 def test_the_newer_name_of_a_limit_is_preferred():

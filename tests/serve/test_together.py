@@ -172,7 +172,7 @@ def test_an_error_in_telling_one_answer_ends_that_request_only(endless, tokenize
     with serving(endless, tokenizer) as (engine, talk):
         stream = talk.completions.create(prompt="A story.", **LONG)
         next(iter(stream))
-        monkeypatch.setattr(engine, "_text_of", lambda token: [][token])
+        monkeypatch.setattr(engine, "_names", [])
         with pytest.raises(openai.APIError, match="its log says why"):
             list(talk.completions.create(prompt="Another.", logprobs=2, **LONG))
         until(lambda: engine.batch.running == 1)
@@ -221,7 +221,7 @@ def test_a_request_after_the_end_is_told_so(model, tokenizer):
     engine.close()
     engine.close()
     with pytest.raises(RequestError, match="shutting down"):
-        engine.submit(*encoded, print)
+        engine.submit(encoded.prompts, print)
 
 
 def test_names_take_turns_though_one_asks_for_many_answers(endless, tokenizer):

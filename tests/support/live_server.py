@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx2
 import openai
@@ -16,6 +18,7 @@ from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.listen import Server, bind, configured, listen
+from kvkeep.serve.requests import GenerationRequest
 from support.tiny_models import tiny
 
 SYSTEM = {"role": "system", "content": "You keep a lighthouse. You answer in one short sentence."}
@@ -101,3 +104,32 @@ def refusal(call, status=400):
     error = caught.value.body
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+@contextmanager
+def scripted(tokenizer, *texts, free=False):
+    """Every answer says a text: each of a prompt's answers the next one, then the first again.
+    `free`: the model goes on by itself."""
+    scripts = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    count = itertools.count()
+    original = GenerationRequest.params
+
+    def params(self, prompt_tokens, most, ends, **further):
+        def follow():
+            script = [*scripts[next(count) % len(scripts)], min(ends)]
+
+            def forced(ids, logits):
+                at = ids.shape[1] - prompt_tokens
+                if free and at >= len(script) - 1:
+                    return logits
+                wanted = script[min(at, len(script) - 1)]
+                return logits.scatter(-1, ids.new_tensor([[wanted]]), 1e4)
+
+            return forced
+
+        own = original(self, prompt_tokens, most, ends, **further)
+        return replace(own, own_processors=[*own.own_processors, follow])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GenerationRequest, "params", params)
+        yield

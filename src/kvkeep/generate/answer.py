@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.generate.reuse import Reuse
 
 STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
+_AT_ONCE = 32  # tokens of a prompt that are scored at once: each takes memory of the vocabulary
 
 
 class Likely(NamedTuple):
@@ -29,6 +30,14 @@ class Likely(NamedTuple):
 
     token: int
     logprob: float
+
+
+class Score(NamedTuple):
+    """The logarithm of a token's probability, and the likeliest tokens in its place, the likeliest
+    first."""
+
+    logprob: float
+    top: list[Likely]
 
 
 class Prompt:
@@ -44,6 +53,7 @@ class Prompt:
         reuse: begins its caches, and keeps what they were fed.
 
     Attributes:
+        scores: of each of its tokens but the first, if they were asked for and were read.
         own_bytes: the most bytes that each answer may come to hold by itself.
         shared_bytes: what its answers hold together: its tokens but the last, if they can share
             these, and the copies of recurrent states for a store.
@@ -67,6 +77,7 @@ class Prompt:
         self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
         self.frozen: Frozen[ModelCache] | None = None  # all but the last token
         self.fetched: Future[None] | None = None
+        self.scores: list[Score] = []
 
     @property
     def fetching(self) -> bool:
@@ -143,7 +154,13 @@ class Answer:
         self.logits: Tensor | None = None
         ends = self.params.end_tokens
         self._ends = host.end_tokens() if ends is None else ends
-        self._text = None if tokenizer is None else TextStream(tokenizer, self.params.stop)
+        self._text = (
+            None
+            if tokenizer is None
+            else TextStream(tokenizer, self.params.stop, self.params.shown_tokens)
+        )
+        self._processors = [*self.params.processors]
+        self._processors += [make() for make in self.params.own_processors]
         self._told = 0  # tokens that were told
         self._added = self._first = self._last = perf_counter()
         self._choice = _Choice(-1, None)
@@ -300,7 +317,7 @@ class Answer:
 
     def _processed(self, logits: Tensor, choice: _Choice) -> Tensor:
         """Logits (1, V), after the processors."""
-        row, processors = logits[None], self.params.processors
+        row, processors = logits[None], self._processors
         if choice.logits is not None or not processors:
             return row if choice.logits is None else choice.logits
         if choice.begun:
@@ -320,15 +337,21 @@ class Answer:
         """Whether its newest token was not told."""
         return self._told < len(self.tokens)
 
+    @property
+    def text_offset(self) -> int:
+        """Characters of its text before the newest token, those that are held back too; 0 without
+        a tokenizer."""
+        return 0 if self._text is None else self._text.offset
+
     def newest(self) -> tuple[int, str, str]:
         """The newest token, the text that it completes, and why the answer ends with it; empty if
         it does not. `tell` follows."""
         token, text, stopped = self.tokens[-1], "", False
-        full = len(self.tokens) == self.params.max_new_tokens
+        full, ends = len(self.tokens) == self.params.max_new_tokens, token in self._ends
         if self._text is not None:
-            text = self._text.take(self.tokens, last=full or token in self._ends)
+            text = self._text.take(self.tokens, last=full or ends, ends=ends)
             stopped = self._text.stopped
-        reason = STOP if stopped or token in self._ends else LENGTH if full else ""
+        reason = STOP if stopped or ends else LENGTH if full else ""
         return token, text, reason
 
     def tell(self, text: str, reason: str) -> None:
@@ -343,12 +366,39 @@ class Answer:
         if not params.logprobs and not params.top_logprobs:
             return
         del self.logprobs[at:], self.top_logprobs[at:]  # of a choice that was interrupted
-        logprobs = (logits.float() / params.logprob_temperature).log_softmax(dim=-1)
+        (score,) = _scores(logits[None], [token], params)
         if params.logprobs:
-            self.logprobs.append(float(logprobs[token]))
+            self.logprobs.append(score.logprob)
         if params.top_logprobs:
-            values, tokens = logprobs.topk(min(params.top_logprobs, len(logprobs)))
-            self.top_logprobs.append(list(map(Likely, tokens.tolist(), values.tolist())))
+            self.top_logprobs.append(score.top)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its next tokens are of the prompt, whose logits are asked for."""
+        return self.params.prompt_logprobs and self.fed < len(self.prompt) - 1
+
+    def score(self, logits: Tensor) -> None:
+        """Record the scores of the prompt's next tokens; logits (n, V) of the n tokens that a
+        forward has fed. It may be called again with logits of the same tokens."""
+        assert self.cache is not None
+        ids, scores = self.prompt, self.origin.scores
+        first, end = self.cache.fed - len(logits), min(self.cache.fed, len(ids) - 1)
+        for at in range(len(scores), end, _AT_ONCE):
+            some = ids[at + 1 : min(at + _AT_ONCE, end) + 1].tolist()
+            scores += _scores(logits[at - first :][: len(some)], some, self.params)
+
+
+def _scores(logits: Tensor, tokens: Sequence[int], params: SamplingParams) -> list[Score]:
+    """Scores of n tokens by logits (n, V)."""
+    logprobs = (logits.float() / params.logprob_temperature).log_softmax(dim=-1)
+    ids = torch.tensor(tokens, device=logits.device)
+    own = logprobs.gather(1, ids[:, None])[:, 0].tolist()
+    top: list[list[Likely]] = [[] for _ in tokens]
+    if params.top_logprobs:
+        best = logprobs.topk(min(params.top_logprobs, logprobs.shape[-1]))
+        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        top = [list(map(Likely, ids, values)) for ids, values in rows]
+    return list(map(Score, own, top))
 
 
 def promised(answers: Sequence[Answer]) -> int:

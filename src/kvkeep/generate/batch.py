@@ -157,15 +157,16 @@ class Batch:
             SpecError: the spec does not fit the model, or cannot keep the prompt up to the marker.
         """
         ids, spec = self._intake.ids(prompt), self.spec if spec is None else spec
+        params = params or SamplingParams()
         if keep_until is not None:
             spec = spec_keeping(spec, ids, keep_until, self._tokenizer)
         origin = Prompt(
             ids,
-            params or SamplingParams(),
+            params,
             n,
             spec=spec,
             queue=queue,
-            namespace=namespace,
+            namespace=None if params.prompt_logprobs else namespace,
             reuse=reuse or self._reuse,
         )
         self._intake.check(origin)
@@ -292,9 +293,7 @@ class Batch:
         """Divide a step into forwards: one of all that can be packed, and one each of the rest."""
         together, groups = [], []
         for one in planned:
-            cache = one.answer.cache
-            assert cache is not None
-            if self._packs and cache.activation is None and one.answer not in self._suspects:
+            if self._packed(one.answer) and one.answer not in self._suspects:
                 together.append(one)
             else:
                 groups.append([one])
@@ -307,14 +306,20 @@ class Batch:
             for answer, tokens in group
             if answer.cache is not None
         ]
-        ids, cache = pieces[0]
-        if self._packs and cache.activation is None:
+        (ids, cache), answer = pieces[0], group[0].answer
+        if self._packed(answer):
             return self._host.forward_packed(pieces)
-        logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
-        answer = group[0].answer
+        last = len(ids) if answer.scores_prompt else 1
+        logits = self._host.forward(ids[None].to(self._host.device), cache, last=last)[0]
+        if answer.scores_prompt:
+            answer.score(logits)
         if cache.fed % self.chunk == 0 and cache.fed < len(answer.prompt):
             answer.origin.reuse.mark(answer)
-        return logits
+        return logits[-1:]
+
+    def _packed(self, answer: Answer) -> bool:
+        assert answer.cache is not None
+        return self._packs and answer.cache.activation is None and not answer.scores_prompt
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
         """After a forward failed: end what cannot go back or failed alone, put an answer aside for

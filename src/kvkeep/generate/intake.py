@@ -135,6 +135,11 @@ def _require_one_reading(cache: ModelCache) -> None:
 
 def _require_continued(cache: ModelCache, origin: Prompt) -> None:
     tokens = len(origin.ids)
+    if origin.params.prompt_logprobs and cache.fed:
+        raise UnsupportedError(
+            f"prompt_logprobs of a prompt of which a cache holds {cache.fed} tokens already; give "
+            "an empty cache"
+        )
     if origin.answers > 1 or cache.rows > 1 or cache.fed >= tokens:
         raise ShapeError(
             f"{origin.answers} answers to a prompt of {tokens} tokens, of which a cache of "

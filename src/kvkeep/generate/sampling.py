@@ -29,11 +29,16 @@ class SamplingParams:
         seed: of random numbers of its own; None: an arbitrary one. The n answers to one prompt draw
             from seeds seed, seed + 1, and so on.
         processors: change the logits first, in this order.
+        own_processors: each makes a further processor, one for each answer, which may remember what
+            it was given.
         stop: strings that end the answer; they are not part of its text.
-        end_tokens: tokens that end the answer; None: the model's own.
+        end_tokens: tokens that end the answer, and are no part of its text; None: the model's own.
+        shown_tokens: special tokens that are part of the text all the same.
         logprobs: record the logarithm of each token's probability, before anything but
             `logprob_temperature` changed it.
         top_logprobs: also record the logarithms of this many of the likeliest tokens.
+        prompt_logprobs: record both of the prompt's tokens too; such a prompt takes nothing from a
+            store.
         logprob_temperature: the temperature of these probabilities.
         priority: answers of higher priority are admitted first, and may put others aside.
 
@@ -48,10 +53,13 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     processors: Sequence[Processor] = ()
+    own_processors: Sequence[Callable[[], Processor]] = ()
     stop: Sequence[str] = ()
     end_tokens: frozenset[int] | None = None
+    shown_tokens: frozenset[int] = frozenset()
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
     logprob_temperature: float = 1.0
     priority: int = 0
 
@@ -146,3 +154,20 @@ def repetition(penalty: float) -> Processor:
         return logits.scatter(1, ids, torch.where(had < 0, had * penalty, had / penalty))
 
     return lowered
+
+
+def at_least(tokens: int, prompt: int, ends: Sequence[int]) -> Processor:
+    """A processor that excludes tokens that would end an answer before it has `tokens` tokens.
+
+    Args:
+        prompt: tokens of the prompt.
+        ends: the tokens that end it.
+    """
+    excluded = torch.tensor(ends, dtype=torch.int64)
+
+    def going_on(ids: Tensor, logits: Tensor) -> Tensor:
+        if ids.shape[1] - prompt >= tokens:
+            return logits
+        return logits.index_fill(-1, excluded.to(logits.device), -math.inf)
+
+    return going_on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 from kvkeep.generate.stops import Stops
@@ -23,16 +23,21 @@ class _Pieces:
     of a token does not depend on the text's length.
 
     Args:
+        shown: special tokens that are pieces of their own, whatever the options say.
         options: of the tokenizer's `decode`.
     """
 
-    def __init__(self, tokenizer: Any, **options: bool) -> None:
-        self._decode, self._options = tokenizer.decode, options
+    def __init__(self, tokenizer: Any, shown: Collection[int] = (), **options: bool) -> None:
+        self._decode, self._shown, self._options = tokenizer.decode, shown, options
         self._last: list[int] = []  # the ids of the previous piece
         self._new: list[int] = []  # those after it
 
     def push(self, token: int) -> str:
         """Take the next token id. Returns the next piece, or "" while it is not complete."""
+        if token in self._shown:
+            before, shown = self.rest(), str(self._decode([token]))
+            self._last, self._new = [], []
+            return before + shown
         self._new.append(token)
         text = self.rest()
         if not text or (text.endswith(_INCOMPLETE) and len(self._new) < _LONGEST_PIECE):
@@ -68,29 +73,39 @@ class TextStream:
     Args:
         tokenizer: of the model.
         stop: strings that end the text.
+        shown: special tokens that are part of it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), shown: Collection[int] = ()
+    ) -> None:
+        self._tokenizer, self._stop, self._shown = tokenizer, stop, shown
         self._begin()
 
     def _begin(self) -> None:
-        self._pieces = _Pieces(self._tokenizer, skip_special_tokens=True)
+        self._pieces = _Pieces(self._tokenizer, self._shown, skip_special_tokens=True)
         self._stops = Stops(self._stop)
         self._taken = 0  # tokens; -1 while a token is being taken
+        self._offset = self._length = 0
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the text."""
         return self._stops.found
 
-    def take(self, tokens: Sequence[int], *, last: bool) -> str:
+    @property
+    def offset(self) -> int:
+        """Characters of the text before the newest token, those that were held back too."""
+        return self._offset
+
+    def take(self, tokens: Sequence[int], *, last: bool, ends: bool = False) -> str:
         """Take the newest of the tokens; those before it have been taken. It may be called again
         with the same tokens after an interrupt.
 
         Args:
             tokens: all of the answer.
             last: whether no other follows; an incomplete character is then dropped.
+            ends: whether the newest token ends the answer, and is no part of its text.
 
         Returns:
             The text that the token completes.
@@ -98,10 +113,17 @@ class TextStream:
         if self._taken != len(tokens) - 1:  # it was interrupted
             self._begin()
             for token in tokens[:-1]:
-                self._stops.push(self._pieces.push(token))
+                self._push(token)
         self._taken = -1
-        text = self._stops.push(self._pieces.push(tokens[-1]))
+        text = "" if ends else self._push(tokens[-1])
+        if ends:
+            self._offset = self._length
         if last or self._stops.found:
             text += self._stops.push(self._pieces.rest().rstrip(_INCOMPLETE)) + self._stops.rest()
         self._taken = len(tokens)
         return text
+
+    def _push(self, token: int) -> str:
+        piece = self._pieces.push(token)
+        self._offset, self._length = self._length, self._length + len(piece)
+        return self._stops.push(piece)

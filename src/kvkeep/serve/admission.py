@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import final
 
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import RequestError
+from kvkeep.serve.refused import RequestError
 
 
 @final

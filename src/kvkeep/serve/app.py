@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,9 +19,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from torch import Tensor
 
-from kvkeep.generate import SamplingParams
 from kvkeep.serve import replies
 from kvkeep.serve.admission import Admission
 from kvkeep.serve.engine import Engine, RequestState, failed
@@ -29,12 +27,15 @@ from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import CONTENT_TYPE
 from kvkeep.serve.page import page_routes
+from kvkeep.serve.prompts import Encoded
+from kvkeep.serve.refused import RequestError
 from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Request,
-    RequestError,
+    TokenizeRequest,
     read,
 )
 
@@ -44,6 +45,7 @@ _OPERATOR = "metrics"  # the name of keys that may read the figures of all tenan
 _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 
 _Result = TypeVar("_Result")
+_Body = TypeVar("_Body", TokenizeRequest, DetokenizeRequest)
 
 
 def application(
@@ -94,6 +96,8 @@ def application(
         _require_operator(client_of(request), keys, share)
         return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
 
+    texts = _Texts(engine, admission, client_of)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
@@ -105,7 +109,8 @@ def application(
         CORSMiddleware,
         allow_origins=origins,
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type"],
+        allow_headers=["*"],  # what the browser asks for: OpenAI's client sends some of its own
+        expose_headers=["retry-after"],
     )
     app = Starlette(
         routes=[
@@ -114,6 +119,8 @@ def application(
             Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
+            Route("/tokenize", texts.tokenize, methods=["POST"]),
+            Route("/detokenize", texts.detokenize, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
         ],
@@ -183,14 +190,13 @@ class _Completions:
                 async with self.admission.parsing(client.name):
                     left = (waiting.when() or 0) - clock()
                     waiting.reschedule(None)
-                    request, ids, params = await _in_thread(lambda: self._parsed(body))
+                    request, encoded = await _in_thread(lambda: self._parsed(body))
                     waiting.reschedule(clock() + left)
-                reply = Reply(request)
+                reply = Reply(request, len(encoded.prompts), encoded.parts)
                 state = self.engine.submit(
-                    ids,
-                    params,
+                    encoded.prompts,
                     reply.emit,
-                    n=request.n,
+                    n=request.answers,
                     show_cache=request.stream_options.include_cache,
                     namespace=client.namespace,
                     queue=client.name,
@@ -204,12 +210,63 @@ class _Completions:
         except TimeoutError:
             raise self.admission.waited_too_long() from None
 
-    def _parsed(self, body: bytearray) -> tuple[Request, Tensor, SamplingParams]:
-        """A request without its prompt, the prompt's token ids, and how to generate its answers."""
+    def _parsed(self, body: bytearray) -> tuple[Request, Encoded]:
+        """A request without its prompts, and these as token ids."""
         request = read(body, self.kind)
         body.clear()
         _require_model(self.engine, request.model)
-        return request.without_prompt(), *self.engine.prompts.encode(request)
+        return request.without_prompt(), self.engine.prompts.encode(request)
+
+
+@final
+@dataclass(frozen=True)
+class _Texts:
+    """Endpoints for token ids and their text, as vLLM has them."""
+
+    engine: Engine
+    admission: Admission
+    client_of: Callable[[HTTPRequest], _Client]
+
+    async def tokenize(self, http: HTTPRequest) -> Response:
+        prompts = self.engine.prompts
+
+        def tokens(request: TokenizeRequest) -> dict[str, Any]:
+            ids = prompts.tokenize(request)
+            found = {"count": len(ids), "max_model_len": prompts.context, "tokens": ids}
+            if request.return_token_strs:
+                found["token_strs"] = self.engine.tokenizer.convert_ids_to_tokens(ids)
+            return found
+
+        return await self._answer(http, TokenizeRequest, tokens)
+
+    async def detokenize(self, http: HTTPRequest) -> Response:
+        def text(request: DetokenizeRequest) -> dict[str, Any]:
+            return {"prompt": self.engine.prompts.detokenize(request.tokens)}
+
+        return await self._answer(http, DetokenizeRequest, text)
+
+    async def _answer(
+        self, http: HTTPRequest, kind: type[_Body], answer: Callable[[_Body], dict[str, Any]]
+    ) -> Response:
+        client = self.client_of(http)
+        _require_json(http)
+        with self.admission.place(client.name):
+            limit = _JSON_PER_BYTE * self.engine.prompts.most_bytes + _JSON_BESIDE
+            body = await _body(http, limit, self.engine.limits.timeout_s)
+
+            def found() -> dict[str, Any]:
+                request = read(body, kind)
+                if request.model is not None:
+                    _require_model(self.engine, request.model)
+                return answer(request)
+
+            try:
+                async with asyncio.timeout(self.engine.limits.wait_s) as waiting:
+                    async with self.admission.parsing(client.name):
+                        waiting.reschedule(None)
+                        return as_json(await _in_thread(found))
+            except TimeoutError:
+                raise self.admission.waited_too_long() from None
 
 
 async def _response(http: HTTPRequest, reply: Reply) -> Response:

@@ -6,23 +6,30 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
-from torch import Tensor
-
 from kvkeep.errors import CapacityError, UnsupportedError
-from kvkeep.generate import Answer, Batch, NewToken, SamplingParams
-from kvkeep.generate.answer import Prompt
+from kvkeep.generate import Answer, Batch, NewToken
+from kvkeep.generate.answer import Likely, Prompt
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
-from kvkeep.serve.events import Event, Picture, Started, TextDelta, TokenLogprob, Usage
+from kvkeep.serve.events import (
+    Event,
+    Picture,
+    Scored,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.pictures import Maker, Outline, Pictures
-from kvkeep.serve.prompts import Prompts
-from kvkeep.serve.requests import RequestError
+from kvkeep.serve.prompts import Asked, Echo, Prompts
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.token_names import TokenNames
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.identity import identity_of, keys_of, require_steady
 from kvkeep.store.layer_slices import require_keepable
@@ -38,27 +45,29 @@ class RequestState:
     """A request that an engine answers, or that waits for it.
 
     Args:
-        add: adds its prompt to a batch.
+        prompts: its prompts.
+        add: adds one of them to a batch.
         emit: called with each event.
         pictures: of the cache of its only answer; None: the client wants none.
     """
 
     def __init__(
         self,
-        add: Callable[[Batch], list[Answer]],
+        prompts: Sequence[Asked],
+        add: Callable[[Batch, Asked], list[Answer]],
         emit: Callable[[Event], None],
         metrics: Metrics,
         pictures: Pictures | None = None,
     ) -> None:
-        self.add, self.emit, self.pictures = add, emit, pictures
+        self.prompts, self.add, self.emit, self.pictures = prompts, add, emit, pictures
         self.answers: list[Answer] = []
+        self._index: dict[Answer, int] = {}
         self.started = self.gone = False  # gone: its client waits for it no more
         self._metrics = metrics
         self._picture: Future[Picture | None] | None = None  # the newest
         self._arrived = time.monotonic()
-        self._last: dict[int, float] = {}  # when each answer had its last token
-        self._offsets = defaultdict[int, int](int)  # characters of each answer that were passed on
-        self._finished: set[int] = set()
+        self._last: dict[Answer, float] = {}  # when each answer had its last token
+        self._finished: set[Answer] = set()
 
     def cancel(self) -> None:
         """End it: what it holds is freed before the next step. May be called from any thread, and
@@ -68,23 +77,25 @@ class RequestState:
             answer.cancel()
 
     def enter(self, batch: Batch) -> None:
-        """Add its prompt to a batch."""
-        self.answers = self.add(batch)
+        """Add its prompts to a batch."""
+        for prompt in self.prompts:
+            self.answers += self.add(batch, prompt)
+        self._index = {answer: index for index, answer in enumerate(self.answers)}
         if self.gone:
             self.cancel()
 
-    def advance(self, tokens: Iterable[NewToken], text_of: Callable[[int], str]) -> bool:
+    def advance(self, tokens: Iterable[NewToken], names: TokenNames) -> bool:
         """Pass on what a step has found; returns whether all answers ended, or one failed."""
         self.start()
         for new in tokens:
-            self._pass_on(new, text_of)
+            self._pass_on(new, names)
         return self.started and self._finish()
 
     def start(self) -> None:
         """Say that it waits no longer, once one of its answers is at work."""
         if not self.started and any(map(_at_work, self.answers)):
             self.started = True
-            self._metrics.prompt_tokens.inc(len(self.answers[0].prompt))
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
             self.emit(Started())
 
     def show(self, *, last: bool = False) -> None:
@@ -101,47 +112,81 @@ class RequestState:
         if made is not None:
             self.emit(made)
 
-    def _pass_on(self, new: NewToken, text_of: Callable[[int], str]) -> None:
-        now, answer, index = time.monotonic(), new.answer, new.answer.index
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def _pass_on(self, new: NewToken, names: TokenNames) -> None:
+        now, answer = time.monotonic(), new.answer
         if not self._last:
             self._metrics.first_token.observe(now - self._arrived)
-        if index in self._last:
-            self._metrics.between_tokens.observe(now - self._last[index])
-        self._last[index] = now
+        if answer in self._last:
+            self._metrics.between_tokens.observe(now - self._last[answer])
+        index, echo = self._index[answer], self._echo_of(answer)
+        if echo is not None and answer not in self._last:
+            logprobs: list[Scored] = []
+            if answer.params.prompt_logprobs:
+                scores: list[_Score] = [(None, []), *answer.origin.scores]
+                each = zip(echo.tokens, scores, echo.offsets, strict=True)
+                logprobs = [_scored(names, *one) for one in each]
+            self.emit(TextDelta(index, echo.text, tuple(logprobs), echo=True))
+        self._last[answer] = now
         self._metrics.generated_tokens.inc()
-        logprobs: list[TokenLogprob] = []
+        if echo is not None and echo.only:
+            return
+        scored: tuple[Scored, ...] = ()
         if answer.logprobs:
-            top = answer.top_logprobs[-1] if answer.top_logprobs else ()
-            logprobs = [
-                TokenLogprob(text_of(token), max(logprob, _LEAST_LOGPROB))
-                for token, logprob in ((new.token, answer.logprobs[-1]), *top)
-            ]
-        if new.text or logprobs:
-            self.emit(TextDelta(index, new.text, self._offsets[index], tuple(logprobs)))
-        self._offsets[index] += len(new.text)
+            top = answer.top_logprobs[-1] if answer.top_logprobs else []
+            offset = answer.text_offset + (0 if echo is None else len(echo.text))
+            scored = (_scored(names, new.token, (answer.logprobs[-1], top), offset),)
+        if new.text or scored:
+            self.emit(TextDelta(index, new.text, scored))
+
+    def _echo_of(self, answer: Answer) -> Echo | None:
+        return self.prompts[self._index[answer] // answer.origin.answers].echo
 
     def _finish(self) -> bool:
         """Pass on which answers ended; returns whether all have, or one failed."""
         for answer in self.answers:
-            if not answer.ended or answer.index in self._finished:
+            if not answer.ended or answer in self._finished:
                 continue
-            self._finished.add(answer.index)
+            self._finished.add(answer)
             if answer.error is not None:
                 _LOG.error("a request failed", exc_info=answer.error)
                 self.emit(failed())
                 return True
-            self.emit(TextDelta(answer.index, "", self._offsets[answer.index], (), answer.reason))
+            self.emit(TextDelta(self._index[answer], "", (), answer.reason))
         if len(self._finished) < len(self.answers):
             return False
-        cached = max(answer.cached for answer in self.answers)
+        found = {answer.origin: 0 for answer in self.answers}
+        for answer in self.answers:
+            found[answer.origin] = max(found[answer.origin], answer.cached)
+        cached = sum(found.values())
         self._metrics.found_tokens.inc(cached)
-        completion = sum(len(answer.tokens) for answer in self.answers)
-        usage = Usage(len(self.answers[0].prompt), completion, cached)
+        told = (0 if _is_only(self._echo_of(x)) else len(x.tokens) for x in self.answers)
+        usage = Usage(self._prompt_tokens, sum(told), cached)
         if self._picture is None:
             self.emit(usage)
         else:
             self._picture.add_done_callback(lambda _: self.emit(usage))
         return True
+
+
+def _is_only(echo: Echo | None) -> bool:
+    return echo is not None and echo.only
+
+
+_Score = tuple[float | None, list[Likely]]
+
+
+def _scored(names: TokenNames, token: int, score: _Score, offset: int) -> Scored:
+    """A token's score as clients read it."""
+    logprob, likeliest = score
+    chosen, *top = (
+        TokenLogprob(names[one], None if logprob is None else max(logprob, _LEAST_LOGPROB))
+        for one, logprob in ((token, logprob), *likeliest)
+    )
+    return Scored(chosen, tuple(top), offset)
 
 
 @final
@@ -201,7 +246,7 @@ class Engine:
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
-        self._maker = Maker()
+        self._maker, self._names = Maker(), TokenNames(tokenizer)
         self._states: dict[RequestState, None] = {}  # in the order of arrival; threads add to it
         self._by_prompt: dict[Prompt, RequestState] = {}  # in the batch, while it steps
         self.batch = self._new_batch()
@@ -256,8 +301,7 @@ class Engine:
 
     def submit(
         self,
-        ids: Tensor,
-        params: SamplingParams,
+        prompts: Sequence[Asked],
         emit: Callable[[Event], None],
         *,
         n: int = 1,
@@ -268,10 +312,10 @@ class Engine:
         """Answer a request as soon as there is room for it.
 
         Args:
-            ids, params: from `prompts.encode`.
+            prompts: from `prompts.encode`.
             emit: called with each event from another thread; the last is `Usage` or an error. It is
                 not called for a request that was cancelled.
-            n: how many answers.
+            n: how many answers to each prompt.
             show_cache: emit pictures of the cache of its only answer.
             namespace: whose stored prompts it may reuse; None: it reuses and stores none.
             queue: answers to requests of each queue begin in turn.
@@ -282,11 +326,11 @@ class Engine:
         if namespace is not None:
             namespace = "/".join(filter(None, (self.namespace, namespace)))
 
-        def add(batch: Batch) -> list[Answer]:
-            return batch.add(ids, params, n=n, queue=queue, namespace=namespace)
+        def add(batch: Batch, asked: Asked) -> list[Answer]:
+            return batch.add(asked.ids, asked.params, n=n, queue=queue, namespace=namespace)
 
         pictures = self._pictures(namespace) if show_cache else None
-        state = RequestState(add, emit, self.metrics, pictures)
+        state = RequestState(prompts, add, emit, self.metrics, pictures)
         with self._adding:
             if self._closing:
                 raise stopped()
@@ -346,14 +390,14 @@ class Engine:
         for state in states:
             if not (state.answers or state.gone):
                 self._enter(state)
-        self._by_prompt = {state.answers[0].origin: state for state in states if state.answers}
+        self._by_prompt = {answer.origin: state for state in states for answer in state.answers}
         found = defaultdict[RequestState, list[NewToken]](list)
         for new in self.batch.step():
             found[self._by_prompt[new.answer.origin]].append(new)
         self._by_prompt.clear()
         for state in states:
             try:
-                if state.gone or state.advance(found[state], self._text_of):
+                if state.gone or state.advance(found[state], self._names):
                     self._end(state)
             except Exception:  # such as of the tokenizer
                 _LOG.exception("a request failed")
@@ -372,10 +416,6 @@ class Engine:
             }
             for state in sorted(looked, key=looked.__getitem__):
                 state.show()
-
-    def _text_of(self, token: int) -> str:
-        text: str = self.tokenizer.decode([token])
-        return text
 
     def _drop(self, states: Iterable[RequestState], why: Callable[[], RequestError]) -> None:
         """End requests, and tell their clients why."""

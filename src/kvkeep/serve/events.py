@@ -6,14 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvkeep.serve.requests import RequestError
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.token_names import TokenName
 
 
 class TokenLogprob(NamedTuple):
-    """A token as text, and the logarithm of its probability."""
+    """A token, and the logarithm of its probability; None: it is the first of a prompt."""
 
-    token: str
-    logprob: float
+    token: TokenName
+    logprob: float | None
+
+
+class Scored(NamedTuple):
+    """A token, the likeliest tokens in its place, and where in the answer's text it begins."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -26,18 +35,17 @@ class TextDelta:
     """The next piece of an answer's text, which may be empty.
 
     Attributes:
-        index: which of the request's answers it continues.
-        offset: characters of the answer before it.
-        logprobs: of its token, and of the likeliest tokens in its place; empty if they were not
-            asked for.
+        index: which of the request's answers it continues: those to each prompt in turn.
+        logprobs: of its tokens; empty if they were not asked for.
         finish_reason: "stop" or "length" in the last piece of an answer, empty before.
+        echo: whether it is the prompt.
     """
 
     index: int
     text: str
-    offset: int
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[Scored, ...] = ()
     finish_reason: str = ""
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Usage:
-    """All answers are complete. Counts of tokens: of the prompt, of all answers, and of the
-    prompt's tokens that were found in the store instead of computed."""
+    """All answers are complete. Counts of tokens: of the prompts, of all answers, and of the
+    prompts' tokens that were found in the store instead of computed."""
 
     prompt: int
     completion: int

@@ -1,22 +1,80 @@
-"""Prompts: a request's messages or text as token ids, within the server's limits."""
+"""Prompts: a request's messages or texts as token ids, within the server's limits."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from kvkeep.generate import SamplingParams, TokenTexts
 from kvkeep.host import Host
+from kvkeep.serve.formats import (
+    reasoning_marks,
+    response_template,
+    shown_tokens,
+)
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import ChatCompletionRequest, Request, RequestError
+from kvkeep.serve.parts import Parts
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.rendering import Rendered, Rendering
+from kvkeep.serve.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Request,
+    TokenizeRequest,
+)
+from kvkeep.serve.structured import Structured
 
 _AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
+
+
+class Echo(NamedTuple):
+    """A prompt that begins the text of its answers, and where each of its tokens begins.
+
+    Attributes:
+        only: whether nothing follows it.
+    """
+
+    text: str
+    tokens: list[int]
+    offsets: list[int]
+    only: bool
+
+
+class Asked(NamedTuple):
+    """A prompt: its token ids, int64 (n,), how its answers are generated, and the prompt's text if
+    that begins them."""
+
+    ids: Tensor
+    params: SamplingParams
+    echo: Echo | None = None
+
+
+class Encoded(NamedTuple):
+    """A request's prompts, and what makes the parser of an answer's parts; None: answers are plain
+    text."""
+
+    prompts: list[Asked]
+    parts: Callable[[], Parts] | None = None
+
+
+class _Form(NamedTuple):
+    """The format of a chat's answers.
+
+    Attributes:
+        template: for the tokenizer's parser; None: they are plain text.
+        prefix: the text from which the parser goes on.
+        after: what ends the reasoning that they begin with; empty: they begin with none.
+        closed: whether a call counts only if its end was written.
+    """
+
+    template: dict[str, Any] | None
+    prefix: str
+    after: str
+    closed: bool = False
 
 
 @final
@@ -34,42 +92,46 @@ class Prompts:
     def __init__(
         self, host: Host, tokenizer: Any, name: str, context: int | None, limits: Limits
     ) -> None:
-        self._host, self._tokenizer, self._name = host, tokenizer, name
+        self._host, self._tokenizer = host, tokenizer
         self._limits, self.context = limits, context
         self.most_bytes = limits.prompt_of(context)
+        self._rendering = Rendering(tokenizer, name, self.most_bytes)
+        self._structured = Structured(tokenizer, host.vocabulary, lambda: self._end_tokens)
         self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
 
-    def encode(self, request: Request) -> tuple[Tensor, SamplingParams]:
-        """The token ids of a request's prompt, int64 (n,), and how its answers are generated.
+    def encode(self, request: Request) -> Encoded:
+        """The prompts of a request, and how their answers are generated and read.
 
         Raises:
-            RequestError: the chat template or the tokenizer refuses the prompt, it is longer than
-                the model's context, the answers could be longer than the limit, an option of
-                sampling is out of its range, or the request names tokens that do not exist.
+            RequestError: the chat template or the tokenizer refuses a prompt, it is longer than the
+                model's context, the answers could be longer than the limit, an option of sampling
+                is out of its range, or the request names tokens that do not exist.
         """
-        param = request.prompt_field
+        self._check_tokens(request)
         with self._encoding:
-            ids = self._ids(request)
-        if self.context is not None and len(ids) >= self.context:
-            raise RequestError(
-                f"this model's context is {self.context} tokens, but {param} takes {len(ids)}, and "
-                "an answer at least 1; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
-        if not ids:
-            raise RequestError(f"{param}: no tokens; give some text", param=param)
-        known = self._host.embeddings
-        if known is not None and not all(0 <= token < known for token in ids):
-            raise RequestError(f"{param} has token ids outside of 0 to {known - 1}", param=param)
-        largest = max(map(int, request.logit_bias), default=0)
-        if largest >= self._host.vocabulary:
-            raise RequestError(
-                f"logit_bias has token {largest}; this model's are 0 to "
-                f"{self._host.vocabulary - 1}",
-                param="logit_bias",
-            )
-        return torch.tensor(ids), request.params(len(ids), self._most_tokens(request, len(ids)))
+            if isinstance(request, ChatCompletionRequest):
+                return self._chat(request)
+            return self._completions(request)
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The token ids of a text or a conversation.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        special = request.add_special_tokens
+        with self._encoding:
+            if request.prompt is not None:
+                return self._ids(request.prompt, "prompt", special=special is not False)
+            text = self._rendering.render(request).text
+            return self._ids(text, "messages", special=bool(special))
+
+    def detokenize(self, tokens: list[int]) -> str:
+        """The text of token ids, special tokens as they are written."""
+        self._check_known(tokens, "tokens")
+        with self._encoding:
+            text: str = self._tokenizer.decode(tokens)
+            return text
 
     def texts(self) -> Callable[[Sequence[int]], list[str]]:
         """Returns a function that takes the next token ids of one text and returns the text of
@@ -85,77 +147,134 @@ class Prompts:
 
         return following
 
+    def _chat(self, request: ChatCompletionRequest) -> Encoded:
+        rendered = self._rendering.render(request)
+        ids = self._checked(self._ids(rendered.text, "messages", special=False), "messages")
+        chat_template: str = self._tokenizer.get_chat_template(tools=rendered.tools or None)
+        tools, form = rendered.tools, self._form(rendered, chat_template)
+        grammar = self._structured.processors(request, chat_template, tools, form.after)
+        template = form.template
+        if template is None:
+            return Encoded([self._asked(request, ids, own_processors=grammar)])
+        parser = self._tokenizer.get_response_parser
+        names = {tool["function"]["name"] for tool in tools}
+        most = None if request.parallel_tool_calls else 1
+        shown = shown_tokens(self._tokenizer, template)
+        return Encoded(
+            [self._asked(request, ids, own_processors=grammar, shown_tokens=shown)],
+            lambda: Parts(
+                parser(template, prefix=form.prefix, tools=tools),
+                names,
+                most_calls=most,
+                closed=form.closed,
+            ),
+        )
+
+    def _form(self, rendered: Rendered, chat_template: str) -> _Form:
+        marks, begun = reasoning_marks(chat_template) or ("", ""), rendered.begun
+        if begun.rfind(marks[0]) <= begun.rfind(marks[1]):
+            marks = ("", "")
+        own = getattr(self._tokenizer, "response_template", None)
+        if own is not None:
+            return _Form(own, rendered.text, marks[1])
+        template = response_template(chat_template, bool(rendered.tools))
+        calls = {} if template is None else template["fields"].get("tool_calls", {})
+        return _Form(template, *marks, closed=calls.get("content") == "xml-inline")
+
+    def _completions(self, request: CompletionRequest) -> Encoded:
+        read = [one for one in request.prompt if isinstance(one, str) or request.echo]
+        if sum(map(len, read)) > self.most_bytes:  # a token is at least a byte
+            raise self._rendering.too_large("prompt")
+        scored = request.echo and request.top_logprobs is not None
+        grammar = self._structured.processors(request)
+        prompts = []
+        for prompt in request.prompt:
+            ids = self._ids(prompt, "prompt") if isinstance(prompt, str) else prompt
+            echo = self._echo(request, prompt, self._checked(ids, "prompt"))
+            prompts.append(
+                self._asked(request, ids, echo, prompt_logprobs=scored, own_processors=grammar)
+            )
+        return Encoded(prompts)
+
+    def _echo(
+        self, request: CompletionRequest, prompt: str | list[int], ids: list[int]
+    ) -> Echo | None:
+        if not request.echo:
+            return None
+        texts = TokenTexts(self._tokenizer).push(ids)
+        text = prompt if isinstance(prompt, str) else "".join(texts)
+        return Echo(text, ids, _offsets(text, texts), request.extent[1])
+
+    def _asked(
+        self, request: Request, ids: list[int], echo: Echo | None = None, **further: Any
+    ) -> Asked:
+        """A prompt. `further`: fields of its `SamplingParams`."""
+        most = self._most_tokens(request, len(ids))
+        params = request.params(len(ids), most, self._end_tokens, **further)
+        return Asked(torch.tensor(ids), params, echo)
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        length = len(ids)
+        if self.context is not None and length >= self.context:
+            raise RequestError(
+                f"this model's maximum context length is {self.context} tokens, but {param} takes "
+                f"{length}, and an answer at least 1; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if not ids:
+            raise RequestError(f"{param}: no tokens; give some text", param=param)
+        self._check_known(ids, param)
+        return ids
+
+    @property
+    def _end_tokens(self) -> set[int]:
+        return {token for token in self._host.end_tokens() if token is not None}
+
+    def _check_known(self, ids: list[int], param: str) -> None:
+        known = self._host.embeddings
+        if known is not None and not all(0 <= token < known for token in ids):
+            raise RequestError(f"{param} has token ids outside of 0 to {known - 1}", param=param)
+
+    def _check_tokens(self, request: Request) -> None:
+        for field, tokens in (
+            ("logit_bias", map(int, request.logit_bias)),
+            ("stop_token_ids", request.stop_token_ids),
+        ):
+            largest = max(tokens, default=0)
+            if largest >= self._host.vocabulary:
+                raise RequestError(
+                    f"{field} has token {largest}; this model's are 0 to "
+                    f"{self._host.vocabulary - 1}",
+                    param=field,
+                )
+
     def _most_tokens(self, request: Request, length: int) -> int:
         """The most tokens that each answer to a prompt of `length` tokens may have."""
-        limit, most = self._limits.answer_tokens, request.max_tokens
-        most = max(1, limit // request.n) if most is None else most
+        limit, answers = self._limits.answer_tokens, request.answers * request.prompts
+        most = request.extent[0]
+        most = max(1, limit // answers) if most is None else most
         if self.context is not None:
             most = min(most, self.context - length)
-        if request.n * most > limit:
+        if answers * most > limit:
             raise RequestError(
-                f"{request.n} answers of up to {most} tokens are {request.n * most} tokens, but "
-                f"this server gives {limit} to a request; ask for fewer (max_tokens, n)",
-                param="n" if request.n > 1 else "max_tokens",
+                f"{answers} answers of up to {most} tokens are {answers * most} tokens, but this "
+                f"server gives {limit} to a request; ask for fewer (max_tokens, n)",
+                param="n" if request.answers > 1 else "max_tokens",
             )
         return most
 
-    def _ids(self, request: Request) -> list[int]:
-        if isinstance(request, ChatCompletionRequest):
-            text, chat = self._rendered(request), True
-        elif isinstance(request.prompt, list):
-            return request.prompt
-        else:
-            text, chat = request.prompt, False
+    def _ids(self, text: str, field: str, *, special: bool = True) -> list[int]:
         if len(text) > self.most_bytes or len(text.encode()) > self.most_bytes:
-            raise self._too_large(request)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=not chat)["input_ids"]
+            raise self._rendering.too_large(field)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _rendered(self, request: ChatCompletionRequest) -> str:
-        """The text that the chat template makes of messages and tools."""
-        if self._tokenizer.chat_template is None:
-            raise RequestError(
-                f"{self._name} has no chat template; use /v1/completions",
-                param=request.prompt_field,
-                code="no_chat_template",
-            )
-        tools = request.tools if request.tools and request.tool_choice != "none" else None
-        messages = [message.for_template() for message in request.messages]
-        template = self._tokenizer.get_chat_template(tools=tools)
-        calls = any("tool_calls" in message for message in messages)
-        for used, field in ((tools, "tools"), (calls, "tool_calls")):
-            if used and field not in template:  # it would silently leave them out
-                raise RequestError(
-                    f"the chat template of {self._name} does not render {field}", param=field
-                )
-        try:
-            if _is_larger([messages, tools], self.most_bytes):
-                raise self._too_large(request)
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False
-            )
-            text.encode()
-            return text
-        except RequestError:
-            raise
-        except Exception as error:  # templates are programs, and raise errors of any class
-            reason = " ".join(str(error).split())[:300]
-            raise RequestError(
-                f"the chat template of {self._name} cannot render these messages: {reason}",
-                param=request.prompt_field,
-            ) from error
 
-    def _too_large(self, request: Request) -> RequestError:
-        return RequestError(
-            f"{request.prompt_field} takes more than the {self.most_bytes} bytes that this server "
-            "reads of a prompt; shorten it",
-            param=request.prompt_field,
-            code="context_length_exceeded",
-        )
-
-
-def _is_larger(given: Any, limit: int) -> bool:
-    """Whether a template that writes its input as indented JSON would write more than `limit`
-    bytes. Deeply nested input becomes long by indentation, so it is counted without writing it."""
-    pieces = json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(given)
-    return any(total > limit for total in accumulate(len(piece.encode()) for piece in pieces))
+def _offsets(text: str, pieces: Sequence[str]) -> list[int]:
+    """Where in a text each token begins. A token that the tokenizer added takes no characters."""
+    offsets, at = [], 0
+    for piece in pieces:
+        offsets.append(at)
+        at += len(piece) if text.startswith(piece, at) else 0
+    return offsets

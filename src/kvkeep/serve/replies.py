@@ -6,14 +6,24 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, final
 
 from starlette.responses import Response
 
-from kvkeep.serve.events import Event, Picture, Started, TextDelta, TokenLogprob, Usage
-from kvkeep.serve.requests import Request, RequestError
+from kvkeep.serve.events import (
+    Event,
+    Picture,
+    Scored,
+    Started,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
+from kvkeep.serve.parts import CONTENT, REASONING, Call, Parts, Said
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests import Request
 
 
 @final
@@ -21,13 +31,21 @@ class Reply:
     """The answers to one request, as one object or as chunks of a stream. It must be made in an
     event loop.
 
+    Args:
+        prompts: how many prompts it has.
+        parts: makes the parser of an answer; None: answers are plain text.
+
     Attributes:
         outcome: how the request is counted; until its last event, its client is taken to have
             left.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(
+        self, request: Request, prompts: int = 1, parts: Callable[[], Parts] | None = None
+    ) -> None:
         self.request, self.outcome = request, "left"
+        self._prompts, answers = prompts, prompts * request.answers
+        self._parts = [Parts(None) if parts is None else parts() for _ in range(answers)]
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
@@ -53,7 +71,7 @@ class Reply:
         Raises:
             RequestError: one failed.
         """
-        pieces: list[list[TextDelta]] = [[] for _ in range(self.request.n)]
+        pieces: list[list[TextDelta]] = [[] for _ in self._parts]
         async for event in self._events():
             if isinstance(event, TextDelta):
                 pieces[event.index].append(event)
@@ -61,17 +79,33 @@ class Reply:
                 raise event
             elif isinstance(event, Usage):
                 usage = _usage(event)
-        return self._object("chat.completion", map(self._choice, pieces)) | {"usage": usage}
+        answers = self.request.answers
+        groups = (pieces[at : at + answers] for at in range(0, len(pieces), answers))
+        best = [one for group in groups for one in self._best(group)]
+        choices = [self._choice(index, own) for index, own in enumerate(best)]
+        return self._object("chat.completion", choices) | {"usage": usage}
+
+    def _best(self, answers: list[list[TextDelta]]) -> list[list[TextDelta]]:
+        """The n of a prompt's answers that its client gets."""
+
+        def mean(pieces: list[TextDelta]) -> float:
+            tokens = [one for piece in pieces if not piece.echo for one in piece.logprobs]
+            return sum(one.chosen.logprob or 0 for one in tokens) / max(len(tokens), 1)
+
+        if len(answers) == self.request.n:
+            return answers
+        return sorted(answers, key=mean, reverse=True)[: self.request.n]
 
     async def chunks(self) -> AsyncIterator[str]:
         """The answers as server-sent events."""
         if self.request.chat:
-            for index in range(self.request.n):
+            for index in range(len(self._parts)):
                 role = {"delta": {"role": "assistant", "content": ""}}
                 yield self._chunk([{"index": index, **role, **_NOTHING}])
         async for event in self._events():
             if isinstance(event, TextDelta):
-                yield self._chunk([self._choice([event], delta=True)])
+                for choice in self._deltas(event):
+                    yield self._chunk([choice])
             elif isinstance(event, Picture):
                 yield self._chunk([], cache=event.json)
                 event.received()
@@ -117,20 +151,72 @@ class Reply:
             "choices": list(choices),
         }
 
-    def _choice(self, pieces: list[TextDelta], *, delta: bool = False) -> dict[str, Any]:
-        """An answer, or pieces of one that follow each other."""
-        text, chat = "".join(piece.text for piece in pieces), self.request.chat
+    def _choice(self, index: int, pieces: list[TextDelta]) -> dict[str, Any]:
+        """A whole answer."""
+        parts = self._parts[pieces[0].index]
+        text = "".join(piece.text for piece in pieces)
         said: dict[str, Any] = {"text": text}
-        if chat and delta:
-            said = {"delta": {"content": text} if text else {}}
-        elif chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = {"index": pieces[0].index, **said, **_NOTHING}
+        if self.request.chat:
+            said = {"message": _message(parts.push(text, last=True))}
+        return {"index": index, **said, **self._about(pieces, parts)}
+
+    def _deltas(self, piece: TextDelta) -> list[dict[str, Any]]:
+        """Choices for the chunks of a stream, for a piece of an answer."""
+        parts, last = self._parts[piece.index], bool(piece.finish_reason)
+        said: list[dict[str, Any]] = [{"text": piece.text}]
+        if self.request.chat:
+            said = [{"delta": one} for one in _message_deltas(parts.push(piece.text, last=last))]
+            if not said and (piece.logprobs or last):
+                said = [{"delta": {}}]
+        choices = [{"index": piece.index, **one, **_NOTHING} for one in said]
+        for choice in choices[-1:]:
+            choice |= self._about([piece], parts)
+        return choices
+
+    def _about(self, pieces: list[TextDelta], parts: Parts) -> dict[str, Any]:
+        """The logprobs of pieces of an answer, and why it ended with them."""
+        about: dict[str, Any] = dict(_NOTHING)
+        reason = pieces[-1].finish_reason
         if self.request.top_logprobs is not None:
-            tokens = [piece for piece in pieces if piece.logprobs]
-            choice["logprobs"] = _chat_logprobs(tokens) if chat else _completion_logprobs(tokens)
-        choice["finish_reason"] = pieces[-1].finish_reason or None
-        return choice
+            tokens = [one for piece in pieces for one in piece.logprobs]
+            scores = _chat_logprobs if self.request.chat else _completion_logprobs
+            about["logprobs"] = scores(tokens)
+        if reason:
+            about["finish_reason"] = "tool_calls" if parts.calls and reason == "stop" else reason
+        return about
+
+
+def _message(said: list[Said | Call]) -> dict[str, Any]:
+    """A message of an assistant."""
+    text = dict.fromkeys((CONTENT, REASONING), "")
+    for one in said:
+        if isinstance(one, Said):
+            text[one.part] += one.text
+    calls = [_call(one) for one in said if isinstance(one, Call)]
+    content = None if calls and not text[CONTENT] else text[CONTENT]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if text[REASONING]:
+        message[REASONING] = text[REASONING]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _message_deltas(said: list[Said | Call]) -> list[dict[str, Any]]:
+    """The parts of a message in a stream: a call's name first, then its arguments."""
+    deltas: list[dict[str, Any]] = []
+    for one in said:
+        if isinstance(one, Said):
+            deltas.append({one.part: one.text})
+            continue
+        begun = _call(one._replace(arguments="")) | {"index": one.number}
+        deltas.append({"tool_calls": [begun]})
+        arguments = {"index": one.number, "function": {"arguments": one.arguments}}
+        deltas.append({"tool_calls": [arguments]})
+    return deltas
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 _HEADERS = {
@@ -158,31 +244,34 @@ def refusal(error: RequestError) -> Response:
     return as_json(error.body(), error.status, _HEADERS.get(error.status))
 
 
-def _chat_logprobs(tokens: list[TextDelta]) -> dict[str, Any]:
+def _chat_logprobs(tokens: list[Scored]) -> dict[str, Any]:
     content = [
-        _with_bytes(piece.logprobs[0]) | {"top_logprobs": [*map(_with_bytes, piece.logprobs[1:])]}
-        for piece in tokens
+        _with_bytes(one.chosen) | {"top_logprobs": [*map(_with_bytes, one.top)]} for one in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(tokens: list[TextDelta]) -> dict[str, Any]:
+def _completion_logprobs(tokens: list[Scored]) -> dict[str, Any]:
     return {
-        "tokens": [piece.logprobs[0].token for piece in tokens],
-        "token_logprobs": [piece.logprobs[0].logprob for piece in tokens],
-        # The chosen token too, which is the first, though it may not be among the likeliest.
-        "top_logprobs": [
-            dict(reversed((*piece.logprobs[1:], piece.logprobs[0]))) if piece.logprobs[1:] else {}
-            for piece in tokens
-        ],
-        "text_offset": [piece.offset for piece in tokens],
+        "tokens": [one.chosen.token.text for one in tokens],
+        "token_logprobs": [one.chosen.logprob for one in tokens],
+        "top_logprobs": [_by_name(one) for one in tokens],
+        "text_offset": [one.offset for one in tokens],
     }
 
 
+def _by_name(one: Scored) -> dict[str, float | None] | None:
+    """The likeliest tokens, and the chosen one, though it may not be among them."""
+    if one.chosen.logprob is None:
+        return None
+    every = (*one.top, one.chosen) if one.top else ()
+    return {each.token.text: each.logprob for each in reversed(every)}
+
+
 def _with_bytes(one: TokenLogprob) -> dict[str, Any]:
-    """A token with its bytes, which are not known of a token that is a part of a character."""
-    known = "\ufffd" not in one.token
-    return one._asdict() | {"bytes": list(one.token.encode()) if known else None}
+    name = one.token
+    known = None if name.bytes is None else list(name.bytes)
+    return {"token": name.text, "logprob": one.logprob, "bytes": known}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -1,91 +1,44 @@
-"""Requests: the bodies that OpenAI's API defines, as pydantic models, and how one is refused."""
+"""Requests: the bodies that OpenAI's API defines, as pydantic models."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Strict,
-    Tag,
-    ValidationError,
-    model_validator,
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import model_validator as validator
+
+from kvkeep.errors import SpecError
+from kvkeep.generate.sampling import SamplingParams, at_least, bias, penalty, repetition
+from kvkeep.serve.fields import (
+    TAGS,
+    Bias,
+    Count,
+    Exact,
+    FirstError,
+    Flag,
+    Integer,
+    Lenient,
+    Number,
+    Penalty,
+    Stops,
+    Text,
+    Token,
+    TokenId,
+    UnsupportedValueError,
+    object_tag,
+    only,
+    tag,
 )
+from kvkeep.serve.messages import Message
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.structures import ResponseFormat, Structure
 
-from kvkeep.errors import KVKeepError, SpecError
-from kvkeep.generate.sampling import SamplingParams, bias, penalty
-
-_MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
-_NAMED_WHOLE = ("logit_bias", "prompt", "stop")  # errors name the field, not the item in it
-_TAGS = ("(text)", "(list)")  # of a text or a list; pydantic puts them into the paths of errors
-
-
-@dataclass(eq=False)
-class RequestError(KVKeepError):
-    """A refused request: the field and code at fault, and the HTTP status."""
-
-    message: str
-    _: KW_ONLY
-    param: str | None = None
-    code: str | None = None
-    status: int = 400
-
-    def __str__(self) -> str:
-        return self.message
-
-    @property
-    def outcome(self) -> str:
-        """How a request that ends with this error is counted."""
-        if self.status in (429, 503):
-            return "unavailable"
-        return "refused" if self.status < 500 else "failed"
-
-    def body(self) -> dict[str, Any]:
-        """The error in the format of OpenAI's API."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        about = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": about}
-
-
-# -- types of fields ---------------------------------------------------------------------------
-
-
-class _UnsupportedError(ValueError):
-    """A value that would change the answer, of a field that is not supported."""
-
-
-def _only(*allowed: Any) -> AfterValidator:
-    """Refuses all values but a few of this type: False is not 0."""
-
-    def check(given: Any) -> Any:
-        if (type(given), given) not in [(type(one), one) for one in allowed]:
-            give = " or ".join(map(json.dumps, [*allowed, None]))
-            raise _UnsupportedError(f"give {give}, all else is not supported")
-        return given
-
-    return AfterValidator(check)
-
-
-def _tag(given: Any) -> str:
-    return "(list)" if isinstance(given, list) else "(text)"
-
-
-def _loaded(given: Any) -> Any:
-    """The JSON value that a text holds; other values, and text of other kinds, as they are."""
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return given
+_MOST_ANSWERS = 256  # of a request: each takes memory while it waits
+_NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the field, not an item
 
 
 def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
@@ -95,148 +48,160 @@ def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
     return tool
 
 
-def _single(given: Any) -> Any:
-    """The only prompt of a list, which may be text or token ids."""
-    if isinstance(given, list) and given and isinstance(given[0], str | list):
-        if len(given) > 1:
-            raise ValueError("give one text, or the token ids of one")
-        return given[0]
-    return given
-
-
 def _few(given: Any) -> Any:
     if isinstance(given, dict) and len(given) > 1024:
         raise ValueError("give at most 1024 tokens")
     return given
 
 
-def _as_list(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def _each_prompt(given: Any) -> Any:
+    """One text, or the token ids of one, as a list of prompts."""
+    one = isinstance(given, str) or (
+        isinstance(given, list) and given and not isinstance(given[0], str | list)
+    )
+    return [given] if one else given
 
 
-Text = Annotated[str, Strict(), Field(min_length=0)]  # with a bound pydantic checks its Unicode
-Flag = Annotated[bool, Strict()]
-Integer = Annotated[int, Strict(), Field(ge=-_MOST_INT - 1, le=_MOST_INT)]
-Count = Annotated[Integer, Field(ge=1)]
-Number = Annotated[float, Strict()]
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
-Stop = Annotated[Text, Field(min_length=1, max_length=1000)]  # new text is compared with each of it
-TokenId = Annotated[Text, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
-Bias = Annotated[Number, Field(ge=-100, le=100)]
-Tool = Annotated[dict[Any, Any], AfterValidator(_named)]
-FirstError = Field(fail_fast=True)  # pydantic keeps each error, of which a large list has many
-
-
-class _Object(BaseModel):
-    """A JSON object. Unknown fields are ignored, and fields that are null are left out."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {name: value for name, value in given.items() if value is not None}
-        return given
-
-
-class TextPart(_Object):
-    """A part of a message. The models read text only."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class Function(_Object):
-    """A function that a model called. `arguments` is an object, as chat templates expect it."""
-
-    name: Text
-    arguments: Annotated[dict[Any, Any], BeforeValidator(_loaded)] = {}
-
-
-class ToolCall(_Object):
-    """A call of a tool in an assistant's message."""
-
-    id: Text | None = None
-    function: Function
-
-
-class Message(_Object):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[Text, Tag("(text)")] | Annotated[list[TextPart], FirstError, Tag("(list)")],
-        Discriminator(_tag),
-    ]
-    tool_calls: Annotated[list[ToolCall], FirstError] = []
-    tool_call_id: Text | None = None
-    name: Text | None = None
-    audio: Annotated[Any, _only()] = None
-    function_call: Annotated[Any, _only()] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_content(cls, given: Any) -> Any:
-        """An assistant's message may be calls of tools alone."""
-        if isinstance(given, dict) and given.get("role") == "assistant":
-            return given | {"content": "" if given.get("content") is None else given["content"]}
-        return given
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        role, text = "system" if self.role == "developer" else self.role, self.content
-        if isinstance(text, list):
-            text = "".join(part.text for part in text)
-        message: dict[str, Any] = {"role": role, "content": text}
-        if role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [
-                {"type": "function", "function": dict(call.function)}
-                | ({} if call.id is None else {"id": call.id})
-                for call in self.tool_calls
-            ]
-        if role == "tool":
-            names = {"tool_call_id": self.tool_call_id, "name": self.name}
-            message |= {key: name for key, name in names.items() if name is not None}
-        return message
-
-
-class StreamOptions(_Object):
+class StreamOptions(Exact):
     """What a stream has beside the text."""
 
     include_usage: Flag = False
+    """A last chunk with the numbers of tokens."""
     include_cache: Flag = False
+    """Pictures of the cache of a single answer; see [the page](#the-page)."""
+    include_obfuscation: Annotated[Any, only(False)] = None
+    """No padding is sent."""
 
 
-# -- requests ------------------------------------------------------------------------------------
+class _FunctionName(Exact):
+    name: Text
 
 
-class GenerationRequest(_Object):
-    """What the requests for chats and for plain completions have in common. `Sampling` checks
+class NamedTool(Lenient):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: _FunctionName
+
+
+class GenerationRequest(Exact):
+    """What the requests for chats and for plain completions have in common. `SamplingParams` checks
     top_p, top_k and min_p."""
 
     chat: ClassVar[bool]
     prompt_field: ClassVar[str]
 
     model: Text
+    """The name that the server has for it."""
     max_tokens: Count | None = None
-    """Of each answer; None: as many as the context and the server permit."""
+    """Most tokens of an answer, never past the context, and for all answers together at most
+    `--answer-tokens`; by default as many as that."""
+    min_tokens: Annotated[Integer, Field(ge=0)] = 0
+    """Until an answer has so many, no token ends it; stop strings do."""
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
+    """0 is greedy."""
     top_p: Number = 1.0
-    top_k: Integer = 0
+    """From 0 to 1."""
+    top_k: Annotated[Integer, AfterValidator(lambda k: 0 if k == -1 else k)] = 0
+    """0 and -1 are off."""
     min_p: Number = 0.0
+    """From 0 to 1."""
+    repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
+    """For tokens of the prompt and of the answer, as transformers defines it."""
     presence_penalty: Penalty = 0.0
+    """From -2 to 2, for tokens that the answer has already; the prompt's do not count."""
     frequency_penalty: Penalty = 0.0
+    """From -2 to 2, for each time that the answer has a token already."""
     logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few)] = {}
+    """Up to 1,024 token ids, each with a number from -100 to 100."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens to name with each token; None: no logprobs."""
-    stop: Annotated[list[Stop], Field(max_length=4), BeforeValidator(_as_list)] = []
+    stop: Stops = []
+    """Up to four strings of 1,000 characters; the text ends before the first complete match, also
+    across tokens."""
+    stop_token_ids: Annotated[list[Token], Field(max_length=1024), FirstError] = []
+    """Tokens that end an answer as the model's own end tokens do, and are no part of its text."""
+    ignore_eos: Flag = False
+    """Whether the model's own end tokens end nothing."""
     seed: Integer | None = None
+    """The answers to a prompt have the seeds `seed`, `seed` + 1, and so on."""
     n: Annotated[Count, Field(le=128)] = 1
+    """Answers to each prompt, computed together; they share the prompt."""
     stream: Flag = False
+    """Pieces are whole characters and hold no part of a stop string."""
     stream_options: StreamOptions = StreamOptions()
+    """`include_usage`; `include_cache` for pictures of the cache of a single answer, see
+    [the page](#the-page)."""
+    user: Any = None
+    """Ignored."""
 
-    @model_validator(mode="after")
+    response_format: ResponseFormat | None = None
+    """`text`, `json_object`, or `json_schema` with a schema; see
+    [structured output](#structured-output)."""
+    guided_json: dict[Any, Any] | Text | None = None
+    """A JSON schema that answers follow, as vLLM names it; likewise the next three."""
+    guided_regex: Text | None = None
+    """A regular expression."""
+    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024), FirstError] = []
+    """Texts, of which an answer is one."""
+    guided_grammar: Text | None = None
+    """A grammar of Lark or GBNF."""
+
+    @property
+    def structure(self) -> Structure | None:
+        """What its answers follow; None: nothing."""
+        return next(iter(self._structures()), None)
+
+    def _structures(self) -> list[Structure]:
+        form, found = self.response_format, list[Structure]()
+        if form is not None and form.type != "text":
+            schema = {"type": "object"} if form.json_schema is None else form.json_schema.given
+            found.append(Structure("response_format", "json_schema", json.dumps(schema)))
+        if self.guided_json is not None:
+            given = self.guided_json
+            text = given if isinstance(given, str) else json.dumps(given)
+            found.append(Structure("guided_json", "json_schema", text))
+        if self.guided_regex is not None:
+            found.append(Structure("guided_regex", "regex", self.guided_regex))
+        if self.guided_choice:
+            found.append(Structure("guided_choice", "choice", json.dumps(self.guided_choice)))
+        if self.guided_grammar is not None:
+            found.append(Structure("guided_grammar", "grammar", self.guided_grammar))
+        return found
+
+    @validator(mode="after")
+    def _check_structure(self) -> Self:
+        form, several = self.response_format, self._structures()[1:]
+        if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+            raise RequestError(
+                "response_format needs json_schema with type json_schema, and only with that",
+                param="response_format",
+            )
+        if several:
+            raise RequestError(
+                f"{several[0].field} is one of several grammars; give one", param=several[0].field
+            )
+        return self
+
+    @property
+    def answers(self) -> int:
+        """How many answers each prompt has."""
+        return self.n
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has."""
+        return 1
+
+    @property
+    def extent(self) -> tuple[int | None, bool]:
+        """Most tokens of each answer, if the client says, and whether the prompt alone is asked
+        for."""
+        return self.max_tokens, False
+
+    @validator(mode="after")
     def _check_include_cache(self) -> Self:
-        if self.stream_options.include_cache and (self.n > 1 or not self.stream):
+        several = self.answers * self.prompts > 1
+        if self.stream_options.include_cache and (several or not self.stream):
             raise RequestError(
                 "stream_options.include_cache shows the cache of one answer while it is streamed; "
                 "give stream true and n 1, or leave it out",
@@ -248,18 +213,35 @@ class GenerationRequest(_Object):
         """A copy without the prompt, which may be large and is not needed once it is tokenised."""
         return self.model_copy(update={self.prompt_field: [], "tools": []})
 
-    def params(self, prompt_tokens: int, max_new_tokens: int) -> SamplingParams:
-        """How the answers are generated.
+    def params(
+        self, prompt_tokens: int, max_new_tokens: int, ends: Collection[int], **further: Any
+    ) -> SamplingParams:
+        """How the answers to a prompt are generated.
+
+        Args:
+            ends: the model's own end tokens.
+            further: other fields of the result.
 
         Raises:
             RequestError: an option of sampling is out of its range.
         """
+        if self.min_tokens > max_new_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, but an answer has at most {max_new_tokens} "
+                "tokens; ask for fewer",
+                param="min_tokens",
+            )
+        end_tokens = frozenset(self.stop_token_ids) | (set() if self.ignore_eos else {*ends})
         processors = []
+        if self.repetition_penalty != 1:
+            processors.append(repetition(self.repetition_penalty))
         presence, frequency = self.presence_penalty, self.frequency_penalty
         if presence or frequency:
             processors.append(penalty(prompt_tokens, presence=presence, frequency=frequency))
         if self.logit_bias:
             processors.append(bias({int(token): added for token, added in self.logit_bias.items()}))
+        if self.min_tokens and end_tokens:
+            processors.append(at_least(self.min_tokens, prompt_tokens, sorted(end_tokens)))
         temperature = self.temperature if self.temperature >= _LEAST_TEMPERATURE else 0.0
         try:
             return SamplingParams(
@@ -271,33 +253,96 @@ class GenerationRequest(_Object):
                 seed=self.seed,
                 processors=processors,
                 stop=self.stop,
-                logprobs=self.top_logprobs is not None,
+                end_tokens=end_tokens,
+                logprobs=self.top_logprobs is not None or self.answers > self.n,
                 top_logprobs=self.top_logprobs or 0,
+                **further,
             )
         except SpecError as error:  # its message begins with the option's name
             raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
 
 
-class ChatCompletionRequest(GenerationRequest):
+class Conversation(Exact):
+    """What a chat template renders."""
+
+    messages: Annotated[list[Message], Field(min_length=1), FirstError]
+    """Of system, developer, user, assistant and tool; content is text, or a list of text parts. If
+    the chat template has no such role, developer becomes system, and the text of system stands
+    before the next user's. Calls of tools may lack names, ids and a part of their arguments."""
+    tools: Annotated[list[Annotated[dict[Any, Any], AfterValidator(_named)]], FirstError] = []
+    """Given to the chat template, which must support them; see [tools](#tools)."""
+    tool_choice: Annotated[
+        Annotated[Literal["auto", "none", "required"], Tag("(text)")]
+        | Annotated[NamedTool, Tag("(object)")],
+        Discriminator(object_tag),
+    ] = "auto"
+    """`auto`, `none`, `required`, or a tool by name; see [tools](#tools)."""
+    add_generation_prompt: Flag | None = None
+    """Whether the template begins an answer; by default true, but with `continue_final_message`."""
+    continue_final_message: Flag = False
+    """Whether the answer continues the last message in place of a new one."""
+    chat_template_kwargs: dict[Text, Any] = {}
+    """Variables of the chat template, such as `enable_thinking`; the template must read each."""
+    reasoning_effort: Text | None = None
+    """A variable of the chat template. Where that reads `enable_thinking` instead, `none` turns
+    thinking off, and all else turns it on."""
+
+    @validator(mode="after")
+    def _check_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "add_generation_prompt begins a new message, and continue_final_message continues "
+                "the last one; give one of them",
+                param="add_generation_prompt",
+            )
+        return self
+
+
+class ChatCompletionRequest(Conversation, GenerationRequest):
     """The body of a request to /v1/chat/completions."""
 
     chat, prompt_field = True, "messages"
 
-    messages: Annotated[list[Message], Field(min_length=1), FirstError]
-    tools: Annotated[list[Tool], FirstError] = []
-    tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
+    parallel_tool_calls: Flag = True
+    """Whether an answer may have several calls; otherwise all but the first are left out."""
     max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`."""
     logprobs: Flag = False
+    """Of each generated token, the end token too, at temperature 1 before penalties and biases."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    prediction: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none")] = None
+    """With `logprobs`, the likeliest tokens in the place of each."""
+    modalities: Annotated[Any, only(["text"])] = None
+    """Only `["text"]`."""
+    verbosity: Annotated[Any, only("medium")] = None
+    """Only `medium`."""
+    store: Annotated[Any, only(False)] = None
+    """Only false: the server keeps no answers to be asked for later."""
+    audio: Annotated[Any, only()] = None
+    """Refused."""
+    web_search_options: Annotated[Any, only()] = None
+    """Refused."""
+    moderation: Annotated[Any, only()] = None
+    """Refused."""
+    functions: Annotated[Any, only([])] = None
+    """Refused; give `tools`."""
+    function_call: Annotated[Any, only("none")] = None
+    """Only `none`; give `tool_choice`."""
+    prediction: Any = None
+    """Ignored."""
+    metadata: Any = None
+    """Ignored."""
+    service_tier: Any = None
+    """Ignored."""
+    safety_identifier: Any = None
+    """Ignored."""
+    prompt_cache_key: Any = None
+    """Ignored: prompts are found by their tokens."""
+    prompt_cache_options: Any = None
+    """Ignored."""
+    prompt_cache_retention: Any = None
+    """Ignored."""
 
-    @model_validator(mode="after")
+    @validator(mode="after")
     def _join_options(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise RequestError(
@@ -310,32 +355,102 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of a request to /v1/completions. `prompt` is text, or the token ids of one text."""
+    """The body of a request to /v1/completions."""
 
     chat, prompt_field = False, "prompt"
 
     prompt: Annotated[
-        Annotated[Text, Field(min_length=1), Tag("(text)")]
-        | Annotated[list[Annotated[int, Strict()]], Field(min_length=1), FirstError, Tag("(list)")],
-        Discriminator(_tag),
-        BeforeValidator(_single),
+        list[
+            Annotated[
+                Annotated[Text, Field(min_length=1), Tag("(text)")]
+                | Annotated[list[Integer], Field(min_length=1), FirstError, Tag("(list)")],
+                Discriminator(tag),
+            ]
+        ],
+        Field(min_length=1, max_length=_MOST_ANSWERS),
+        FirstError,
+        BeforeValidator(_each_prompt),
     ]
-    max_tokens: Count | None = 16
+    """A text, the token ids of one, or a list of either; all may have 256 answers together."""
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = 16
+    """As for chats; 0 asks for the prompt alone, with `echo`."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = Field(None, alias="logprobs")
-    echo: Annotated[Any, _only(False)] = None
-    best_of: Annotated[Any, _only(1)] = None
-    suffix: Annotated[Any, _only("")] = None
+    """Of each token, and the likeliest tokens in its place: 0 to 5, as for chats. With `echo`, also
+    of the prompt's tokens; such a prompt takes nothing from the prefix store."""
+    echo: Flag = False
+    """Whether the text begins with the prompt."""
+    best_of: Annotated[Count, Field(le=128)] | None = None
+    """Answers of which the `n` with the highest mean logprob are returned; by default `n`. Not with
+    `stream`."""
+    suffix: Annotated[Any, only("")] = None
+    """Refused."""
+
+    @property
+    def answers(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def extent(self) -> tuple[int | None, bool]:
+        return self.max_tokens or 1, self.max_tokens == 0
+
+    @validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(
+                "max_tokens is 0: give at least 1, or echo true for the prompt alone",
+                param="max_tokens",
+            )
+        if self.answers * self.prompts > _MOST_ANSWERS:
+            raise RequestError(
+                f"{self.prompts} prompts of {self.answers} answers: ask for at most "
+                f"{_MOST_ANSWERS} answers at once",
+                param="prompt",
+            )
+        if self.answers < self.n or (self.stream and self.answers > self.n):
+            raise RequestError(
+                f"best_of is {self.best_of}: give at least n, which is {self.n}, and in a stream "
+                "not more",
+                param="best_of",
+            )
+        return self
+
+
+class TokenizeRequest(Conversation):
+    """The body of a request to /tokenize: a text, or a conversation."""
+
+    model: Text | None = None
+    messages: Annotated[list[Message], FirstError] = []
+    prompt: Text | None = None
+    add_special_tokens: Flag | None = None
+    return_token_strs: Flag = False
+
+    @validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if bool(self.messages) == (self.prompt is not None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeRequest(Exact):
+    """The body of a request to /detokenize."""
+
+    model: Text | None = None
+    tokens: Annotated[list[Token], FirstError]
 
 
 Request = ChatCompletionRequest | CompletionRequest
-_Request = TypeVar("_Request", bound=GenerationRequest)
+_Request = TypeVar("_Request", bound=Exact)
 
 
 def read(body: bytes | bytearray, kind: type[_Request]) -> _Request:
     """Parse the body of a request.
 
     Raises:
-        RequestError: the body is not JSON, or a field is wrong or unsupported.
+        RequestError: the body is not JSON, or a field is unknown, wrong or unsupported.
     """
     try:
         given = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
@@ -362,18 +477,21 @@ def _no_constant(name: str) -> None:
 
 def _refused(problem: Mapping[str, Any]) -> RequestError:
     """The refusal for an error of pydantic: it names the field, its value and what to give."""
-    path = [part for part in problem["loc"] if part not in (*_TAGS, "[key]")]
+    path = [part for part in problem["loc"] if part not in (*TAGS, "[key]")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
     param = path[0] if path and path[0] in _NAMED_WHOLE else where
     if problem["type"] == "missing":
         message, code = f"{where} is missing; give it", "missing_required_parameter"
         return RequestError(message, param=str(param), code=code)
+    if problem["type"] == "extra_forbidden":
+        message = f"{where} is not a field that this server knows; leave it out"
+        return RequestError(message, param=str(param), code="unknown_parameter")
     error = problem.get("ctx", {}).get("error")  # what a validator here raised
     wanted = str(error or problem["msg"][0].lower() + problem["msg"][1:])
     return RequestError(
         f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}",
         param=str(param) or None,
-        code="unsupported_parameter" if isinstance(error, _UnsupportedError) else None,
+        code="unsupported_parameter" if isinstance(error, UnsupportedValueError) else None,
     )
 
 

@@ -1,0 +1,130 @@
+"""Grammars: which tokens an answer may have, so that its text follows a grammar.
+
+The grammars are llguidance's. It compiles JSON schemas, regular expressions and grammars of Lark or
+GBNF, within limits of its own, and knows after each token which others may follow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import StateError
+from kvkeep.extras import needed_by
+from kvkeep.generate import Processor
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.structures import StructureKind
+
+with needed_by("structured output", "structured"):
+    from llguidance import LLMatcher, LLTokenizer, grammar_from
+    from llguidance.hf import from_tokenizer
+
+_JSON: Any = {"whitespace_flexible": False}
+"""One line: some models would write white space without end."""
+
+_BITS = torch.arange(8, dtype=torch.uint8)
+
+
+@final
+class Grammars:
+    """Makes processors of logits.
+
+    Args:
+        tokenizer: of the model; a fast one.
+        vocabulary: of the model.
+        ends: tokens that end an answer.
+
+    Raises:
+        ValueError: llguidance cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Collection[int]) -> None:
+        size = max(vocabulary, len(tokenizer))
+        self._tokenizer: LLTokenizer = from_tokenizer(
+            tokenizer, n_vocab=size, eos_token=sorted(ends) or None
+        )
+        self._special = {
+            added.content: token
+            for token, added in tokenizer.added_tokens_decoder.items()
+            if added.special
+        }
+
+    def following(
+        self, kind: StructureKind, grammar: str, field: str, *, after: str = ""
+    ) -> Callable[[], Processor]:
+        """Makes a processor for each answer, by which its text follows a grammar.
+
+        Args:
+            kind: of the grammar, as `llguidance.grammar_from` names it.
+            field: of the request, which has the grammar.
+            after: what ends the reasoning that stands before; empty: there is none.
+
+        Raises:
+            RequestError: the grammar is not valid.
+        """
+        try:
+            if kind == "json_schema":
+                made = LLMatcher.grammar_from_json_schema(grammar, overrides=_JSON)
+            else:
+                made = grammar_from(kind, grammar)
+            if after:
+                made = self._after(after, made)
+            matcher = LLMatcher(self._tokenizer, made, log_level=0)
+            matcher.compute_bitmask()  # which shows whether it is too complex
+            wrong = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            reason = " ".join(wrong.split())[:300]
+            raise RequestError(f"{field} is no grammar that can be followed: {reason}", param=field)
+        return lambda: _Following(matcher.deep_copy())
+
+    def _after(self, mark: str, grammar: str) -> str:
+        """A grammar that begins when a mark has been written."""
+        own = json.loads(grammar)["grammars"] if grammar.startswith("{") else None
+        body, *others = own or [{"lark_grammar": grammar}]
+        if mark in self._special:
+            head = f"start: BEFORE {self.text(mark)} @body\nBEFORE: /(.|\\n)*/"
+        else:
+            head = f"start: before @body\nbefore[lazy]: /(.|\\n)*/ {self.text(mark)}"
+        return json.dumps({"grammars": [{"lark_grammar": head}, body | {"name": "body"}, *others]})
+
+    def one_of(self, texts: Sequence[tuple[str, dict[str, Any], str]]) -> str:
+        """A grammar of Lark: one of several JSON values, each with a text before and behind it."""
+        start, ways = [], []
+        for at, (before, schema, behind) in enumerate(texts):
+            value = f"%json {json.dumps(schema | {'x-guidance': _JSON})}"
+            start.append(f"way{at}")
+            ways.append(f"way{at}: {self.text(before)} {value} {self.text(behind)}")
+        return "\n".join(["start: " + " | ".join(start), *ways])
+
+    def text(self, text: str) -> str:
+        """A text in a grammar of Lark, in which special tokens stand for themselves."""
+        for special, token in self._special.items():
+            before, found, behind = text.partition(special)
+            if found:
+                return f"{self.text(before)} <[{token}]> {self.text(behind)}".strip()
+        return json.dumps(text) if text else ""
+
+
+@final
+class _Following:
+    """Excludes the tokens that cannot follow those of an answer."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._length = -1  # of the text at the last call
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        if self._length >= 0:
+            self._matcher.consume_tokens(ids[0, self._length :].tolist())
+        self._length = ids.shape[1]
+        mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        if self._matcher.is_error():
+            raise StateError(f"an answer left its grammar: {self._matcher.get_error()}")
+        allowed = (mask[:, None] >> _BITS & 1).flatten()[: logits.shape[-1]]
+        return logits.masked_fill(allowed.to(logits.device) == 0, float("-inf"))

@@ -1,0 +1,117 @@
+"""Messages: a conversation as clients send it, and as chat templates read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic_core import from_json
+
+from kvkeep.serve.fields import Exact, FirstError, Lenient, Text, only, tag
+
+
+def _object(given: Any) -> Any:
+    """The arguments of a call as the object that chat templates expect, as far as they were
+    written. Text of other kinds stays text."""
+    if not isinstance(given, str):
+        return given
+    try:
+        found = from_json(given or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return given
+    return found if isinstance(found, dict) else given
+
+
+class TextPart(Exact):
+    """A part of a message. The models read text only; `cache_control` and `annotations` say nothing
+    that they read."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Any = None
+    annotations: Any = None
+
+
+class Function(Lenient):
+    """A function that a model called."""
+
+    name: Text = ""
+    arguments: Annotated[dict[Any, Any] | Text, BeforeValidator(_object)] = {}
+
+
+class ToolCall(Lenient):
+    """A call of a tool in an assistant's message."""
+
+    id: Text | None = None
+    function: Function
+
+
+class Message(Lenient):
+    """A message of a conversation. Clients send back whole answers of any server, so only what
+    would change the prompt is looked at."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Annotated[Text, Tag("(text)")] | Annotated[list[TextPart], FirstError, Tag("(list)")],
+        Discriminator(tag),
+    ]
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], FirstError] = []
+    tool_call_id: Text | None = None
+    name: Text | None = None
+    audio: Annotated[Any, only()] = None
+    images: Annotated[Any, only([])] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_todays_form(cls, given: Any) -> Any:
+        """Functions are former tools, and an assistant's message may be calls of tools alone."""
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        if given.get("role") == "function":
+            given["role"] = "tool"
+        call = given.pop("function_call", None)
+        if call is not None and not given.get("tool_calls"):
+            given["tool_calls"] = [{"function": call}]
+        if given.get("role") in ("assistant", "tool") and given.get("content") is None:
+            given["content"] = given.get("refusal") or ""
+        given.setdefault("reasoning_content", given.get("reasoning"))
+        return given
+
+    @property
+    def text(self) -> str:
+        """Its content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them. Calls without an id get one, and so do the results
+    that follow; each result gets the name of the function that was called."""
+    made: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    unanswered: list[str] = []
+    for message in messages:
+        one: dict[str, Any] = {"role": message.role, "content": message.text}
+        if message.role == "assistant":
+            if message.reasoning_content:
+                one["reasoning_content"] = message.reasoning_content
+            calls = message.tool_calls
+            ids = [call.id or f"call{len(names) + at:05}" for at, call in enumerate(calls)]
+            unanswered = list(ids)
+            names |= {key: call.function.name for key, call in zip(ids, calls, strict=True)}
+            if calls:
+                one["tool_calls"] = [
+                    {"type": "function", "id": key, "function": call.function.model_dump()}
+                    for key, call in zip(ids, calls, strict=True)
+                ]
+        elif message.role == "tool":
+            key = message.tool_call_id or next(iter(unanswered), "")
+            unanswered = [other for other in unanswered if other != key]
+            about = {"tool_call_id": key, "name": message.name or names.get(key, "")}
+            one |= {field: value for field, value in about.items() if value}
+        made.append(one)
+    return made

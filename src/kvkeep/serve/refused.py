@@ -1,0 +1,36 @@
+"""RequestError: how a request is refused."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from kvkeep.errors import KVKeepError
+
+
+@dataclass(eq=False)
+class RequestError(KVKeepError):
+    """A refused request: the field and code at fault, and the HTTP status."""
+
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def outcome(self) -> str:
+        """How a request that ends with this error is counted."""
+        if self.status in (429, 503):
+            return "unavailable"
+        return "refused" if self.status < 500 else "failed"
+
+    def body(self) -> dict[str, Any]:
+        """The error in the format of OpenAI's API."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        about = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": about}

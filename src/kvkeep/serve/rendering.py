@@ -1,0 +1,198 @@
+"""Rendering: the text that a model's chat template makes of a conversation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from itertools import accumulate
+from typing import Any, NamedTuple, final
+
+from kvkeep.serve.formats import reasoning_marks
+from kvkeep.serve.messages import for_template
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests import Conversation, NamedTool
+
+_WORD = re.compile(r"\w+")
+
+
+class Rendered(NamedTuple):
+    """A prompt, the beginning of the answer that it contains, and the tools that may be called."""
+
+    text: str
+    begun: str
+    tools: list[dict[Any, Any]]
+
+
+@final
+class Rendering:
+    """Renders conversations.
+
+    Args:
+        tokenizer: has the template.
+        name: the model's name for clients.
+        most_bytes: of a conversation, and of what becomes of it.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, most_bytes: int) -> None:
+        self._tokenizer, self._name, self._most_bytes = tokenizer, name, most_bytes
+
+    def render(self, request: Conversation) -> Rendered:
+        """The text of a conversation.
+
+        Raises:
+            RequestError: the template refuses the conversation, or does not read what it has; or
+                there is no template, or too much text.
+        """
+        if self._tokenizer.chat_template is None:
+            raise RequestError(
+                f"{self._name} has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        messages, tools = for_template(request.messages), _tools(request)
+        template = self._tokenizer.get_chat_template(tools=tools or None)
+        calls = any("tool_calls" in message for message in messages)
+        for used, field in ((tools, "tools"), (calls, "tool_calls")):
+            if used and field not in template:  # it would silently leave them out
+                raise RequestError(
+                    f"the chat template of {self._name} does not render {field}", param=field
+                )
+        if "developer" not in template:
+            for message in messages:
+                message["role"] = message["role"].replace("developer", "system")
+        options = self._variables(request, template)
+        options |= {"tools": tools or None}
+        continues = request.continue_final_message
+        begins = not continues and request.add_generation_prompt is not False
+        try:
+            if _is_larger([messages, options], self._most_bytes):
+                raise self.too_large("messages")
+            messages, text = self._with_system(
+                messages,
+                add_generation_prompt=begins,
+                continue_final_message=continues,
+                **options,
+            )
+            text.encode()
+            begun = ""
+            if continues:
+                begun = str(messages[-1]["content"])
+            elif begins and reasoning_marks(template) is not None:
+                without = self._text(messages, add_generation_prompt=False, **options)
+                begun = text.removeprefix(without) if text.startswith(without) else ""
+            return Rendered(text, begun, tools)
+        except RequestError:
+            raise
+        except Exception as error:  # templates are programs, and raise errors of any class
+            reason = " ".join(str(error).split())[:300]
+            raise RequestError(
+                f"the chat template of {self._name} cannot render these messages: {reason}",
+                param="messages",
+            ) from error
+
+    def too_large(self, field: str) -> RequestError:
+        """The refusal of a prompt with too much text."""
+        return RequestError(
+            f"{field} exceeds the maximum context length: it takes more than the "
+            f"{self._most_bytes} bytes that this server reads of a prompt; shorten it",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+    def _variables(self, request: Conversation, template: str) -> dict[str, Any]:
+        """The template's variables that a request sets.
+
+        Raises:
+            RequestError: the template reads a variable not, or it is not the client's to set.
+        """
+        given, read = dict(request.chat_template_kwargs), set(_WORD.findall(template))
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in given:
+            if name in own or name not in read:
+                raise RequestError(
+                    f"chat_template_kwargs.{name[:80]} is not a variable that the chat template of "
+                    f"{self._name} leaves to requests; leave it out",
+                    param="chat_template_kwargs",
+                )
+        effort = request.reasoning_effort
+        if effort is None:
+            return given
+        if "reasoning_effort" in read:
+            return {"reasoning_effort": effort} | given
+        if "enable_thinking" in read:
+            return {"enable_thinking": effort != "none"} | given
+        raise RequestError(
+            f"the chat template of {self._name} does not read reasoning_effort; leave it out",
+            param="reasoning_effort",
+        )
+
+    def _with_system(
+        self, messages: list[dict[str, Any]], **options: Any
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Messages, and their text. If the template refuses system messages, or leaves them out,
+        the text of each begins the next message of the user."""
+        system = [one["content"].strip() for one in messages if one["role"] == "system"]
+        error = None
+        try:
+            text = self._text(messages, **options)
+            if all(one in text for one in system):
+                return messages, text
+        except Exception as raised:
+            if not system:
+                raise
+            error = raised
+        folded = _folded(messages)
+        if folded is None:
+            if error is not None:
+                raise error
+            raise ValueError("it leaves out system messages, and no user message follows them")
+        return folded, self._text(folded, **options)
+
+    def _text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+
+def _tools(request: Conversation) -> list[dict[Any, Any]]:
+    """The tools that may be called.
+
+    Raises:
+        RequestError: it is another that must be called.
+    """
+    choice = request.tool_choice
+    if choice == "none":
+        return []
+    if choice == "auto":
+        return request.tools
+    tools = request.tools
+    if isinstance(choice, NamedTool):
+        tools = [one for one in tools if one["function"]["name"] == choice.function.name]
+    if not tools:
+        raise RequestError(
+            "tool_choice asks for a call of a tool that tools does not have; add it",
+            param="tool_choice",
+        )
+    return tools
+
+
+def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages without those of system, whose text begins the next of the user; None: there is no
+    next one."""
+    made, before = [], list[str]()
+    for message in messages:
+        if message["role"] == "system":
+            before.append(message["content"])
+            continue
+        if message["role"] == "user" and before:
+            message = message | {"content": "\n\n".join([*before, message["content"]])}
+            before = []
+        made.append(message)
+    return None if before else made
+
+
+def _is_larger(given: Any, limit: int) -> bool:
+    """Whether a template that writes its input as indented JSON would write more than `limit`
+    bytes. Deeply nested input becomes long by indentation, so it is counted without writing it."""
+    pieces = json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(given)
+    return any(total > limit for total in accumulate(len(piece.encode()) for piece in pieces))

@@ -1,0 +1,107 @@
+"""Structured output: answers that follow a schema or a grammar, or are a call of a tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, final
+
+from kvkeep.errors import MissingPackageError
+from kvkeep.generate import Processor
+from kvkeep.serve.formats import forced_calls
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests import ChatCompletionRequest, Request
+
+if TYPE_CHECKING:
+    from kvkeep.serve.grammars import Grammars
+
+
+@final
+class Structured:
+    """Says which processors an answer needs.
+
+    Args:
+        tokenizer: of the model.
+        vocabulary: of the model.
+        ends: returns the tokens that end an answer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocabulary: int, ends: Callable[[], Collection[int]]
+    ) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+        self._made: Grammars | None = None
+
+    def processors(
+        self,
+        request: Request,
+        template: str = "",
+        tools: list[dict[Any, Any]] | None = None,
+        after: str = "",
+    ) -> list[Callable[[], Processor]]:
+        """For `SamplingParams.own_processors`.
+
+        Args:
+            template: of chats.
+            tools: that may be called.
+            after: what ends the reasoning that an answer begins with; empty: there is none.
+
+        Raises:
+            RequestError: a grammar is not valid, or cannot be followed.
+        """
+        structure, forced = request.structure, False
+        if isinstance(request, ChatCompletionRequest):
+            forced = request.tool_choice not in ("auto", "none")
+        field = "tool_choice" if forced or structure is None else structure.field
+        if structure is None and not forced:
+            return []
+        grammars = self._grammars(field, request)
+        if not tools and structure is not None:
+            return [grammars.following(structure.kind, structure.text, field, after=after)]
+        calls = forced_calls(template, tools or [])
+        if calls is None:
+            raise RequestError(
+                f"{field} with tools asks for calls, but it is not known how this model writes "
+                "them; give tool_choice none, or leave it out",
+                param=field,
+            )
+        if structure is not None and not forced:
+            if structure.kind != "json_schema":
+                raise RequestError(
+                    f"{field} with tools is not supported; give tool_choice none, or a JSON schema",
+                    param=field,
+                )
+            calls.append(("", _schema(structure.text, field), ""))
+        return [grammars.following("lark", grammars.one_of(calls), "tools", after=after)]
+
+    def _grammars(self, field: str, request: Request) -> Grammars:
+        """What follows grammars.
+
+        Raises:
+            RequestError: it is not installed, does not know the tokenizer, or another field of the
+                request keeps answers from ending with the grammar.
+        """
+        if request.ignore_eos or request.min_tokens:
+            other = "ignore_eos" if request.ignore_eos else "min_tokens"
+            raise RequestError(
+                f"{other} keeps an answer from ending where {field} ends it; leave out one of them",
+                param=other,
+            )
+        if self._made is None:
+            try:
+                from kvkeep.serve.grammars import Grammars  # noqa: PLC0415 (of an extra)
+
+                self._made = Grammars(self._tokenizer, self._vocabulary, self._ends())
+            except (MissingPackageError, ValueError) as error:
+                raise RequestError(f"{field} cannot be followed: {error}", param=field) from error
+        return self._made
+
+
+def _schema(text: str, field: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except ValueError:
+        schema = None
+    if not isinstance(schema, dict):
+        raise RequestError(f"{field} is no JSON schema; give an object", param=field)
+    return schema
