@@ -134,7 +134,7 @@ def test_the_layout_alone_says_that_scales_are_by_channel(n, width):
     check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2))
 
 
-@settings(max_examples=30, deadline=None)  # for each instruction set
+@settings(max_examples=20, deadline=None)  # for each instruction set
 @given(threads=st.sampled_from([1, 2, 5]), **FEATURES)
 def test_every_feature(threads, **features):
     q, view, options = call(**features)
@@ -437,6 +437,7 @@ def test_an_instruction_set_that_is_not_here():
         native.use_instructions("mmx")
 
 
+@once
 @pytest.mark.parametrize(
     ("n", "past", "heads", "threads"),
     [(200, 80, 1, 16), (200, 80, 4, 2), (512, 0, 2, 16), (600, 100, 1, 2), (1500, 0, 4, 16)],

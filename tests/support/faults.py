@@ -559,7 +559,7 @@ FAULTS = (
     ),
     Fault(
         "hidden-slots-are-seen",
-        "layer/read_again.py",
+        "layer/shared_slots.py",
         "hides = slots.frozen.hides or slots.hidden > 0",
         "hides = slots.frozen.hides",
         "layer/test_drafts.py",

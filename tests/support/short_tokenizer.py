@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer with the first tokens of its vocabulary, which is loaded and hashed faster."""
+"""SmolLM2's tokenizer with the first tokens of its vocabulary: it is loaded and hashed faster."""
 
 from __future__ import annotations
 

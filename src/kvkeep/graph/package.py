@@ -82,8 +82,8 @@ class Package:
 
     def __init__(self, path: Path) -> None:
         connect()
-        # torch unpacks a file to a directory that stays if the process ends with the program loaded.
-        # A directory it only reads, and what it has read may be removed at once; on Windows never.
+        # torch would unpack the file to a directory that stays if the process ends while the
+        # program is loaded. Except on Windows, the files of a loaded program may be removed.
         with TemporaryDirectory(prefix="kvkeep-", ignore_cleanup_errors=True) as unpacked:
             with ZipFile(path) as archive:
                 archive.extractall(unpacked)
