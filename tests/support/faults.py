@@ -873,8 +873,8 @@ FAULTS = (
     Fault(
         "same-dropout-in-each-chunk",
         "train/walk.py",
-        "torch.manual_seed(self._seed + (layer + 1) * self._all + number)",
-        "torch.manual_seed(self._seed + (layer + 1) * self._all)",
+        "seed(self._seed + (layer + 1) * self._all + number)",
+        "seed(self._seed + (layer + 1) * self._all)",
         "train/test_heads_and_draws.py",
     ),
     Fault(
