@@ -40,6 +40,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """It also leaves out what a module's tests leave, such as torch's caches of graphs."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Without a GPU not by torch.manual_seed, which formats a traceback for the day it is used."""

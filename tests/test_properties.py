@@ -114,6 +114,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestCache = CacheMachine.TestCase

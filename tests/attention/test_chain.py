@@ -28,7 +28,7 @@ def cut(planes, places, key, value):
     )
 
 
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=90, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     codec=st.sampled_from(CODECS),

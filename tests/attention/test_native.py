@@ -134,7 +134,7 @@ def test_the_layout_alone_says_that_scales_are_by_channel(n, width):
     check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2))
 
 
-@settings(max_examples=20, deadline=None)  # for each instruction set
+@settings(max_examples=30, deadline=None)  # for each instruction set
 @given(threads=st.sampled_from([1, 2, 5]), **FEATURES)
 def test_every_feature(threads, **features):
     q, view, options = call(**features)

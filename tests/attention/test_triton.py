@@ -78,7 +78,7 @@ LESS = {
 
 
 # The interpreter is slow, and on a GPU nearly every example compiles kernels of its own.
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(**FEATURES | LESS)
 def test_every_feature(**features):
     q, view, options = call(**features)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from kvkeep_lab.bench.text import windows_of_text
-from kvkeep_lab.evals.kept_positions import fed, positions_kept, prompt_ids, shares
+from kvkeep_lab.evals.kept_positions import fed, kept, prompt_ids, shares
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.run import TIMED_STEPS, evaluate
 from support import tiny_models
@@ -151,7 +151,7 @@ def test_windows_of_text(tmp_path):
 def test_kept(model):
     ids = torch.randint(1, 96, (1, 30))
     for spec in ("keep_all", "window:4,sinks=1", "h2o:8,recent=2", "tova:8"):
-        layers = positions_kept(fed(model, ids, spec))
+        layers = kept(fed(model, ids, spec))
         cache = kvkeep.Cache(model, spec)
         with kvkeep.attach(model), torch.inference_mode():
             model(ids, past_key_values=cache)

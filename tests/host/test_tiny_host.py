@@ -180,7 +180,7 @@ import torch
 from support.tiny_host import tiny_model
 import kvkeep_lab.evals.run, kvkeep.finetune.data, kvkeep.serve.engine
 from kvkeep.blocks import prefill
-from kvkeep_lab.evals.kept_positions import fed, positions_kept
+from kvkeep_lab.evals.kept_positions import fed, kept
 from kvkeep.store import Memory, PrefixStore
 from kvkeep.train import backward
 
@@ -191,7 +191,7 @@ assert store.read(model, texts[0]).found == 9
 assert prefill(model, texts, recompute=0.2, store=store).fed == 40
 ids = torch.arange(40)[None]
 backward(model, ids, ids, cache="h2o:9", chunk=7)
-positions_kept(fed(model, ids, "h2o:9"))
+kept(fed(model, ids, "h2o:9"))
 found = [name for name in sys.modules if name.startswith(("transformers", "kvkeep.hf"))]
 assert not found, found
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvkeep_lab.bench.text import windows_of_text
-from kvkeep_lab.evals.kept_positions import fed, positions_kept
+from kvkeep_lab.evals.kept_positions import fed, kept
 from kvkeep_lab.evals.run import evaluate
 from support.tiny_host import tiny_model
 from torch.nn.functional import cross_entropy, pad
@@ -108,5 +108,5 @@ def test_quality_is_measured_against_a_plain_forward(model):
 
 
 def test_kept_positions(model):
-    held = positions_kept(fed(model, ids()[:1], "window:8", chunk=CHUNK))
+    held = kept(fed(model, ids()[:1], "window:8", chunk=CHUNK))
     assert held == [[[*range(32, 40)]] * 2] * 3

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kvkeep_lab.evals.kept_positions import fed, positions_kept
+from kvkeep_lab.evals.kept_positions import fed, kept
 from kvkeep_lab.page.document import write
 from kvkeep_lab.page.inspection import MOST_FRAMES, Frames, inspection
 from selenium.webdriver.common.keys import Keys
@@ -23,7 +23,7 @@ def pictures(spec, chunk, tokens=TOKENS):
     ids = torch.arange(tokens)[None] % 61
     frames = Frames([f"<{token}>" for token in ids[0].tolist()], chunk)
     cache = fed(tiny("llama", max_position_embeddings=4096), ids, spec, chunk, frames)
-    counts = [[len(head) for head in heads] for heads in positions_kept(cache)]
+    counts = [[len(head) for head in heads] for heads in kept(cache)]
     return frames.pictures, counts
 
 

@@ -69,7 +69,7 @@ def inspect(
     with Working("starting") as working:
         from kvkeep.generate import TokenTexts
         from kvkeep.hf.models import load
-        from kvkeep_lab.evals.kept_positions import fed, positions_kept, prompt_ids, shares
+        from kvkeep_lab.evals.kept_positions import fed, kept, prompt_ids, shares
         from kvkeep_lab.page.inspection import Frames
 
         loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
@@ -77,7 +77,7 @@ def inspect(
         words = TokenTexts(tokenizer).push(ids[0].tolist())
         frames = None if html is None else Frames(words, chunk)
         filled = fed(loaded, ids, spec, chunk, frames, working.reading)
-        layers = dict(zip(filled.places, positions_kept(filled), strict=True))
+        layers = dict(zip(filled.places, kept(filled), strict=True))
     tokens = ids.shape[1]
     chosen = _chosen(layers, layer, head)
     lines = _lines(chosen)

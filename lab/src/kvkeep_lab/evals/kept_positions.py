@@ -68,7 +68,7 @@ def fed(
     return cache
 
 
-def positions_kept(cache: ModelCache) -> Kept:
+def kept(cache: ModelCache) -> Kept:
     """The positions that a cache of one row holds."""
     return [
         [sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()]
