@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pairwise import pairwise
 
 from kvkeep import attention
 from kvkeep.attention import Backend, Rotation, Segment, View, attend, backends, reference, sdpa
@@ -165,7 +164,7 @@ def qkv(rows=1, heads=2, group=2, slots=40, n=40, dtype=torch.float32, width=D):
     )
 
 
-@pytest.mark.parametrize("observed", [0, 2, 9, None])
+@pytest.mark.parametrize("observed", [0, 1, 2, 5, 9, None])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
 def test_observed_queries(monkeypatch, backend, observed):
     """The mass of a row's newest real queries alone, in one block of queries or in many."""
@@ -187,10 +186,10 @@ def test_observed_queries(monkeypatch, backend, observed):
         monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 40)
 
 
-@pytest.mark.parametrize(
-    ("backend", "offset", "width", "interleaved"),
-    pairwise(BACKENDS, [7, -3], [D, 4], [False, True]),
-)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [D, 4])
+@pytest.mark.parametrize("offset", [7, -3])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rotary_offset_equals_rotated_keys(backend, offset, width, interleaved):
     q, k, v = qkv(slots=6, n=3)
     inv_freq = 10000.0 ** -(torch.arange(0, width, 2) / width)
