@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 os.environ["KVKEEP_STEPS"] = ""  # compiled steps of earlier processes would be used
+# Read when torch's compiler is imported: programs run slower, and are compiled in half of the time.
+os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
 
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Torch's compiler finds code for another capability in its cache, whose results are wrong.
@@ -38,9 +40,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """It also leaves out what a module's tests leave, such as torch's caches of graphs."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    """Without a GPU not by torch.manual_seed, which formats a traceback for the day it is used."""
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from support.interruption import Interruption
+from support.slow import every
 
 from kvkeep.cache import Cache
 from kvkeep.errors import RollbackError, StateError
@@ -75,8 +78,7 @@ def interrupt_each(spec, schedule, every):
     assert at > 100
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("schedule", "spec"), every(2, product(SCHEDULES, SPECS)))
 def test_an_interrupt_at_some_lines(spec, schedule):
     interrupt_each(spec, schedule, 197)
 

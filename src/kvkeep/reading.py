@@ -20,7 +20,7 @@ class CutShortError(ValueError):
 
 
 @contextmanager
-def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
+def open_file(path: Path, *, follow: bool = True) -> Iterator[int]:
     """Open a regular file for reading; yields its descriptor. Anything else, such as a FIFO without
     a writer, is refused without blocking.
 
@@ -59,14 +59,14 @@ def read_into(handle: int, data: bytearray | memoryview[int], offset: int) -> No
         view, offset = view[count:], offset + count
 
 
-def whole(path: Path, most: int) -> bytearray:
+def read_file(path: Path, most: int) -> bytearray:
     """The contents of a regular file.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
         ValueError: it has more than `most` bytes, or was truncated while being read.
     """
-    with opened(path) as handle:
+    with open_file(path) as handle:
         size = os.fstat(handle).st_size
         if size > most:
             raise ValueError(f"it has {size} bytes, at most {most} are read")

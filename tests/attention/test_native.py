@@ -437,6 +437,7 @@ def test_an_instruction_set_that_is_not_here():
         native.use_instructions("mmx")
 
 
+@once
 @pytest.mark.parametrize(
     ("n", "past", "heads", "threads"),
     [(200, 80, 1, 16), (200, 80, 4, 2), (512, 0, 2, 16), (600, 100, 1, 2), (1500, 0, 4, 16)],

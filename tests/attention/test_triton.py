@@ -20,6 +20,7 @@ from support.attend_calls import (
     segment,
 )
 from support.pairwise import covering, pairwise
+from support.slow import every
 
 from kvkeep.attention import Segment, View, attend, reference, tiles, triton
 from kvkeep.attention.options import Options
@@ -97,7 +98,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    covering(product(KINDS, SHAPES), lambda case: (KINDS.index(case[0]), *case[1][1:])),
+    every(2, covering(product(KINDS, SHAPES), lambda case: (KINDS.index(case[0]), *case[1][1:]))),
 )
 def test_codes(kind, shape):
     """Groups of elements lie in rows of one product, which there are more or fewer of."""
@@ -121,7 +122,7 @@ def test_where_slots_lie(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "plane"), [(*kind, "kv"[i % 2]) for i, kind in enumerate(KINDS)]
+    ("key", "value", "plane"), every(3, [(*kind, "kv"[i % 2]) for i, kind in enumerate(KINDS)])
 )
 def test_a_scale_that_is_not_a_number(key, value, plane):
     codec = key if plane == "k" else value

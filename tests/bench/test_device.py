@@ -88,6 +88,7 @@ def test_devices():
 SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2, "head_dim": 64}
 
 
+@pytest.mark.slow
 def test_op_of_all_systems(monkeypatch):
     monkeypatch.setattr(rivals, "find_spec", lambda name: None)
     result = op.run(

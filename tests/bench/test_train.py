@@ -13,6 +13,7 @@ from kvkeep_lab.bench.resident import bounded, is_out_of_memory
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.unrolled import unrolled
 from kvkeep_lab.cli.plot import plot
+from support.short_tokenizer import SIZE, short_tokenizer
 from support.tiny_models import tiny
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -20,7 +21,6 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.app import app
 from kvkeep.cli.output import print_table
-from kvkeep.hf.models import resolve
 from kvkeep.train import backward, replaying
 
 COLUMNS = [
@@ -38,13 +38,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def saved(folder, vocabulary):
+    tiny("llama", vocab_size=vocabulary, attention_dropout=0.5).save_pretrained(folder)
+    short_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory with a tiny model, whose logits take most of the memory."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny("llama", vocab_size=49152, attention_dropout=0.5).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(resolve("smollm2-135m")).save_pretrained(folder)
-    return str(folder)
+    """A directory with a tiny model."""
+    return saved(tmp_path_factory.mktemp("tiny"), SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +142,9 @@ def test_no_check(model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_here")
-def test_what_does_not_fit(model):
+def test_what_does_not_fit(tmp_path):
     """Logits of 1500 tokens are 280 MiB, and there are several; kvkeep computes some at a time."""
+    model = saved(tmp_path, 49152)
     options = {"tokens": (1500,), "cache": "keep_all", "chunk": 128}
     ours, *others = train.run(model, memory=400 << 20, **options)["rows"]
     require_complete([ours])

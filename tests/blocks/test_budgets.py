@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from support.block_texts import model_of, text
 from support.policies import unnamed
+from support.slow import every
 from support.tiny_models import tiny
 
 import kvkeep
@@ -58,8 +61,7 @@ def written(model, spec, exact):
     return cache
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("recompute", [0, 0.3])
+@pytest.mark.parametrize(("recompute", "spec"), every(2, product([0, 0.3], SPECS)))
 def test_joined_texts(model, spec, recompute):
     """As if their exact slots had been written, and evicted after the next forward."""
     store, parts, (tail,) = PrefixStore(), texts((20, 33, 17)), texts((9,), seed=4)

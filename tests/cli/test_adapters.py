@@ -79,6 +79,7 @@ def test_eval_gives_the_loss_of_the_adapter(base, adapter, tmp_path):
     assert rows[1]["perplexity"] < 0.9 * rows[0]["perplexity"]
 
 
+@pytest.mark.slow
 def test_eval_with_and_without_the_adapter_gives_samples_to_compare(base, adapter, tmp_path):
     config = json.loads((base / "config.json").read_text())
     longer = tmp_path / "longer"

@@ -145,7 +145,9 @@ def test_reuse():
     assert all(row["ttft_s"] > 0 and row["speedup"] > 0 for row in rows.values())
 
 
-@pytest.mark.parametrize(("dtype", "queries"), [("bf16", 1), ("float32", 5)])
+@pytest.mark.parametrize(
+    ("dtype", "queries"), [("bf16", 1), pytest.param("float32", 5, marks=pytest.mark.slow)]
+)
 def test_op(dtype, queries):
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--queries", str(queries))
     sizes = ("--lengths", "16,300", "--turns", "1", "--device", "cpu")
@@ -206,6 +208,7 @@ def test_op_with_the_mass():
     ]
 
 
+@pytest.mark.slow
 def test_decode_with_random_weights():
     sizes = ("--model", "random-tiny", "--contexts", "8,20", "--turns", "1")
     result = run("decode", *sizes, "--device", "cpu", "--ways", "default,graph")
@@ -232,6 +235,7 @@ def test_decode():
     assert result["bandwidth_floor_us_per_token"] == pytest.approx(floor)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_model")
 def test_decode_by_litgpt():
     pytest.importorskip("litgpt")
@@ -268,7 +272,8 @@ def test_prefill():
     assert theirs["ratio"] == 1
 
 
-@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.slow), "svg"])
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_plot(tmp_path, suffix):
     picture = tmp_path / f"append.{suffix}"
     options = ("--device", "cpu", "--turns", "1", "--plot", str(picture))

@@ -217,7 +217,7 @@ def test_export(tmp_path, monkeypatch, size):
     )
 
 
-@pytest.mark.slow  # the next test compiles, too
+@pytest.mark.slow
 @pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 def test_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path, num_hidden_layers=1)["KVKEEP_HOME"])
@@ -231,6 +231,7 @@ def test_compile(tmp_path, monkeypatch):
     assert "KVKEEP_STEPS" in run("compile").stderr
 
 
+@pytest.mark.slow  # compiles a program; hf/test_saved_steps.py has when it pays
 def test_steps_are_compiled_when_that_pays(tmp_path, monkeypatch):
     monkeypatch.setenv("KVKEEP_HOME", stand_in(tmp_path, num_hidden_layers=1)["KVKEEP_HOME"])
     monkeypatch.setenv("KVKEEP_STEPS", str(tmp_path / "steps"))

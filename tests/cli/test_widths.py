@@ -20,7 +20,7 @@ RECORDED = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.json"))
 LONG = "full_attention=keep_all+kivi@growing;sliding_attention=window:512,sinks=4+int8@growing"
 
 
-@pytest.fixture(params=[80, 60])
+@pytest.fixture(params=[60, pytest.param(80, marks=pytest.mark.slow)])
 def width(request, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(request.param))
     return request.param

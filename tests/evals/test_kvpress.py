@@ -96,6 +96,7 @@ def measured(model, place, presses, **options):
     )
 
 
+@pytest.mark.slow  # two processes import transformers
 def test_presses_beside_specs(model, place):
     said, samples = [], []
     found = measured(

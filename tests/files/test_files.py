@@ -17,7 +17,7 @@ from kvkeep.files.atomic import PARTIAL, whole_file
 from kvkeep.files.headers import typed
 from kvkeep.files.snapshot import Saved
 from kvkeep.files.tensor_file import Layout
-from kvkeep.reading import NoFileError, opened, read_into
+from kvkeep.reading import NoFileError, open_file, read_into
 
 
 def write(path, data=b"new", **options):
@@ -91,7 +91,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, make):
         path.symlink_to(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(NoFileError, match="not a regular file"), opened(path):
+    with pytest.raises(NoFileError, match="not a regular file"), open_file(path):
         pass
     with pytest.raises(SavedCacheError, match="not a regular file"):
         Saved(path)
@@ -100,9 +100,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, make):
 def test_links_to_files_are_followed_where_asked(tmp_path):
     (tmp_path / "a").write_text("x")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    with opened(tmp_path / "b") as handle:
+    with open_file(tmp_path / "b") as handle:
         assert os.read(handle, 9) == b"x"
-    with pytest.raises(NoFileError), opened(tmp_path / "b", follow=False):
+    with pytest.raises(NoFileError), open_file(tmp_path / "b", follow=False):
         pass
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load, save
 from support.foreign_formats import FORMATS, bounded
 from support.mutations import changed
+from support.slow import slow_unless
 from support.store_places import blocks_of, found, put
 from support.two_layer_caches import cache_of, filled, held
 
@@ -146,7 +147,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name != "program", FORMATS))
 def test_foreign_formats(tmp_path, monkeypatch, name, few):
     """Each changed file is refused by kvkeep's own error, or holds what was written."""
     pytest.importorskip({"gguf": "gguf", "adapter": "peft"}.get(name, "torch"))

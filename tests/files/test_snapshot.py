@@ -16,6 +16,7 @@ from zlib import crc32
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.process_group import execute, start
 from support.two_layer_caches import SPECS as PARSED
 from support.two_layer_caches import cache_of, filled, go_on, held, same
 
@@ -66,7 +67,7 @@ save_file(outs, sys.argv[2])
 def test_another_process_goes_on_to_the_last_bit(tmp_path, ragged):
     for index, spec in enumerate(SPECS):
         save(filled(spec, steps_of(spec), ragged=ragged), tmp_path / f"{index}.kv", spec)
-    python(GO_ON, tmp_path, tmp_path / "outs")
+    start(execute, 1, GO_ON, [str(tmp_path), str(tmp_path / "outs")], [str(HERE)])
     outs = load_file(tmp_path / "outs")
     for index, spec in enumerate(SPECS):
         expected = go_on(filled(spec, steps_of(spec), ragged=ragged))

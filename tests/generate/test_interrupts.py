@@ -183,7 +183,7 @@ def test_an_interrupt_at_every_line_of_a_step(models, expected, lines_of, kind):
 def test_an_interrupt_at_some_lines_of_a_step(models, expected, lines_of, kind, name):
     lines = lines_of[kind]
     own = [(line, count) for line, count in lines.items() if line[0].endswith(name)]
-    for line, count in own[:: max(1, len(own) // 4)]:
+    for line, count in own[:: max(1, len(own) // 2)]:
         interruption = Interruption(count // 2, line=line)
         one = Scenario(models[kind]).run(interruption)
         assert interruption.met

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.slow import slow_unless
 from support.tiny_models import FAMILIES, UNGRAPHED, tiny
 
 import kvkeep
@@ -36,8 +37,7 @@ SPECS = [
 ALL = [("llama", spec) for spec in SPECS]
 ALL += [(name, SPECS[0]) for name in FAMILIES if name not in ("llama", *UNGRAPHED)]
 ALL += [(name, SPECS[3]) for name in ("gemma2", "gpt-oss")]
-QUICK = {("llama", SPECS[6]), ("gpt-oss", SPECS[3])}
-CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
+CASES = slow_unless(lambda case: case == ("llama", SPECS[6]), ALL)
 
 
 def prompt(model, tokens=9, rows=2):
@@ -82,6 +82,7 @@ def test_round_trip(family, spec, tmp_path):
         assert program.fed == tokens + steps
 
 
+@pytest.mark.slow  # which imports torch
 def test_another_process(tmp_path):
     model = tiny("llama", num_hidden_layers=1)
     path = tmp_path / "a.pt2"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
+from support.pairwise import covering
 from support.tiny_models import WINDOW, tiny
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, StaticCache
 
@@ -41,11 +42,15 @@ def filled(model, mask=REAL, *, configured=True):
     return theirs
 
 
-@pytest.mark.parametrize("configured", [True, False], ids=["windows", "all tokens"])
-@pytest.mark.parametrize("mask", [REAL, PADDED], ids=["whole", "padded"])
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gemma4", "deepseek-v3"])
-def test_it_goes_on_as_the_dynamic_cache(family, attached, mask, configured):
+@pytest.mark.parametrize(
+    ("family", "attached", "padded", "configured"),
+    covering(
+        product(["llama", "mistral", "gemma3", "gemma4", "deepseek-v3"], *[[True, False]] * 3),
+        tuple,
+    ),
+)
+def test_it_goes_on_as_the_dynamic_cache(family, attached, padded, configured):
+    mask = PADDED if padded else REAL
     model = tiny(family)
     theirs = filled(model, mask, configured=configured)
     if attached:

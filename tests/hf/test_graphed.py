@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from support.pairwise import pairwise
+from support.slow import every
 from support.tiny_models import FAMILIES, UNGRAPHED, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,7 +78,9 @@ def fed(model, spec, ids, mask=None):
     return cache, feed(model, cache, ids, mask)[:, -1].argmax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(("spec", "length", "padded"), pairwise(SPECS, [5, 25], [False, True]))
+@pytest.mark.parametrize(
+    ("spec", "length", "padded"), every(2, pairwise(SPECS, [5, 25], [False, True]))
+)
 def test_as_ordinary_steps(spec, length, padded):
     model = tiny("llama").to(DEVICE)
     kvkeep.attach(model)
@@ -109,7 +113,7 @@ def test_as_ordinary_steps(spec, length, padded):
 
 @pytest.mark.parametrize(
     ("family", "spec"),
-    [(family, "keep_all@fixed:80") for family in FAMILIES if family not in UNGRAPHED]
+    every(3, [(family, "keep_all@fixed:80") for family in FAMILIES if family not in UNGRAPHED])
     + [(family, "h2o:12@fixed:40") for family in ("llama", "gemma2", "gpt-oss", "gpt2")],
 )
 def test_families(family, spec):
@@ -282,7 +286,7 @@ def by_kernels(monkeypatch):
     ("family", "spec"),
     [
         pytest.param("llama", "keep_all@fixed:20", marks=pytest.mark.slow),
-        ("llama", "h2o:6+int8@fixed:20"),
+        pytest.param("llama", "h2o:6+int8@fixed:20", marks=pytest.mark.slow),
         pytest.param("gpt-oss", "keep_all+int4@fixed:20", marks=pytest.mark.slow),
     ],
 )
@@ -321,8 +325,7 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "spec"), every(2, product([False, True], SPECS)))
 def test_nothing_waits_for_the_device(monkeypatch, spec, padded):
     monkeypatch.setattr(ranking, "LIBRARY", None)  # the choice as other devices make it
     monkeypatch.setattr(inputs, "check_tokens", lambda *_: None)  # looked at on the CPU only

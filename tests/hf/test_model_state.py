@@ -8,6 +8,7 @@ from collections import deque
 
 import pytest
 import torch
+from support.slow import every
 from support.tiny_models import FAMILIES, tiny
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -140,7 +141,7 @@ def test_a_base_class_that_is_patched(monkeypatch):
     assert not state.unchanged()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(3, FAMILIES))
 def test_attached_models_have_the_same_key(family):
     model = tiny(family)
     key = ModelState(model).key()

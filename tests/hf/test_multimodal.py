@@ -11,6 +11,7 @@ from threading import Event
 import pytest
 import torch
 from support.autograd_gradients import error, gradients
+from support.slow import every
 from support.tiny_multimodal import END, FAMILIES, FIRST_TEXT, MEDIUM, build, without_media
 from transformers import DynamicCache
 
@@ -106,7 +107,7 @@ def require_same(expected, found):
             assert x.equal(found[name]), name
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", every(3, SERVED))
 def test_an_attached_model_equals_itself(name):
     case = build(name)
     model, before = case.model, set(case.model.__dict__)

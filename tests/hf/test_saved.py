@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from itertools import product
 
 import pytest
 import torch
+from support.slow import every
 from support.tiny_models import growing_rope, tiny
 from support.two_layer_caches import same
 from torch.testing._internal.two_tensor import TwoTensor
@@ -50,8 +52,9 @@ def follow(model, cache, ids, steps=6):
     return torch.stack(found), ids
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "spec"), every(2, product(["llama", "mistral", "gemma3"], SPECS))
+)
 def test_goes_on_to_the_last_bit(tmp_path, family, spec):
     model = tiny(family)
     ids = torch.randint(3, model.config.vocab_size, (2, 30))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from ctypes import c_int32, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.process_group import execute, start
 from support.tiny_models import tiny
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -24,6 +24,7 @@ from kvkeep.graph.package import Package
 from kvkeep.hf import compile_ahead, saved_steps
 from kvkeep.hf.compiling import Compiler
 from kvkeep.hf.model_state import ModelState
+from kvkeep.hf.rows import NUMBERS, numbers_up_to
 
 pytestmark = [
     pytest.mark.skipif(not native_library.available, reason=native_library.reason),
@@ -81,6 +82,29 @@ def test_attach_uses_what_is_there(runs):
     with kvkeep.attach(model, compile=True):
         torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
     assert len(runs) == 6
+
+
+def test_refused_as_without_a_graph(compiled):
+    model = model_of()
+    with kvkeep.attach(model), torch.no_grad():
+        cache = kvkeep.Cache(model, "keep_all@fixed:8")
+        model(torch.arange(3, 10)[None], past_key_values=cache)
+        model(torch.tensor([[5]]), past_key_values=cache)
+        with pytest.raises(kvkeep.CapacityError, match="fixed at 8"):
+            model(torch.tensor([[5]]), past_key_values=cache)
+        with pytest.raises(kvkeep.ShapeError, match="vocabulary"):
+            model(torch.tensor([[500]]), past_key_values=cache)
+        assert cache.fed == 8
+
+
+def test_a_loaded_program_leaves_no_files(runs, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    model = model_of()
+    with kvkeep.attach(model):
+        steps(model, 1)
+        assert len(runs) == 1
+        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -269,9 +293,8 @@ assert "torch._inductor.compile_fx" not in sys.modules
 
 
 def test_another_process(compiled):
-    place = {"KVKEEP_STEPS": str(saved_steps.directory())}
-    tests = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", _SECOND], check=True, cwd=tests, env=os.environ | place)
+    code = f"import os; os.environ['KVKEEP_STEPS'] = {str(saved_steps.directory())!r}\n{_SECOND}"
+    start(execute, 1, code, [], [str(Path(__file__).parent.parent)])
 
 
 class Twisted(nn.Module):
@@ -301,6 +324,7 @@ def test_small_weights_are_no_constants_and_inputs_may_be_strided(monkeypatch):
                 torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow  # compiles a program of its own
 def test_a_float64_weight_that_is_no_longer_tied():
     plain = model_of(tie_word_embeddings=True).double()
     model = model_of(tie_word_embeddings=True).double()
@@ -362,3 +386,8 @@ def test_a_full_disk_leaves_nothing(monkeypatch, tmp_path):
     assert not [*tmp_path.iterdir()]
     (tmp_path / "key-input_ids-1.pt2").write_bytes(b"alone")
     assert not saved_steps.files_of("key")
+
+
+def test_numbers_of_rows_that_have_programs():
+    assert [numbers_up_to(n) for n in (1, 2, 3, 5)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert numbers_up_to(1000) == [*NUMBERS]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from support.slow import every
 from support.tiny_models import tiny
 from transformers import CompileConfig
 
@@ -49,8 +52,13 @@ def assert_same_weights(found, expected, pads=0):
             torch.testing.assert_close(x, y, atol=5e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("given", [{}, {"attention_mask": padded()}, {"prefill_chunk_size": 5}])
+@pytest.mark.parametrize(
+    ("given", "family"),
+    every(
+        2,
+        product([{}, {"attention_mask": padded()}, {"prefill_chunk_size": 5}], FAMILIES),
+    ),
+)
 def test_weights_in_generation(family, given):
     model = eager(family)
     options = {**OPTIONS, "output_attentions": True, **given}

@@ -28,7 +28,12 @@ def compiled(gpt):
     return torch.compile(gpt, fullgraph=True, backend=counter), counter
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "pythia", "deepseek"])
+SLOW_FAMILIES = ["gemma3", "pythia", "deepseek"]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_FAMILIES)]
+)
 def test_one_graph(family):
     gpt = tiny_gpt(family)
     with kvkeep.attach(gpt):
@@ -38,7 +43,10 @@ def test_one_graph(family):
             torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("spec", ["keep_all", "h2o:8+int8", "window:6,sinks=2@fixed"])
+@pytest.mark.parametrize(
+    "spec",
+    ["keep_all", "h2o:8+int8", pytest.param("window:6,sinks=2@fixed", marks=pytest.mark.slow)],
+)
 def test_it_computes_what_the_model_does(spec):
     gpt = tiny_gpt()
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from support.live_server import CONTEXT, asking, pieces, refusal, said, serving, small
+from support.short_tokenizer import SIZE
 
 import kvkeep
 from kvkeep.hf.generate import generate
@@ -74,7 +75,7 @@ def test_the_end_token_ends_it(ask, served):
     kept = logits[2].clone()
     try:
         logits[2] = 0
-        model.generation_config.eos_token_id = [2, *range(100, 49152)]
+        model.generation_config.eos_token_id = [2, *range(100, SIZE)]
         answer = ask("Anything else?")
     finally:
         logits[2], model.generation_config.eos_token_id = kept, 2

@@ -93,9 +93,9 @@ def load(tokenizer, clients, limits, *, seconds=math.inf, requests=sys.maxsize):
 
 
 def test_eight_clients_of_whom_some_leave(tokenizer):
-    counted = load(tokenizer, 8, Limits(sequences=6), requests=5)
+    counted = load(tokenizer, 8, Limits(sequences=6), requests=3)
     assert counted["answered"] > 8
-    assert counted["left"] > 2
+    assert counted["left"] > 1
     assert not counted["turned away"]
 
 

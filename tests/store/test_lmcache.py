@@ -486,6 +486,7 @@ def _work(backend, seed, seconds, failures, hits):
         raise
 
 
+@pytest.mark.slow
 def test_killed_processes(client):
     """Forks of one that has a connection already, which put and delete the same texts."""
     backend = client(timeout=10)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -26,11 +28,13 @@ def browsing():
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        yield Browser(driver)
-    finally:
-        driver.quit()
+    with TemporaryDirectory(ignore_cleanup_errors=True) as place:  # it leaves sockets there
+        service = Service(DRIVER, env=os.environ | {"TMPDIR": place})
+        driver = webdriver.Chrome(options=options, service=service)
+        try:
+            yield Browser(driver)
+        finally:
+            driver.quit()
 
 
 class Browser:

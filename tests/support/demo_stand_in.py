@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from kvkeep.hf.models import resolve
 from kvkeep.named_models import installed
+from support.short_tokenizer import SIZE, short_tokenizer
 from support.tiny_models import tiny
 
 NAME = "smollm2-135m"
@@ -18,10 +16,10 @@ LAYERS = 2
 
 
 def stand_in(folder: Path, **overrides: Any) -> dict[str, str]:
-    """Write one, with the real tokenizer; the environment in which it has the name."""
+    """Write one, with a part of the real tokenizer; the environment in which it has the name."""
     assert NAME in installed()
     place = folder / "models" / NAME
-    sizes = {"vocab_size": 49152, "max_position_embeddings": 8192} | overrides
+    sizes = {"vocab_size": SIZE, "max_position_embeddings": 8192} | overrides
     tiny("llama", **sizes).save_pretrained(place)
-    AutoTokenizer.from_pretrained(resolve(NAME)).save_pretrained(place)
+    short_tokenizer().save_pretrained(place)
     return {**os.environ, "KVKEEP_HOME": str(folder)}

@@ -559,7 +559,7 @@ FAULTS = (
     ),
     Fault(
         "hidden-slots-are-seen",
-        "layer/read_again.py",
+        "layer/shared_slots.py",
         "hides = slots.frozen.hides or slots.hidden > 0",
         "hides = slots.frozen.hides",
         "layer/test_drafts.py",
@@ -873,8 +873,8 @@ FAULTS = (
     Fault(
         "same-dropout-in-each-chunk",
         "train/walk.py",
-        "torch.manual_seed(self._seed + (layer + 1) * self._all + number)",
-        "torch.manual_seed(self._seed + (layer + 1) * self._all)",
+        "seed(self._seed + (layer + 1) * self._all + number)",
+        "seed(self._seed + (layer + 1) * self._all)",
         "train/test_heads_and_draws.py",
     ),
     Fault(

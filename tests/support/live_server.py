@@ -19,6 +19,7 @@ from kvkeep.serve.engine import Engine
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.listen import Server, bind, configured, listen
 from kvkeep.serve.requests import GenerationRequest
+from support.short_tokenizer import SIZE
 from support.tiny_models import tiny
 
 SYSTEM = {"role": "system", "content": "You keep a lighthouse. You answer in one short sentence."}
@@ -37,7 +38,7 @@ def client(url, key="none"):
 
 def small(**options):
     options = {"max_position_embeddings": CONTEXT, "eos_token_id": 2} | options
-    return tiny("llama", vocab_size=49152, **options)
+    return tiny("llama", vocab_size=SIZE, **options)
 
 
 @contextmanager

@@ -96,16 +96,16 @@ def kept(group: dist.ProcessGroup | None) -> tuple[list[int], int]:
     return sorted(set(seen)), offload.peak_bytes
 
 
-def work(rank: int, processes: int, path: str) -> None:
+def work(rank: int, processes: int, path: str, cases: list[str]) -> None:
     join(rank, processes, path)
     group = dist.group.WORLD
-    results = {case: found(case, group) for case in CASES}
+    results = {case: found(case, group) for case in cases}
     torch.save((results, refused(group), kept(group)), f"{path}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # see distributed_gradient.py
 
 
-def run(processes: int, path: str):
+def run(processes: int, path: str, cases: list[str]):
     """What each process found."""
-    start(work, processes, processes, path)
+    start(work, processes, processes, path, cases)
     return [torch.load(f"{path}/{rank}.pt", weights_only=True) for rank in range(processes)]

@@ -98,7 +98,7 @@ class TinyModel(nn.Module):
 
 def tiny_model(seed: int = 0, **sizes: int) -> TinyModel:
     """A model with random weights, large enough that what a token sees shows in its logits."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = TinyModel(**sizes).eval()
     for layer in model.layers:
         layer.q.weight.data *= 4

@@ -56,7 +56,7 @@ FAMILIES = {
 
 def tiny_gpt(family: str = "llama", seed: int = 0, kind: type[GPT] = GPT, **options) -> GPT:
     """A model whose attention shows in its logits."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     from litgpt.lora import Config as LoRAConfig
 
     config_of = LoRAConfig if kind.__module__ == "litgpt.lora" else Config

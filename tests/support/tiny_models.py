@@ -133,7 +133,7 @@ def with_vision(**overrides: Any) -> PreTrainedModel:
         boi_token_index=93,
         eoi_token_index=94,
     )
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return _vivid(tf.Gemma3ForConditionalGeneration(both).eval())
 
 
@@ -156,7 +156,7 @@ def config(name: str, **overrides: Any) -> Any:
 def tiny(name: str, **overrides: Any) -> PreTrainedModel:
     """A tiny model with weights large enough that its attention and its text vary."""
     prefix, _ = FAMILIES[name]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     cls = getattr(tf, _MODEL_CLASS.get(prefix, f"{prefix}ForCausalLM"))
     return _vivid(cls(config(name, **overrides)).eval())
 

@@ -73,7 +73,7 @@ class Multimodal(NamedTuple):
 
 def build(name: str) -> Multimodal:
     """One of `FAMILIES`, with weights large enough that attention and text vary."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     found = FAMILIES[name]()
     found.model.eval()
     with torch.no_grad():

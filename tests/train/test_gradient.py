@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from support.autograd_gradients import (
@@ -14,6 +16,7 @@ from support.autograd_gradients import (
     unrolled,
 )
 from support.pairwise import pairwise
+from support.slow import every
 
 from kvkeep.testing import EXAMPLES
 from kvkeep.train import backward
@@ -52,7 +55,7 @@ def test_equals_plain_autograd(family, dtype, padding, spec):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "spec"), pairwise(FAMILIES, DTYPES, ("keep_all", "h2o:8+int8"))
+    ("family", "dtype", "spec"), every(2, pairwise(FAMILIES, DTYPES, ("keep_all", "h2o:8+int8")))
 )
 def test_lora_equals_plain_autograd(family, dtype, spec):
     model = adapted(model_of(family)).to(dtype)
@@ -60,7 +63,9 @@ def test_lora_equals_plain_autograd(family, dtype, spec):
     assert compare(model, ids, labels, spec, mask) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("family", "dtype", "padding"), pairwise(FAMILIES, DTYPES, PADDING))
+@pytest.mark.parametrize(
+    ("family", "dtype", "padding"), every(2, pairwise(FAMILIES, DTYPES, PADDING))
+)
 def test_keep_all_equals_ordinary_backprop(family, dtype, padding):
     model = model_of(family, dtype)
     pads = () if padding == "none" else PADS
@@ -74,9 +79,15 @@ def test_keep_all_equals_ordinary_backprop(family, dtype, padding):
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "opt", "gemma2", "gpt-oss", "mistral", "phi3", "cohere"]
+    ("spec", "family"),
+    every(
+        3,
+        product(
+            ["keep_all", "h2o:9"],
+            ["gpt2", "opt", "gemma2", "gpt-oss", "mistral", "phi3", "cohere"],
+        ),
+    ),
 )
-@pytest.mark.parametrize("spec", ["keep_all", "h2o:9"])
 def test_other_families(family, spec):
     """Softcaps, sinks, learned positions, windows, scaled logits, experts."""
     model = model_of(family, torch.float32, attn_pdrop=0.0, resid_pdrop=0.0, dropout=0.0)
@@ -84,7 +95,7 @@ def test_other_families(family, spec):
     assert compare(model, ids, labels, spec, mask) < 1e-5
 
 
-@pytest.mark.parametrize("policy", sorted(EXAMPLES))
+@pytest.mark.parametrize("policy", every(2, sorted(EXAMPLES)))
 def test_every_policy(policy):
     model = model_of("llama")
     ids, labels, mask = texts(3, TOKENS, pads=PADS)
@@ -132,7 +143,7 @@ def test_blocks_that_are_full_when_a_chunk_ends(together, chunk, tokens):
 
 
 @pytest.mark.parametrize(
-    "spec", ["h2o:8", "adakv(h2o:8)", "expected_attention:8", "snapkv:8,window=4"]
+    "spec", every(2, ["h2o:8", "adakv(h2o:8)", "expected_attention:8", "snapkv:8,window=4"])
 )
 def test_single_tokens(spec):
     ids, labels, mask = texts(2, 17, pads=(3, 0))

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from kvkeep.reading import opened
+from kvkeep.reading import open_file
 
 PARTIAL = ".kvkeep-partial"
 """Suffix of files that are still being written."""
@@ -90,7 +90,7 @@ def _new_partial(path: Path, private: bool) -> FileIO:
 def _sweep(directory: Path) -> None:
     """Remove partial files left behind by killed processes: the files that are not locked."""
     for partial in directory.glob(f".*{PARTIAL}"):
-        with suppress(OSError), opened(partial, follow=False) as handle:
+        with suppress(OSError), open_file(partial, follow=False) as handle:
             if _locked(handle):
                 partial.unlink()
 

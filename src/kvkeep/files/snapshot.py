@@ -30,10 +30,11 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import HOLE, POSITION, Planes, PlaneSpec, slot_count
-from kvkeep.reading import opened, read_into
+from kvkeep.reading import open_file, read_into
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
+_OF_HISTORY = ("pads", "holes", "kinds", "offset")
 _TOKENS = "tokens"
 _CARRIED = "recurrent"
 
@@ -221,7 +222,7 @@ class Saved:
     def _opened(self) -> Iterator[tuple[int, Layout]]:
         """Open the file and parse its header; errors raised in the body become SavedCacheErrors."""
         try:
-            with opened(self.path) as handle:
+            with open_file(self.path) as handle:
                 size = os.fstat(handle).st_size
                 first = bytearray(min(size, 8))
                 read_into(handle, first, 0)
@@ -274,27 +275,54 @@ class Saved:
         self, index: int, layer: LayerCache, header: LayerHeader, tensors: Planes
     ) -> LayerState:
         """Build a layer's state from tensors, after checking that they fit the layer."""
+        where = f"{self.path}, layer {index}"
         if header.kind != layer.kind:
             raise SavedCacheError(
-                f"{self.path}, layer {index}: saved as {header.kind:.1000}, but the cache has "
+                f"{where}: saved as {header.kind:.1000}, but the cache has "
                 f"{layer.kind}; load it with the same specs, and the same scorer if they name one"
             )
         dtype = DTYPES.get(header.dtype)
         if dtype is None:
-            raise SavedCacheError(f"{self.path}, layer {index}: unknown dtype {header.dtype:.50}")
-        history, parts = History(), dict[str, dict[str, Tensor]]()
-        history.columns, history.floor = header.columns, header.floor
-        history.joined, history.embedded = header.apart, header.embedded
-        history.geometry = _geometry(header, dtype)
+            raise SavedCacheError(f"{where}: unknown dtype {header.dtype:.50}")
+        if layer.policy.ragged and header.heads > len(tensors):
+            raise SavedCacheError(
+                f"{where}: {header.heads} heads, but only {len(tensors)} tensors; save it again"
+            )
+        geometry = _geometry(header, dtype)
+        history = self._history(index, header, tensors)
+        history.geometry = geometry
+        reason = layer.policy.why_not_memory(history.memory, geometry)
+        if reason:
+            raise SavedCacheError(f"{where}: {reason}")
+        parts = dict[str, dict[str, Tensor]]()
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
-            if name == "pads":
+            if name not in _OF_HISTORY and part != "memory":
+                parts.setdefault(part, {})[plane] = x
+        _require_parts(parts, layer, header, where)
+        for part, planes in parts.items():
+            self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
+        _require_tokens(parts, layer, header, where, padded=history.pads is not None)
+        state = LayerState(history, parts)
+        layer.require_room(state)
+        return state
+
+    def _history(self, index: int, header: LayerHeader, tensors: Planes) -> History:
+        """A layer's history, after checking its numbers."""
+        where, history = f"{self.path}, layer {index}", History()
+        history.columns, history.floor = header.columns, header.floor
+        history.joined, history.embedded = header.apart, header.embedded
+        for name, x in tensors.items():
+            part, _, plane = name.rpartition(".")
+            if part == "memory":
+                history.memory[plane] = x.clone()
+            elif name == "pads":
                 history.pads = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
                 if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
                     raise SavedCacheError(
-                        f"{self.path}, layer {index}: padding counts {x.tolist()[:8]} do not fit "
-                        f"{header.columns} columns"
+                        f"{where}: padding counts {x.tolist()[:8]} do not fit {header.columns} "
+                        "columns"
                     )
             elif name in ("holes", "kinds"):
                 shape = (header.rows,) if name == "holes" else (header.rows, *x.shape[1:2])
@@ -303,13 +331,11 @@ class Saved:
                 least, most = (0, header.columns) if name == "holes" else (HOLE, 0)
                 if x.numel() and not least <= int(x.min()) <= int(x.max()) <= most:
                     raise SavedCacheError(
-                        f"{self.path}, layer {index}: {name} are outside of {least} to {most}; "
-                        "save it again"
+                        f"{where}: {name} are outside of {least} to {most}; save it again"
                     )
                 if x.dim() == 2 and x.shape[1] > header.columns:
                     raise SavedCacheError(
-                        f"{self.path}, layer {index}: {x.shape[1]} kinds of {header.columns} "
-                        "columns; save it again"
+                        f"{where}: {x.shape[1]} kinds of {header.columns} columns; save it again"
                     )
                 setattr(history, name, x.clone())
             elif name == "offset":
@@ -317,47 +343,10 @@ class Saved:
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")
                 if not -MOST_TOKENS < int(x.min()) <= int(x.max()) < MOST_TOKENS:
                     raise SavedCacheError(
-                        f"{self.path}, layer {index}: its next positions are {x.tolist()[:8]} from "
-                        "the tokens seen; save it again"
+                        f"{where}: its next positions are {x.tolist()[:8]} from the tokens seen; "
+                        "save it again"
                     )
-            elif part == "memory":
-                history.memory[plane] = x.clone()
-            else:
-                parts.setdefault(part, {})[plane] = x
-        reason = layer.policy.why_not_memory(history.memory, history.geometry)
-        if reason:
-            raise SavedCacheError(f"{self.path}, layer {index}: {reason}")
-        if layer.policy.ragged and header.heads > len(tensors):
-            raise SavedCacheError(
-                f"{self.path}, layer {index}: {header.heads} heads, but only {len(tensors)} "
-                "tensors; save it again"
-            )
-        known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
-        # In chunked attention a layer holds no slot when a chunk has just begun.
-        if (
-            (not parts and not layer.chunked)
-            or parts.keys() - known - {"aside", "bulk"}
-            or known - parts.keys() - {"slots"}
-        ):
-            raise SavedCacheError(
-                f"{self.path}, layer {index}: parts {sorted(parts)}, but specs have {sorted(known)}"
-            )
-        for part, planes in parts.items():
-            self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
-        block = {"bulk": layer.key_codec.block}
-        counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
-        held = counts if layer.policy.ragged else [sum(counts)]
-        # All tokens must be there if nothing was evicted and no empty slot was freed.
-        bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget of its own
-        whole = not header.floor or not (bounded or history.pads is not None)
-        if max(held) > header.columns or (whole and min(held) < header.columns):
-            raise SavedCacheError(
-                f"{self.path}, layer {index}: holds {held} of {header.columns} tokens fed, which "
-                f"does not fit {layer.kind}"
-            )
-        state = LayerState(history, parts)
-        layer.require_room(state)
-        return state
+        return history
 
     def _check(
         self, part: str, planes: Planes, specs: Mapping[str, PlaneSpec], header: LayerHeader
@@ -388,7 +377,7 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
         f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
     }
     found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
-    for name in ("pads", "holes", "kinds", "offset"):
+    for name in _OF_HISTORY:
         held = getattr(state.history, name)
         if held is not None:
             found[name] = held.cpu()
@@ -425,6 +414,41 @@ def _plane_specs(
     if layer.key_codec.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
+
+
+def _require_parts(
+    parts: Mapping[str, Planes], layer: LayerCache, header: LayerHeader, where: str
+) -> None:
+    """Check that a layer's parts are those of its spec."""
+    known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
+    # In chunked attention a layer holds no slot when a chunk has just begun.
+    if (
+        (not parts and not layer.chunked)
+        or parts.keys() - known - {"aside", "bulk"}
+        or known - parts.keys() - {"slots"}
+    ):
+        raise SavedCacheError(f"{where}: parts {sorted(parts)}, but specs have {sorted(known)}")
+
+
+def _require_tokens(
+    parts: Mapping[str, Planes],
+    layer: LayerCache,
+    header: LayerHeader,
+    where: str,
+    *,
+    padded: bool,
+) -> None:
+    """Check that parts hold as many tokens as they can after the columns fed."""
+    block = {"bulk": layer.key_codec.block}
+    counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
+    held = counts if layer.policy.ragged else [sum(counts)]
+    # All tokens must be there if nothing was evicted and no empty slot was freed.
+    bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget of its own
+    whole = not header.floor or not (bounded or padded)
+    if max(held) > header.columns or (whole and min(held) < header.columns):
+        raise SavedCacheError(
+            f"{where}: holds {held} of {header.columns} tokens fed, which does not fit {layer.kind}"
+        )
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:

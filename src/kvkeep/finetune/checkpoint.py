@@ -31,7 +31,7 @@ from kvkeep.files.headers import typed
 from kvkeep.finetune.processes import Processes, fill
 from kvkeep.finetune.trained import Trained
 from kvkeep.host.fingerprint import differences
-from kvkeep.reading import opened, whole
+from kvkeep.reading import open_file, read_file
 
 VERSION = 3
 OPTIMIZER = "optimizer.safetensors"
@@ -285,7 +285,7 @@ def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
 def _read(path: Path) -> Contents:
     """What a checkpoint is of; its files are not verified yet."""
     try:
-        fields = json.loads(whole(path / CONTENTS, _MOST_CONTENTS))
+        fields = json.loads(read_file(path / CONTENTS, _MOST_CONTENTS))
         if fields["version"] != VERSION:
             raise CheckpointError(
                 f"{path} is of version {fields['version']}, this kvkeep reads version {VERSION}; "
@@ -315,5 +315,5 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _checksum(path: Path) -> str:
-    with opened(path) as handle, FileIO(handle, closefd=False) as file:
+    with open_file(path) as handle, FileIO(handle, closefd=False) as file:
         return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())

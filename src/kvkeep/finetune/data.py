@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
-from kvkeep.finetune.options import drawn
+from kvkeep.finetune.options import seed_of
 
 IGNORED = -100
 """The label of a token that is not learned."""
@@ -256,5 +256,5 @@ def equalised(batches: list[Batch], count: int) -> list[Batch]:
 @lru_cache(maxsize=2)
 def order(count: int, seed: int, epoch: int) -> list[int]:
     """The order of an epoch's `count` pieces: a permutation that depends on seed and epoch."""
-    generator = torch.Generator().manual_seed(drawn(seed, epoch))
+    generator = torch.Generator().manual_seed(seed_of(seed, epoch))
     return torch.randperm(count, generator=generator).tolist()

@@ -216,7 +216,7 @@ class Options:
         assert self.chunk is not None
         if self.least_chunk is None:
             return self.chunk
-        return self.least_chunk + drawn(self.seed, step, "chunk") % (
+        return self.least_chunk + seed_of(self.seed, step, "chunk") % (
             self.chunk - self.least_chunk + 1
         )
 
@@ -247,7 +247,7 @@ class Options:
         }
 
 
-def drawn(*what: int | str) -> int:
+def seed_of(*what: int | str) -> int:
     """A whole number of 63 bits that looks random and depends on `what` alone."""
     found: int = xxhash.xxh3_64_intdigest(" ".join(map(str, what)).encode()) >> 1
     return found

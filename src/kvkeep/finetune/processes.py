@@ -154,17 +154,17 @@ class Processes:
 
         def one(x: Tensor) -> Tensor:
             next(left)
-            return whole(x)
+            return full_tensor(x)
 
         try:
             if self.leads:
                 tensor_file.write(path, tensors, metadata, sync=False, whole=one)
         finally:
             for name in left:  # also if it could not be written, for the others do not know
-                whole(tensors[name])
+                full_tensor(tensors[name])
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """A tensor of which each process holds a part, in each process; others are unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 

@@ -22,8 +22,8 @@ from kvkeep.extras import needed_by
 from kvkeep.files.offload import Offload
 from kvkeep.finetune.checkpoint import Checkpoints
 from kvkeep.finetune.data import Tokens, batched, order
-from kvkeep.finetune.options import Options, drawn
-from kvkeep.finetune.processes import whole
+from kvkeep.finetune.options import Options, seed_of
+from kvkeep.finetune.processes import full_tensor
 from kvkeep.finetune.task import Task
 from kvkeep.host.progress import Progress
 from kvkeep.train import backward, loss
@@ -120,7 +120,7 @@ class FineTuner(Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         found = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        norm = whole(torch.as_tensor(found))
+        norm = full_tensor(torch.as_tensor(found))
         if not bool(torch.isfinite(norm)):
             raise LossError(
                 f"step {self.state.global_step + 1}: the norm of the gradients is {float(norm)}, "
@@ -182,7 +182,7 @@ class FineTuner(Trainer):
                 if compute is backward:
                     self._say(self._said, index / len(batches))
                 # So that dropout is the same in whichever process the batch is computed.
-                torch.manual_seed(drawn(self._options.seed, step, index))
+                torch.manual_seed(seed_of(self._options.seed, step, index))
                 try:
                     found = compute(
                         self.model,

@@ -10,8 +10,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, Protocol, cast
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -80,9 +82,12 @@ class Package:
 
     def __init__(self, path: Path) -> None:
         connect()
-        # Otherwise torch spends a second compiling tests of the processor's vector units.
-        with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
-            self._program = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
+        # torch would unpack the file to a directory that stays if the process ends while the
+        # program is loaded. Except on Windows, the files of a loaded program may be removed.
+        with TemporaryDirectory(prefix="kvkeep-", ignore_cleanup_errors=True) as unpacked:
+            with ZipFile(path) as archive:
+                archive.extractall(unpacked)
+            self._program = torch._C._aoti.AOTIModelPackageLoader(unpacked, "model", True, 1, -1)
         if self._program.get_constant_fqns():
             raise RuntimeError(f"{path} holds weights")
         self._busy = Lock()
@@ -120,7 +125,7 @@ class Package:
                 step.begin()
             raised()
             try:
-                return cast(Sequence[Tensor], self._program.loader.boxed_run([*given]))
+                return cast(Sequence[Tensor], self._program.boxed_run([*given]))
             except RuntimeError:
                 if any(ticket.result == RAISED for ticket in tickets.values()):
                     raise raised() or KeyboardInterrupt() from None

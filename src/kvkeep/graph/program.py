@@ -34,7 +34,7 @@ from kvkeep.files.headers import typed
 from kvkeep.graph.consistency import require_consistent
 from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
 from kvkeep.graph.vetting import why_refused
-from kvkeep.reading import opened
+from kvkeep.reading import open_file
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
@@ -293,7 +293,7 @@ def _checked(path: Path) -> tuple[Header, BytesIO]:
     file itself.
     """
     try:
-        with opened(path) as handle, ZipFile(FileIO(handle, closefd=False)) as archive:
+        with open_file(path) as handle, ZipFile(FileIO(handle, closefd=False)) as archive:
             _require_ours(archive.infolist(), os.fstat(handle).st_size, path)
             return _copied(archive, path)
     except FileNotFoundError as error:

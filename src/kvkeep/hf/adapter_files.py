@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import KVKeepError, reason_of
 from kvkeep.extras import needed_by
 from kvkeep.host.tensors import named_weights
-from kvkeep.reading import whole
+from kvkeep.reading import read_file
 
 _MOST_CONFIG, _MOST_WEIGHTS = 1 << 20, 1 << 36
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -44,7 +44,7 @@ def base_of(directory: str) -> str | None:
 
 def _config(directory: Path) -> dict[str, Any]:
     try:
-        config = json.loads(whole(directory / _CONFIG, _MOST_CONFIG))
+        config = json.loads(read_file(directory / _CONFIG, _MOST_CONFIG))
     except FileNotFoundError as error:
         raise AdapterError(
             f"no adapter in {directory}: it has no {_CONFIG}; give a directory that `kvkeep "
@@ -99,7 +99,7 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
                     f"{directory} is of type {config.peft_type}, which changes more than the "
                     "model's layers; use it with PEFT"
                 )
-            weights = load(bytes(whole(place / _WEIGHTS, _MOST_WEIGHTS)))
+            weights = load(bytes(read_file(place / _WEIGHTS, _MOST_WEIGHTS)))
             # On the meta device, so that no number in its config decides how much memory is used.
             adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             known = get_peft_model_state_dict(

@@ -163,11 +163,7 @@ def attach(
         )
     model = unwrapped(model)
     text = decoder_config(model.config)
-    for part in (model, decoder_of(model)):
-        if hasattr(part, ATTACHMENT):
-            raise StateError(
-                f"this {type(part).__name__} is attached already; call kvkeep.detach(model) first"
-            )
+    _require_detached(model)
     if compile:
         require(text, Feature.COMPILED, "attach the model without compile=True")
     empty = Cache(model, spec)
@@ -209,21 +205,33 @@ def attach(
         changes,
     )
     if hasattr(model, "_prepare_cache_for_generation"):
-        settings = Settings(spec, store, namespace, recompute, prefill_chunk)
-        for part in _generating(model):
-            part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
-            # transformers refuses drafts with recurrent layers; kvkeep's caches take them back
-            part.__dict__["_is_stateful"] = False
-        model.__dict__["generate"] = partial(generate, model, settings)
-        before: Any = model.prepare_inputs_for_generation
-        inputs = update_wrapper(partial(prepare_inputs, model), before)  # its signature is read
-        model.__dict__["prepare_inputs_for_generation"] = inputs
-        model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
+        _replace_generate(model, Settings(spec, store, namespace, recompute, prefill_chunk))
     if compiled:
         model.__dict__["forward"] = CompiledSteps(model, bool(compile))
     elif compile is None and not own and replays(model):
         model.__dict__["forward"] = Replaying(model)
     return attachment
+
+
+def _require_detached(model: PreTrainedModel) -> None:
+    for part in (model, decoder_of(model)):
+        if hasattr(part, ATTACHMENT):
+            raise StateError(
+                f"this {type(part).__name__} is attached already; call kvkeep.detach(model) first"
+            )
+
+
+def _replace_generate(model: PreTrainedModel, settings: Settings) -> None:
+    """Let `generate()`, and the methods that it calls, use kvkeep's caches."""
+    for part in _generating(model):
+        part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
+        # transformers refuses drafts with recurrent layers; kvkeep's caches take them back
+        part.__dict__["_is_stateful"] = False
+    model.__dict__["generate"] = partial(generate, model, settings)
+    before: Any = model.prepare_inputs_for_generation
+    inputs = update_wrapper(partial(prepare_inputs, model), before)  # its signature is read
+    model.__dict__["prepare_inputs_for_generation"] = inputs
+    model.__dict__["init_continuous_batching"] = partial(refuse_batching, model)
 
 
 def detach(model: PreTrainedModel) -> None:

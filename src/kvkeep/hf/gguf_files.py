@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kvkeep.errors import ModelError, reason_of
 from kvkeep.extras import needed_by
-from kvkeep.reading import opened, read_into
+from kvkeep.reading import open_file, read_into
 
 _VERSIONS = (2, 3)
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -123,7 +123,7 @@ def elements_in(path: Path) -> int:
         import accelerate  # noqa: F401, PLC0415 (it may be missing, and transformers needs it)
         import gguf  # noqa: PLC0415
 
-    with opened(path) as handle:
+    with open_file(path) as handle:
         size = os.fstat(handle).st_size
         data = bytearray(min(size, _MOST_HEADER))
         read_into(handle, data, 0)

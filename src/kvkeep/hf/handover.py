@@ -61,7 +61,7 @@ class ReadLayer(Protocol):
         """How many of them have not attended since its last step."""
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """See `ReadAgain.read`."""
+        """See `SharedSlots.read`."""
 
 
 class MaskLength(int):

@@ -56,7 +56,8 @@ class Cursor:
             sliding windows, except among the first `holes_after` tokens. None: padding never
             counts.
         evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
-        unread: number of layers that have yet to attend to the last chunk's slots; see `ReadAgain`.
+        unread: number of layers that have not yet attended to the last chunk's slots; see
+            `SharedSlots`.
         observed: the observation that the policy gets after these readings.
         queries: positions of the last chunk's queries, and the newest position that each sees;
             None: one token.

@@ -44,7 +44,7 @@ class LayerCache(Drafts):
         chunked: the window begins at a multiple of its size (chunked attention): a query at
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: the model has none.
-        readers: number of layers that attend to the slots after each step; see `ReadAgain`.
+        readers: number of layers that attend to the slots after each step; see `SharedSlots`.
 
     Attributes:
         cursor: the slots, the history and the state of the current step.

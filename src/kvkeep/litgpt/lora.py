@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.host.tensors import named_weights
-from kvkeep.reading import whole
+from kvkeep.reading import read_file
 
 ADAPTER = "lit_model.lora.safetensors"
 _MOST_SETTINGS, _MOST_WEIGHTS = 1 << 20, 1 << 36  # bytes
@@ -116,9 +116,9 @@ def read_adapter(directory: Path) -> Adapter:
         UnsupportedError: the files are missing or damaged.
     """
     try:
-        given = json.loads(whole(directory / SETTINGS, _MOST_SETTINGS))
+        given = json.loads(read_file(directory / SETTINGS, _MOST_SETTINGS))
         settings = {name: given[name] for name in _SETTINGS}
-        weights = load(bytes(whole(directory / ADAPTER, _MOST_WEIGHTS)))
+        weights = load(bytes(read_file(directory / ADAPTER, _MOST_WEIGHTS)))
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise UnsupportedError(
             f"cannot read the adapter in {directory}: {' '.join(str(error).split())[:200]}"

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.reading import whole
+from kvkeep.reading import read_file
 from kvkeep.rotary import Rotary
 
 FORMAT = "kvkeep-scorer-2"
@@ -156,7 +156,7 @@ class Scorer:
 @lru_cache(maxsize=8)
 def _read(path: str, changed: int, size: int) -> Scorer:
     """Read the file of this size that was last changed then."""
-    data = bytes(whole(Path(path), _MOST_BYTES))
+    data = bytes(read_file(Path(path), _MOST_BYTES))
     stop = 8 + int.from_bytes(data[:8], "little")
     tensors = load(data)  # checks the header: its tensors are the bytes that follow
     metadata = json.loads(data[8:stop]).get("__metadata__", {})

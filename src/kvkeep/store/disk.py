@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.files import tensor_file
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
-from kvkeep.reading import NoFileError, opened, read_into
+from kvkeep.reading import NoFileError, open_file, read_into
 from kvkeep.store.backend import MOST_BYTES, most_bytes
 from kvkeep.store.block import StoredBlock, is_key
 from kvkeep.store.files import SUFFIX, File, Files, key_at
@@ -72,7 +72,7 @@ class Disk(Files):
         if not is_key(key):
             return FileNotFoundError()
         try:
-            with opened(Path(self._path(key)), follow=False) as handle:
+            with open_file(Path(self._path(key)), follow=False) as handle:
                 size = os.fstat(handle).st_size
                 if most is None and size > MOST_BYTES:
                     return bytearray()

@@ -258,7 +258,10 @@ class Walk:
         with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
             if self._seed is not None:
                 number = self._numbers[c] if self._numbers else 0
-                torch.manual_seed(self._seed + (layer + 1) * self._all + number)
+                # torch.manual_seed also notes a seed for devices that were never used, with a
+                # traceback, which takes a millisecond.
+                seed = torch.manual_seed if self._devices else torch.default_generator.manual_seed
+                seed(self._seed + (layer + 1) * self._all + number)
             yield
 
 

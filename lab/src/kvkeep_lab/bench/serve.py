@@ -51,8 +51,8 @@ _WARM = 32  # tokens of each prompt of a warm-up
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the benchmarks of many sequences are asked for.
+class ServeOptions:
+    """Options of the benchmarks of many sequences.
 
     Args:
         model: a name from `kvkeep models`, a directory, or a hub name; or "random-1b", random
@@ -114,7 +114,7 @@ class Asked:
 
 
 def run(
-    asked: Asked,
+    asked: ServeOptions,
     *,
     new_tokens: int = 64,
     arrivals: Sequence[str] = ARRIVALS,

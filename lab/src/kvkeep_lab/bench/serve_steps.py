@@ -15,7 +15,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep_lab.bench.contenders import COMPILED, UNIFIED
-from kvkeep_lab.bench.serve import Asked
+from kvkeep_lab.bench.serve import ServeOptions
 from kvkeep_lab.bench.systems import LLAMA_CPP
 from kvkeep_lab.bench.timing import Call, interleaved, spread
 from kvkeep_lab.bench.workload import Session, quantile
@@ -24,7 +24,7 @@ CHUNK = 256  # tokens of a prompt that a step reads, see `kvkeep.Batch`
 BURST = 4  # steps of a system before the next one's turn
 
 
-def cpu_time(asked: Asked, *, turns: int = 5, progress: Progress = silent) -> dict[str, Any]:
+def cpu_time(asked: ServeOptions, *, turns: int = 5, progress: Progress = silent) -> dict[str, Any]:
     """Processor time of one step in which every sequence gets a token, on one thread.
 
     All prompts are read before. Of the systems, kvkeep's batches and llama.cpp can be stepped.
@@ -67,7 +67,7 @@ def cpu_time(asked: Asked, *, turns: int = 5, progress: Progress = silent) -> di
 
 
 def interrupted(
-    asked: Asked, tokens: int, *, repeats: int = 3, progress: Progress = silent
+    asked: ServeOptions, tokens: int, *, repeats: int = 3, progress: Progress = silent
 ) -> dict[str, Any]:
     """What sequences that are being generated wait for while a long prompt is read beside them.
 
@@ -189,7 +189,7 @@ def _reading(ids: Sequence[Tensor]) -> int:
     return sum(len(one) // CHUNK + 2 for one in ids)
 
 
-def _require_steps(asked: Asked) -> None:
+def _require_steps(asked: ServeOptions) -> None:
     for name in asked.against:
         if name not in (COMPILED, LLAMA_CPP, UNIFIED):
             raise SpecError(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep_lab.cli.bench_options import drawn, names
+from kvkeep_lab.cli.bench_options import names, plot_rows
 from kvkeep_lab.cli.plot import check_plot
 from kvkeep_lab.cli.plot import plot as draw_plot
 
@@ -33,4 +33,4 @@ def draw(
                 f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
             )
     machines = dict.fromkeys(one.machine for one in found)
-    draw_plot("; ".join(machines), {one.title: drawn(one.rows) for one in found}, plot, named)
+    draw_plot("; ".join(machines), {one.title: plot_rows(one.rows) for one in found}, plot, named)

@@ -83,18 +83,18 @@ def names(text: str | None) -> list[str] | None:
 def show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:
     """Print a result as a table, and as JSON if asked; draw it if there is a file for that."""
     if plot is not None:
-        draw(title, {"": drawn(result["rows"])}, plot)
+        draw(title, {"": plot_rows(result["rows"])}, plot)
     print_table(title, result["rows"], stderr=json)
     if json:
         print_json(result)
 
 
-def drawn(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def plot_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows for a plot: the text columns joined to one name, and the numeric columns."""
-    drawn = []
+    found = []
     for row in (row for row in rows if not row.get("skipped")):
         named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
         named += [name for name in ("mass", "chunked") if row.get(name)]
         figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
-        drawn.append(({"system": " ".join(named)} if named else {}) | figures)
-    return drawn or rows
+        found.append(({"system": " ".join(named)} if named else {}) | figures)
+    return found or rows

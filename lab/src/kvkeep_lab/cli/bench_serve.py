@@ -80,11 +80,11 @@ def serve(
         from kvkeep.spec import split_specs
         from kvkeep_lab.bench import serve_steps
         from kvkeep_lab.bench.contenders import SERVER
-        from kvkeep_lab.bench.serve import AGAINST, Asked, run
+        from kvkeep_lab.bench.serve import AGAINST, ServeOptions, run
 
         if others is None:
             others = [] if cpu_time or interrupt is not None else list(AGAINST)
-        asked = Asked(
+        asked = ServeOptions(
             model,
             device,
             dtype,

@@ -37,7 +37,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A question, the first words of its answer, and what should follow them."""
 
     question: str
@@ -79,7 +79,7 @@ class Frame:
         self._head = torch.cat([torch.tensor(tokenizer("").input_ids).long(), self._ids(before)])
 
     def hiding(
-        self, text: Tensor, hidden: Sequence[tuple[int, str]], asked: Asked, depth: int
+        self, text: Tensor, hidden: Sequence[tuple[int, str]], asked: Question, depth: int
     ) -> Prompt:
         """A prompt of `length` tokens whose text hides sentences, each at a depth in percent.
 
@@ -100,7 +100,7 @@ class Frame:
         return self._prompt(torch.cat([*body, text[last:room]]), tail, asked, depth)
 
     def filled(
-        self, make: Callable[[int], tuple[str, Asked]], least: int, most: int, depth: int
+        self, make: Callable[[int], tuple[str, Question]], least: int, most: int, depth: int
     ) -> Prompt:
         """A prompt of at most `length` tokens with the text and the question `make(n)` of the
         largest n from `least`, at least 1, to `most` that fits.
@@ -121,16 +121,16 @@ class Frame:
                 more = middle
         return self._prompt(*best, depth)
 
-    def _encoded(self, text: str, asked: Asked) -> tuple[Tensor, Tensor, Asked]:
+    def _encoded(self, text: str, asked: Question) -> tuple[Tensor, Tensor, Question]:
         """The tokens of a text and of what follows it."""
         return self._ids(text), self._tail(asked), asked
 
-    def _prompt(self, body: Tensor, tail: Tensor, asked: Asked, depth: int) -> Prompt:
+    def _prompt(self, body: Tensor, tail: Tensor, asked: Question, depth: int) -> Prompt:
         ids = torch.cat([self._head, body, tail])
         text = len(ids) - len(tail)
         return Prompt(ids[None], text, asked.answers, asked.metric, self.steps, depth, self.seed)
 
-    def _tail(self, asked: Asked) -> Tensor:
+    def _tail(self, asked: Question) -> Tensor:
         return self._ids(f"\n\n{asked.question}{self._after}{asked.start}")
 
     def _room(self, tail: Tensor, inside: int) -> int:

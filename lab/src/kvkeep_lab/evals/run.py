@@ -151,12 +151,12 @@ def evaluate(
     host = host_of(model)
     if against is not None:
         late_question = True
-        against.require(model)
         if chunk is not None:
             raise UnsupportedError(
                 f"chunks of {chunk} tokens, but kvpress compresses a context that is fed at once; "
                 "leave out --chunk"
             )
+        against.require(model)
     for context in contexts:
         require_positions(host, context, max(continuation, TIMED_STEPS))
     # Cut every text and build every cache once, so that errors come before any computation.

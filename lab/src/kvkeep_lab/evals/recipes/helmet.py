@@ -11,7 +11,7 @@ from uuid import UUID
 from torch import Tensor
 
 from kvkeep_lab.evals.metrics import CITATIONS, NUMBER, ndcg
-from kvkeep_lab.evals.prompts import Asked, Frame, Prompt, Task
+from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task
 from kvkeep_lab.evals.recipes import labelled
 from kvkeep_lab.evals.recipes.passages import numbered
 from kvkeep_lab.evals.recipes.people import CITIES, JOBS, THINGS, Life, life, lives
@@ -82,9 +82,9 @@ def _key_value(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
     """
     key, value, seed = _identifier(draw), _identifier(draw), draw.random()
     question = f'What is the value of the key "{key}" in the JSON object?'
-    asked = Asked(question, f'The value of the key "{key}" is "', (value,))
+    asked = Question(question, f'The value of the key "{key}" is "', (value,))
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         other = random.Random(seed)
         pairs = [(_identifier(other), _identifier(other)) for _ in range(count)]
         pairs.insert(count * depth // 100, (key, value))
@@ -118,11 +118,11 @@ def _reranking(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         "best, the best first, and > between them."
     )
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         shown = relevant + others[:count]
         random.Random(seed).shuffle(shown)
         best = tuple(str(shown.index(one) + 1) for one in relevant)
-        asked = Asked(question, "Ranking:", best, ndcg(_GRADES))
+        asked = Question(question, "Ranking:", best, ndcg(_GRADES))
         return numbered("Passage", [one.paragraph for one in shown]), asked
 
     return frame.filled(told, 3, len(others), depth)
@@ -138,9 +138,9 @@ def _many_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
     """
     numbers = dict(zip(_REQUESTS, draw.sample(range(len(_REQUESTS)), len(_REQUESTS)), strict=True))
     shown, (request, label) = labelled.examples(_REQUESTS, draw)
-    asked = Asked(f"Request: {request}", "Label:", (str(numbers[label]),), NUMBER)
+    asked = Question(f"Request: {request}", "Label:", (str(numbers[label]),), NUMBER)
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         found = [f"Request: {request}\nLabel: {numbers[of]}" for request, of in shown(count)]
         return "\n\n".join(found), asked
 
@@ -168,11 +168,11 @@ def _citations(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         "the passage that says so in brackets after each name: NAME [1], NAME [2]."
     )
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         shown = wanted + others[:count]
         random.Random(seed).shuffle(shown)
         answers = tuple(f"{one.name} [{shown.index(one) + 1}]" for one in wanted)
-        asked = Asked(question, "Answer:", answers, CITATIONS)
+        asked = Question(question, "Answer:", answers, CITATIONS)
         return numbered("Passage", [one.paragraph for one in shown]), asked
 
     return frame.filled(told, 3, len(others), depth)

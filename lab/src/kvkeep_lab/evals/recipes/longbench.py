@@ -8,7 +8,7 @@ import random
 from torch import Tensor
 
 from kvkeep_lab.evals.metrics import CODE, F1, NUMBER, label_of
-from kvkeep_lab.evals.prompts import Asked, Frame, Prompt, Task
+from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task
 from kvkeep_lab.evals.recipes import labelled, repository
 from kvkeep_lab.evals.recipes.passages import numbered, placed
 from kvkeep_lab.evals.recipes.people import CITIES, LAST_NAMES, THINGS, Life, lives
@@ -60,14 +60,16 @@ def _passage_retrieval(frame: Frame, text: Tensor, draw: random.Random, depth: i
     abstract = _abstract(one)
     others = [other.paragraph for other in people if _abstract(other) != abstract]
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         shown, place = placed(one.paragraph, others[: count - 1], depth)
         question = (
             f"Here is an abstract of one of the paragraphs: {abstract}\n"
             "Which paragraph is it of? Answer with its number."
         )
         answer = (str(place + 1),)
-        return numbered("Paragraph", shown), Asked(question, "It is of Paragraph", answer, NUMBER)
+        return numbered("Paragraph", shown), Question(
+            question, "It is of Paragraph", answer, NUMBER
+        )
 
     return frame.filled(told, 2, 1 + len(others), depth)
 
@@ -80,7 +82,7 @@ def _passage_count(frame: Frame, text: Tensor, draw: random.Random, depth: int) 
     paragraphs, seed = [one.paragraph for one in lives(draw, frame.length)], draw.random()
     share = draw.uniform(_FEWEST_DISTINCT, 1)
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         distinct, mixed = max(2, round(share * count)), random.Random(seed)
         shown = paragraphs[:distinct]
         shown += mixed.choices(shown, k=count - distinct)
@@ -90,7 +92,7 @@ def _passage_count(frame: Frame, text: Tensor, draw: random.Random, depth: int) 
             "with a number."
         )
         start = "The number of different paragraphs is"
-        return numbered("Paragraph", shown), Asked(question, start, (str(distinct),), NUMBER)
+        return numbered("Paragraph", shown), Question(question, start, (str(distinct),), NUMBER)
 
     return frame.filled(told, 3, len(paragraphs), depth)
 
@@ -115,10 +117,10 @@ def _multi_document_qa(frame: Frame, text: Tensor, draw: random.Random, depth: i
         )
     )
     question = question.format(f"the firm where {one.name} works") + " Answer with one word."
-    asked = Asked(question, start, (answer,), F1)
+    asked = Question(question, start, (answer,), F1)
     seed = draw.random()
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         other = random.Random(seed)
         around = firms[: max(1, min(len(firms), count // 2))]
         shown = [_firm(name, other)[0] for name in around]
@@ -139,9 +141,9 @@ def _few_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Pr
     same form is among the examples.
     """
     shown, (question, kind) = labelled.examples(_TYPES, draw)
-    asked = Asked(f"Question: {question}", "Type:", (kind,), label_of(tuple(_TYPES)))
+    asked = Question(f"Question: {question}", "Type:", (kind,), label_of(tuple(_TYPES)))
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         return "\n\n".join(f"Question: {x}\nType: {of}" for x, of in shown(count)), asked
 
     return frame.filled(told, len(_TYPES), _MOST, depth)
@@ -159,9 +161,9 @@ def _code_completion(frame: Frame, text: Tensor, draw: random.Random, depth: int
     near, far = one.others()
     others = draw.sample(near, len(near)) + draw.sample(far, len(far))
     # The last space is the model's: it belongs to a word's token.
-    asked = Asked(one.before, " " * (one.indentation - 1), (one.line,), CODE)
+    asked = Question(one.before, " " * (one.indentation - 1), (one.line,), CODE)
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         around = [other.text for other in others[: count - 1]]
         return "\n\n".join(placed(one.definition.text, around, depth)[0]), asked
 

@@ -11,7 +11,7 @@ from pydoc_data import topics
 
 from torch import Tensor
 
-from kvkeep_lab.evals.prompts import Asked, Frame, Prompt, Task
+from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task
 from kvkeep_lab.evals.recipes.people import CITIES, Life, life, short_names
 
 _NEEDLES = 4  # sentences hidden in a prompt with several
@@ -70,7 +70,7 @@ def _variables(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         (place, f"\nVAR {name} = {value}\n")
         for place, name, value in zip(_places(draw, len(names)), names, values[:-1], strict=True)
     ]
-    asked = Asked(
+    asked = Question(
         f"Find all variables that have the value {number}, by following the assignments.",
         f"The {len(names)} variables that have the value {number} are",
         tuple(names),
@@ -85,14 +85,14 @@ def _common_words(frame: Frame, text: Tensor, draw: random.Random, depth: int) -
     common, rare, seed = words[:_COMMON], words[_COMMON:], draw.random()
     often = _COMMON * _TIMES  # entries of common words, for each repetition of the others
 
-    def listed(count: int) -> tuple[str, Asked]:
+    def listed(count: int) -> tuple[str, Question]:
         repeated = max(1, min(3, count // (often + 20)), count // (often + len(rare)))
         others = rare[: count // repeated - often]
         entries = (common * _TIMES + others) * repeated
         random.Random(seed).shuffle(entries)
         return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1)), asked
 
-    asked = Asked(
+    asked = Question(
         f"What are the {_COMMON} words that come most often in the list?",
         f"The {_COMMON} words that come most often are",
         tuple(common),
@@ -108,7 +108,7 @@ def _frequent_words(frame: Frame, text: Tensor, draw: random.Random, depth: int)
     shares = [rank**-_ZETA for rank in range(1, len(words) + 1)]
     whole, seed = sum(shares), draw.random()
 
-    def coded(count: int) -> tuple[str, Asked]:
+    def coded(count: int) -> tuple[str, Question]:
         entries = [
             word
             for word, share in zip(words, shares, strict=True)
@@ -117,7 +117,7 @@ def _frequent_words(frame: Frame, text: Tensor, draw: random.Random, depth: int)
         random.Random(seed).shuffle(entries)
         return " ".join(entries), asked
 
-    asked = Asked(
+    asked = Question(
         "Which three coded words come most often in the text? Leave the dots out.",
         "The three words that come most often are",
         tuple(words[1:4]),
@@ -133,7 +133,7 @@ def _qa(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
     one = life(names[0], draw)
     asked = draw.choice(_questions(one))
 
-    def told(count: int) -> tuple[str, Asked]:
+    def told(count: int) -> tuple[str, Question]:
         other = random.Random(seed)
         paragraphs = [life(name, other).paragraph for name in names[1:count]]
         paragraphs.insert(len(paragraphs) * depth // 100, one.paragraph)
@@ -142,14 +142,14 @@ def _qa(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
     return frame.filled(told, 2, len(names), depth)
 
 
-def _questions(one: Life) -> list[Asked]:
+def _questions(one: Life) -> list[Question]:
     name = one.name
     return [
-        Asked(f"In which city was {name} born?", f"{name} was born in", (one.born,)),
-        Asked(f"In which city does {name} work?", f"{name} works in", (one.home,)),
-        Asked(f"What did {name} study?", f"{name} studied", (one.subject,)),
-        Asked(f"What is the job of {name}?", f"The job of {name} is", (one.job,)),
-        Asked(f"What does {name} collect?", f"{name} collects", (one.things,)),
+        Question(f"In which city was {name} born?", f"{name} was born in", (one.born,)),
+        Question(f"In which city does {name} work?", f"{name} works in", (one.home,)),
+        Question(f"What did {name} study?", f"{name} studied", (one.subject,)),
+        Question(f"What is the job of {name}?", f"The job of {name} is", (one.job,)),
+        Question(f"What does {name} collect?", f"{name} collects", (one.things,)),
     ]
 
 
@@ -169,10 +169,10 @@ def _sentence(city: str, number: str) -> str:
     return f"\nThe secret number of {city} is {number}.\n"
 
 
-def _asked(what: str, numbers: Sequence[str]) -> Asked:
+def _asked(what: str, numbers: Sequence[str]) -> Question:
     """The question for hidden numbers, all of which are the answer."""
     verb = "is" if len(numbers) == 1 else "are"
-    return Asked(f"What {verb} the {what}?", f"The {what} {verb}", tuple(numbers))
+    return Question(f"What {verb} the {what}?", f"The {what} {verb}", tuple(numbers))
 
 
 def _places(draw: random.Random, count: int) -> list[int]:

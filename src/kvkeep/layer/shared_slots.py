@@ -1,4 +1,4 @@
-"""ReadAgain: a layer whose slots other layers attend to."""
+"""SharedSlots: a layer whose slots other layers attend to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.policy import Observation
 from kvkeep.storage import Storage
 
 
-class ReadAgain(Settling):
+class SharedSlots(Settling):
     """A layer whose slots `readers` other layers, which have no slots of their own, attend to after
     its step in the same forward.
 
