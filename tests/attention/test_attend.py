@@ -29,7 +29,16 @@ def segment(k, v, position, rotation=None):
 
 
 def written_out(
-    q, segments, query_position, *, scale, reaches=(), bounds=None, softcap=None, sinks=None
+    q,
+    segments,
+    query_position,
+    *,
+    scale,
+    reaches=(),
+    bounds=None,
+    softcap=None,
+    sinks=None,
+    slopes=None,
 ):
     """Every row, head and query on its own, in float64. Segments: (k, v, position (B|1, S))."""
     rows, query_heads, n, _ = q.shape
@@ -56,6 +65,8 @@ def written_out(
                 score = (k.double() @ q[b, h, i].double()) * scale
                 if softcap:
                     score = softcap * torch.tanh(score / softcap)
+                if slopes is not None:
+                    score = score + slopes[h].double() * (place - t)
                 weight = torch.where(seen, score.exp(), 0.0)
                 total = weight.sum() + (0 if sinks is None else math.exp(sinks[h]))
                 out[b, h, i] = (weight / total) @ v.double()
@@ -78,6 +89,7 @@ def written_out(
     bounds=st.sampled_from([None, None, "of each row", "of all rows"]),
     softcap=st.sampled_from([None, 3.0]),
     with_sinks=st.booleans(),
+    with_slopes=st.booleans(),
     value_width=st.sampled_from([D, 5]),
 )
 def test_every_feature(
@@ -94,6 +106,7 @@ def test_every_feature(
     bounds,
     softcap,
     with_sinks,
+    with_slopes,
     value_width,
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -107,6 +120,7 @@ def test_every_feature(
         position[0] -= pads
         position[0, : min(pads, length)] = -1
     sinks = random(heads * group) if with_sinks else None
+    slopes = random(heads * group) if with_slopes else None
     parts = [(random(rows, heads, length, D), random(rows, heads, length, value_width), position)]
     if shared:
         k, v = random(1, heads, shared, D), random(1, heads, shared, value_width)
@@ -135,8 +149,9 @@ def test_every_feature(
         bounds=limited,
         softcap=softcap,
         sinks=sinks,
+        slopes=slopes,
     )
-    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
     out, got = attend(q, view, **options, need_mass=True)
     torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(got, mass, atol=1e-5, rtol=1e-5)

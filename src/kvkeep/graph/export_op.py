@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ class Description:
         index, count: index of the layer, and number of layers of the model.
         window: the layer's own sliding window in tokens; None: no window.
         chunked: whether the window begins at a multiple of its size.
+        slopes: the layer's slopes; empty: it has none.
     """
 
     spec: str
@@ -48,6 +49,7 @@ class Description:
     count: int
     window: int | None
     chunked: bool = False
+    slopes: list[float] = field(default_factory=list)
 
     def build(self) -> LayerCache:
         """Build an empty layer."""
@@ -57,6 +59,7 @@ class Description:
             window=self.window,
             chunked=self.chunked,
             capacity=self.capacity,
+            slopes=tuple(self.slopes) or None,
         )
         layer.cursor.holes_after = self.holes_after
         return layer

@@ -21,6 +21,7 @@ from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
 from kvkeep.hf.compiled import CompiledSteps, programs_of
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
+from kvkeep.hf.inline import is_inline, route_inline
 from kvkeep.hf.inputs import (
     arguments_of,
     check_cached,
@@ -187,6 +188,7 @@ def attach(
     of_kinds = [change for kind in empty.kinds for change in kind.attach(model)]
     if implementation is not None:
         route_attention(model, implementation)
+        of_kinds += route_inline(decoder, implementation)
     changes = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -309,10 +311,12 @@ def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[s
     """
     decoder = decoder_of(model)
     why = "its attention does not go through transformers' AttentionInterface"
-    if model._can_set_attn_implementation():
+    inline = is_inline(decoder)
+    if inline or model._can_set_attn_implementation():
         name = registered(original)
         fault = rehearse(decoder, name)
-        if fault == "" or (fault is None and untried and decoder._supports_attention_backend):
+        tagged = inline or decoder._supports_attention_backend
+        if fault == "" or (fault is None and untried and tagged):
             return name, ""
         why = "its attention cannot be tried without weights" if fault is None else fault
     fault = rehearse_own(decoder)
