@@ -177,8 +177,8 @@ class Checks:
             check_softcap(softcap)
             if slopes is not None and len(slopes) != q.shape[1]:
                 raise ShapeError(
-                    f"{q.shape[1]} query heads in a layer with {len(slopes)} slopes; give one slope "
-                    "per query head"
+                    f"{q.shape[1]} query heads in a layer with {len(slopes)} slopes; give one "
+                    "slope per query head"
                 )
             self._queries = queries
 

@@ -327,11 +327,13 @@ def test_gradients(slots):
     q, k, v = qkv(heads=1, slots=slots, n=4, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, dtype=torch.float64))]
 
-    def run(q, k, v, sinks=None):
-        return attend(q, dense(k, v, 4), scale=0.4, sinks=sinks)[0]
+    def run(q, k, v, sinks=None, slopes=None):
+        return attend(q, dense(k, v, 4), scale=0.4, sinks=sinks, slopes=slopes)[0]
 
     torch.autograd.gradcheck(run, inputs[:3])
     torch.autograd.gradcheck(run, inputs)
+    slopes = torch.tensor([0.3, 1.1], dtype=torch.float64)
+    torch.autograd.gradcheck(lambda *x: run(*x, slopes=slopes), inputs)
 
 
 def test_gradients_of_what_is_not_causal():
@@ -371,8 +373,11 @@ def test_shapes_that_do_not_fit():
     for wrong in (q[:, :3], q[:, :, :1], q[0], q.repeat(2, 1, 1, 1)[:0]):
         with pytest.raises(ShapeError):
             attend(wrong, view, scale=0.4)
-    with pytest.raises(ShapeError, match=r"\(4,\)"):
-        attend(q, view, scale=0.4, sinks=torch.zeros(3))
+    for logits in ({"sinks": torch.zeros(3)}, {"slopes": torch.zeros(3)}):
+        with pytest.raises(ShapeError, match=r"\(4,\)"):
+            attend(q, view, scale=0.4, **logits)
+    with pytest.raises(ShapeError, match=r"give slopes\.detach"):
+        attend(q, view, scale=0.4, slopes=torch.zeros(4, requires_grad=True))
 
 
 def unfit(view, **changes):

@@ -32,7 +32,6 @@ OWN = {
     "DiffLlama": "changes its values after the cache",
     "JetMoe": "changes its keys after the cache",
     "Doge": "uses a mask of its own",
-    "Bloom": NO_INTERFACE,
 }
 OTHERS = "its results through a cache are others than without one"
 REFUSED = {

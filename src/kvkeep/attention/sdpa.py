@@ -294,7 +294,8 @@ def _masks(
             mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
         else:
             distance = view.distances(segment.position, queries)[:, :, None]
-            mask = slopes.float().view(1, *q.shape[1:3], 1, 1) * distance
+            kind = torch.promote_types(q.dtype, torch.float32)
+            mask = slopes.to(kind).view(1, *q.shape[1:3], 1, 1) * distance
         yield queries, mask.masked_fill_(~seen, -torch.inf)
 
 

@@ -76,12 +76,21 @@ def require_exportable(spec: CacheSpec) -> None:
     Raises:
         UnsupportedError: the state grows, or the policy reads a file.
     """
-    named = spec.policy.file is not None  # programs open no files
-    if not spec.storage.limited or Need.ROTARY in spec.policy.needs or named:
-        raise UnsupportedError(
-            f"{spec} cannot be exported: its slots or its policy's state grow; use fixed storage, "
-            "such as keep_all@fixed:4096, and no expected_attention"
+    policy, own = spec.policy, str(spec).partition("@")[0]
+    reason = ""
+    if Need.ROTARY in policy.needs:
+        reason = f"the state of policy {policy.name} grows; use another, such as snapkv"
+    elif policy.file is not None:
+        reason = f"policy {policy.name} reads a file, and programs open none; use another policy"
+    elif policy.ragged:
+        reason = (
+            f"policy {policy.name} divides slots among heads; use another, such as h2o or snapkv"
         )
+    elif not spec.storage.limited:
+        room = "" if policy.budget else ":4096"
+        reason = f"its slots grow; use fixed storage, as {own}@fixed{room}"
+    if reason:
+        raise UnsupportedError(f"{spec} cannot be exported: {reason}")
 
 
 class LayerTensors(nn.Module):

@@ -177,11 +177,11 @@ def attach(
     decoder = decoder_of(model)
     implementation, own = _routing(model, original, untried=not empty.why_not(Feature.UNTRIED))
     if own:
-        require_exact(empty, own)
+        require_exact(empty, text.model_type, own)
     if own and compile:
         raise UnsupportedError(
-            f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
-            f"itself, because {own}; attach it without compile=True"
+            f"kvkeep cannot compile the steps of {text.model_type}: it computes attention itself, "
+            f"because {own}; attach it without compile=True"
         )
     able = linears and not own and not empty.why_not(Feature.COMPILED)
     compiled = bool(compile) or (compile is None and able and bool(programs_of(model)))
@@ -312,7 +312,7 @@ def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[s
     decoder = decoder_of(model)
     why = "its attention does not go through transformers' AttentionInterface"
     inline = is_inline(decoder)
-    if inline or model._can_set_attn_implementation():
+    if inline or decoder._can_set_attn_implementation():
         name = registered(original)
         fault = rehearse(decoder, name)
         tagged = inline or decoder._supports_attention_backend
@@ -399,7 +399,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         if not is_routed(cache.config):  # it may have been built before `attach`
             cache.follow(decoder_config(decoder.config))
         if attachment.own:
-            require_exact(cache, attachment.own)
+            require_exact(cache, decoder_config(decoder.config).model_type, attachment.own)
         else:
             check_mask(decoder, given)
         check_cached(decoder)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -122,7 +122,9 @@ def _bloom(
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     dropout = module.attention_dropout
     out, weights = attend(q, k, v, attention_mask, module.inv_norm_factor, dropout)
-    made = nn.functional.dropout(module.dense(out.flatten(2)), module.hidden_dropout, module.training)
+    made = nn.functional.dropout(
+        module.dense(out.flatten(2)), module.hidden_dropout, module.training
+    )
     return residual + made, weights
 
 
@@ -138,7 +140,7 @@ def _falcon(
     split = module._split_heads(module.query_key_value(hidden_states))
     q, k, v = (x.transpose(1, 2) for x in split)
     if not module.config.alibi:
-        rotate: Any = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb")
+        rotate: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
         q, k = rotate(q, k, *position_embeddings)
     dropout = module.attention_dropout if module.config.alibi else 0.0  # as in its own forward
     out, weights = attend(q, k, v, attention_mask, module.inv_norm_factor, dropout)
@@ -196,14 +198,20 @@ class _Unchanged:
         return self._mask
 
 
-@cache
-def _rebound(kind: type[nn.Module], names: Callable[[Any], dict[str, Any]]) -> Any:
+class Rebound(NamedTuple):
     """The forward of a class, in which names of its source file have other values."""
-    own: Any = inspect.unwrap(kind.forward)
-    known = {**own.__globals__, **names(sys.modules[kind.__module__])}
-    made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
-    return made
+
+    forward: Any
+
+    @classmethod
+    def of(cls, kind: type[nn.Module], names: Callable[[Any], dict[str, Any]]) -> Rebound:
+        """`names`: the other values, by name, given the source file's module."""
+        own: Any = inspect.unwrap(kind.forward)
+        known = {**own.__globals__, **names(sys.modules[kind.__module__])}
+        del known["__name__"]  # by which torch's compiler would find the file's own values
+        made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
+        made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
+        return cls(made)
 
 
 def _falcon_decoder(source: Any) -> dict[str, Any]:
@@ -214,15 +222,20 @@ def _falcon_decoder(source: Any) -> dict[str, Any]:
 
 
 def _mpt_decoder(source: Any) -> dict[str, Any]:
-    return {"create_causal_mask": lambda **request: _Unchanged(source.create_causal_mask(**request))}
+    return {
+        "create_causal_mask": lambda **request: _Unchanged(source.create_causal_mask(**request))
+    }
 
 
 # -- attaching --------------------------------------------------------------------------------
 
 _FORWARDS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(["BigBirdSelfAttention", "MegatronBertSelfAttention"], _bert),
-    **dict.fromkeys(["RemBertSelfAttention", "RoFormerSelfAttention"], _bert),
-    **dict.fromkeys(["MvpAttention", "TrOCRAttention", "XGLMAttention"], _bart),
+    "MegatronBertSelfAttention": _bert,
+    "RemBertSelfAttention": _bert,
+    "RoFormerSelfAttention": _bert,
+    "MvpAttention": _bart,
+    "TrOCRAttention": _bart,
+    "XGLMAttention": _bart,
     "BloomAttention": _bloom,
     "FalconAttention": _falcon,
     "MptAttention": _mpt,
@@ -262,8 +275,12 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
             forward = partial(_forward, own, _FORWARDS[known], name, module)
             yield _Replaced(module, place, update_wrapper(forward, own))
         elif known in _DECODERS:
-            forward = partial(_decoded, module.forward, module, _DECODERS[known])
+            rebound = Rebound.of(type(module), _DECODERS[known])
+            forward = partial(_decoded, module.forward, rebound, module)
             yield _Replaced(module, place, update_wrapper(forward, module.forward))
+        elif known == "BloomModel":
+            own = module.build_alibi_tensor
+            yield _Replaced(module, "build_alibi_tensor", partial(_alibi, own))
         elif known in _CORES:
             own = module._attn
             yield _Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
@@ -276,17 +293,24 @@ def _forward(own: Any, run: Any, name: str, module: Any, *args: Any, **kwargs: A
     return run(module, Attention(name, module, given), *args, **kwargs)
 
 
-def _decoded(own: Any, module: Any, names: Any, *args: Any, **kwargs: Any) -> Any:
+def _decoded(own: Any, rebound: Rebound, module: Any, *args: Any, **kwargs: Any) -> Any:
     given = next((kwargs[x] for x in _CACHES if kwargs.get(x) is not None), None)
     if not isinstance(given, (Cache, LayersCache)):
         return own(*args, **kwargs)
-    return _rebound(type(module), names)(module, *args, **kwargs)
+    return rebound.forward(module, *args, **kwargs)
 
 
-def _core(own: Any, run: Any, name: str, module: Any, q: Tensor, k: Tensor, v: Tensor, *mask: Any):
-    if not hasattr(k, "kvkeep"):
-        return own(q, k, v, *mask)
-    return run(module, name, q, k, v, *mask)
+def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Bloom's bias; none where positions are given in place of a mask, see `kvkeep.hf.masks`."""
+    return own(mask, *args, **kwargs) if mask.dim() == 2 else None
+
+
+def _core(
+    own: Any, run: Any, name: str, module: Any, q: Tensor, k: Tensor, v: Tensor, *mask: Any
+) -> tuple[Tensor, Tensor | None]:
+    given: Any = partial(run, module, name) if hasattr(k, "kvkeep") else own
+    found: tuple[Tensor, Tensor | None] = given(q, k, v, *mask)
+    return found
 
 
 class _Replaced:

@@ -15,7 +15,6 @@ from kvkeep.checks import resolved
 from kvkeep.errors import UnsupportedError
 from kvkeep.policy import Need, Observation, Policy
 
-
 Slopes = tuple[float, ...]
 """The slopes of a layer's query heads; see `Options`."""
 

@@ -27,10 +27,10 @@ from kvkeep.hf.kinds.recurrent import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.recurrent import states_in as states_in
 from kvkeep.hf.kinds.shared import Shared
-from kvkeep.hf.kinds.windows import Windows, type_of_all
+from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
 from kvkeep.host import LayerKind
 
-_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent(), Biased())
+_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent(), Biased(), Local())
 
 
 def kinds_of(model: Any) -> tuple[Kind, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvkeep.hf.kinds.base import Kind
@@ -18,6 +21,8 @@ class Biased(Kind):
     Falcon rounds its biases to bfloat16, whatever the model's dtype; here they are not rounded, so
     logits differ by as much as biases of many tokens lose.
     """
+
+    placeless: ClassVar[bool] = True
 
     def has(self, text: PreTrainedConfig) -> bool:
         return text.model_type in _SLOPES and bool(getattr(text, "alibi", True))
@@ -32,32 +37,34 @@ class Biased(Kind):
         return [one if one is None else replace(one, slopes=slopes) for one in layers]
 
 
-def _bloom(text: PreTrainedConfig) -> torch.Tensor:
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
-    return build_alibi_tensor(_two_tokens(), text.num_attention_heads, torch.float32)[:, 0, 1]
-
-
-def _falcon(text: PreTrainedConfig) -> torch.Tensor:
-    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
-
+def _bloom(text: PreTrainedConfig) -> Tensor:
     heads = text.num_attention_heads
-    bias = build_alibi_tensor(_two_tokens(), heads, torch.float32)[:, 0, 1]
-    return bias * (text.hidden_size // heads) ** -0.5
+    bias: Tensor = _source("bloom").build_alibi_tensor(_two_tokens(), heads, torch.float32)
+    return bias[:, 0, 1]
 
 
-def _mpt(text: PreTrainedConfig) -> torch.Tensor:
-    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+def _falcon(text: PreTrainedConfig) -> Tensor:
+    heads = text.num_attention_heads
+    bias: Tensor = _source("falcon").build_alibi_tensor(_two_tokens(), heads, torch.float32)
+    return bias[:, 0, 1] * (text.hidden_size // heads) ** -0.5
 
-    bias = build_mpt_alibi_tensor(text.num_attention_heads, 2, device="cpu")[:, 0]
-    return bias[:, 1] - bias[:, 0]
+
+def _mpt(text: PreTrainedConfig) -> Tensor:
+    heads = text.num_attention_heads
+    bias: Tensor = _source("mpt").build_mpt_alibi_tensor(heads, 2, device="cpu")
+    return bias[:, 0, 1] - bias[:, 0, 0]
 
 
-def _two_tokens() -> torch.Tensor:
+def _source(name: str) -> Any:
+    """The code of a type of model, which transformers imports when it is first used."""
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def _two_tokens() -> Tensor:
     return torch.ones(1, 2, dtype=torch.int64, device="cpu")
 
 
-_SLOPES: dict[str, Callable[[PreTrainedConfig], torch.Tensor]] = {
+_SLOPES: dict[str, Callable[[PreTrainedConfig], Tensor]] = {
     "bloom": _bloom,
     "falcon": _falcon,
     "mpt": _mpt,
