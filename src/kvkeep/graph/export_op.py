@@ -83,9 +83,7 @@ def require_exportable(spec: CacheSpec) -> None:
     elif policy.file is not None:
         reason = f"policy {policy.name} reads a file, and programs open none; use another policy"
     elif policy.ragged:
-        reason = (
-            f"policy {policy.name} divides slots among heads; use another, such as h2o or snapkv"
-        )
+        reason = f"policy {policy.name} divides slots among heads; use another, such as h2o"
     elif not spec.storage.limited:
         room = "" if policy.budget else ":4096"
         reason = f"its slots grow; use fixed storage, as {own}@fixed{room}"

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import unrouted
 from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.masks import MaskRequest
@@ -272,6 +273,8 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
         if known in _FORWARDS:
             place = _ACCELERATED if _ACCELERATED in vars(module) else place
             own = getattr(module, place)
+            if "config" in vars(module):  # by whose implementation its own forward decides
+                module.config = cast(Any, unrouted(vars(module)["config"]))
             forward = partial(_forward, own, _FORWARDS[known], name, module)
             yield _Replaced(module, place, update_wrapper(forward, own))
         elif known in _DECODERS:
