@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -46,7 +47,7 @@ def _bloom(text: PreTrainedConfig) -> Tensor:
 def _falcon(text: PreTrainedConfig) -> Tensor:
     heads = text.num_attention_heads
     bias: Tensor = _source("falcon").build_alibi_tensor(_two_tokens(), heads, torch.float32)
-    return bias[:, 0, 1] * (text.hidden_size // heads) ** -0.5
+    return bias[:, 0, 1] / math.sqrt(text.hidden_size // heads)
 
 
 def _mpt(text: PreTrainedConfig) -> Tensor:
