@@ -9,7 +9,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 15;
+constexpr int KV_ABI = 16;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -67,6 +67,9 @@ struct KvCall {
     const int32_t* bounds;    // (rows, 2, queries): first and last position that each query sees,
                               // within `reaches`; null: 0 and the query's own position
     const float* sinks;       // sink logits (heads * group), or null
+    const float* slopes;      // (heads * group): added to a query's scores for each position by
+                              // which a slot follows the query, for which `position` and the
+                              // segments' positions are set even if `dense`; or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
     float* const* masses;     // in place of `mass`, for each row: (heads, its slots), zeroed
@@ -80,7 +83,7 @@ struct KvCall {
     int64_t peak;           // 1: the mass is the largest weight of a slot, not a sum
     int64_t out_row, out_head, out_query, out_type;
     int64_t rows, heads, group, queries, key_width, value_width;
-    int64_t dense;  // 1: ignore positions; query i of n sees all but the last n - 1 - i slots
+    int64_t dense;  // 1: whatever the positions, query i of n sees all but the last n - 1 - i slots
     int64_t threads;
     double scale;
     double softcap;  // 0 for none

@@ -64,7 +64,7 @@ class Chain {
         };
         encoded(gathered.k, call.key_width);
         encoded(gathered.v, call.value_width);
-        if (!call.dense) slots(gathered.position, 1);
+        slots(gathered.position, 1);
         segment = &gathered;
         at = skipped;
     }

@@ -16,9 +16,17 @@ namespace {
 
 // -- one block -------------------------------------------------------------------------------
 
-// Scales and caps a record's scores s (BLOCK), masks them by `mask` (BLOCK; -1: the slot is seen;
-// null: all are seen), and returns the largest.
-KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const int32_t* mask) {
+// What a query's scores are increased by: `slope` times the positions from the query to a slot.
+struct Bias {
+    const int32_t* place;  // (BLOCK); null: nothing
+    int32_t query;
+    float slope;
+};
+
+// Scales and caps a record's scores s (BLOCK), adds the bias, masks them by `mask` (BLOCK; -1: the
+// slot is seen; null: all are seen), and returns the largest.
+KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, Bias bias,
+                              const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
     vf high = lowest;
     if (call.softcap != 0) {
@@ -29,6 +37,11 @@ KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, const
 #pragma GCC unroll 8
         for (int64_t j = 0; j < BLOCK; j += W) store(s + j, load<vf>(s + j) * scale);
     }
+    if (bias.place)
+        for (int64_t j = 0; j < BLOCK; j += W) {
+            const vf distance = __builtin_convertvector(load<vi>(bias.place + j) - bias.query, vf);
+            store(s + j, load<vf>(s + j) + distance * bias.slope);
+        }
     for (int64_t j = count; j < BLOCK; ++j) s[j] = -INFINITY;
     if (mask)
         for (int64_t j = 0; j < BLOCK; j += W)
@@ -53,11 +66,11 @@ KV_INLINE float weigh(float* s, float base) {
 // Replaces the scores of a block by weights (records, BLOCK), and computes the factors `alpha` for
 // earlier sums. In several passes, so that no record waits for another's reductions. `mask_of(r)`
 // is null if the record sees all slots.
-template <class Mask>
-void softmax(const KvCall& call, int64_t records, float* s, int64_t count, Mask mask_of,
-             float* alpha, float* top, float* total) {
+template <class BiasOf, class Mask>
+void softmax(const KvCall& call, int64_t records, float* s, int64_t count, BiasOf bias_of,
+             Mask mask_of, float* alpha, float* top, float* total) {
     for (int64_t r = 0; r < records; ++r) {
-        const float high = finish_scores(call, s + r * BLOCK, count, mask_of(r));
+        const float high = finish_scores(call, s + r * BLOCK, count, bias_of(r), mask_of(r));
         const float new_top = high > top[r] ? high : top[r];
         alpha[r] = new_top == top[r] ? 0.0f : top[r] - new_top;
         top[r] = new_top;
@@ -145,6 +158,14 @@ Visibility visibility_of_rows(Work& work) {
     return every ? ALL : any ? SOME : NONE;
 }
 
+// Loads the positions of a block's slots. Rows of a run share them.
+void load_places(const Work& work) {
+    const KvPlane& plane = work.segment().position;
+    const int32_t* from = (const int32_t*)plane.data + work.run.row0 * plane.row +
+                          work.run.head * plane.head + work.at() * plane.slot;
+    for (int64_t j = 0; j < BLOCK; ++j) work.place[j] = j < work.count ? from[j * plane.slot] : 0;
+}
+
 // Stores the block's weights for the mass; zeros if no query sees the block.
 void keep_weights(const Work& work, bool seen) {
     const KvRun& run = work.run;
@@ -187,10 +208,18 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                 if (seen == ALL) return nullptr;
                 return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;
             };
+            if (call.slopes) load_places(work);
+            const auto bias_of = [&](int64_t r) -> Bias {
+                if (!call.slopes) return {};
+                const int64_t row = run.row0 + r / per_row, head = r % per_row / work.tokens;
+                const int64_t query = row * call.position_row + run.query0 + r % work.tokens;
+                return {work.place, call.position[query], call.slopes[run.head * call.group + head]};
+            };
             const auto narrow = [&](const KvEncoded& x) { return x.plane.type == KV_I2; };
             if (narrow(work.segment().k)) work.key = spread(work.key, work.count, work.spread_key);
             keys.score(work);
-            softmax(call, records, work.s, work.count, mask_of, work.alpha, work.top, work.total);
+            softmax(call, records, work.s, work.count, bias_of, mask_of, work.alpha, work.top,
+                    work.total);
             if (narrow(work.segment().v))
                 work.value = spread(work.value, work.count, work.spread_value);
             values.add(work);

@@ -47,7 +47,7 @@ static inline int64_t kv_spread(int64_t padded) { return KV_BLOCK * padded / 8; 
 // Floats of scratch memory that a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
-    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value) + 64 +
+    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value + 1) + 64 +
            kv_gathered(call) + kv_spread(key) + kv_spread(value);
 }
 

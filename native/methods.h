@@ -22,6 +22,7 @@ struct Work {
     float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
     float *spread_key, *spread_value;   // a block of 2-bit codes in 4 bits
     int32_t* mask;                      // (rows, tokens, BLOCK)
+    int32_t* place;                     // (BLOCK): positions of the slots, if there are slopes
     int64_t slot, count;
     Rows key, value, next;  // keys and values of the block, and keys of the next block
 
@@ -45,6 +46,7 @@ struct Work {
         top = alpha + records;
         total = top + records;
         mask = (int32_t*)(total + records);
+        place = mask + records * BLOCK;
     }
 
     // The segment of the current block, and the block's first slot in it.

@@ -117,11 +117,11 @@ int attend_alone(const KvSequence& step, const Token& token, float* mass) {
     call.out = token.out;
     call.mass = mass;
     call.dense = step.dense;
+    for (int64_t row = 0; row < call.rows; ++row)
+        places.push_back((int32_t)kv_position(step, row));
+    call.position = places.data();
+    call.position_row = 1;
     if (!step.dense) {
-        for (int64_t row = 0; row < call.rows; ++row)
-            places.push_back((int32_t)kv_position(step, row));
-        call.position = places.data();
-        call.position_row = 1;
         call.reach_count = s.reach_count;
         if (s.ranking.window && s.ranking.chunked) {
             for (const int32_t place : places) {
@@ -149,6 +149,7 @@ class Together {
     std::vector<KvSegment> segments;
     std::vector<KvRows> holders;
     std::vector<void*> outs;
+    std::vector<int32_t> places;
     std::vector<char> queries;  // queries of rows that share segments, adjacent
     int64_t query_bytes;        // bytes of one row's query
 
@@ -173,6 +174,7 @@ class Together {
         for (int64_t row = 0; row < count; ++row) {
             const Token token(tokens, *rows[row]);
             outs.push_back(token.out);
+            places.push_back((int32_t)kv_position(*rows[row], 0));
             for (int64_t head = 0; head < call.heads * call.group; ++head) {
                 const int64_t bytes = query_bytes / (call.heads * call.group);
                 const int64_t from = rows[row]->segments->queries.head * bytes / call.key_width;
@@ -198,6 +200,8 @@ class Together {
         call.reaches = nullptr;
         call.holders = holders.data();
         call.outs = outs.data();
+        call.position = places.data();
+        call.position_row = 1;
         call.masses = some ? masses.data() : nullptr;
         call.slots_of = slots_of.data();
         call.dense = 1;
@@ -250,7 +254,8 @@ class Together {
             segment.follows &= i > from;
             segment.shared = end - first > 1;
             for (KvPlane* plane : {&segment.k.plane, &segment.k.scale, &segment.k.zero,
-                                   &segment.v.plane, &segment.v.scale, &segment.v.zero})
+                                   &segment.v.plane, &segment.v.scale, &segment.v.zero,
+                                   &segment.position})
                 plane->row = 0;
             const int64_t type = segment.queries.type, size = element_bytes(type);
             const int64_t width = query_bytes / size;
@@ -286,14 +291,16 @@ class Masses {
     }
 };
 
-// Attends for all steps: in one call if their queries see all slots and they have the same heads.
+// Attends for all steps: in one call if their queries see all slots, and they have as many heads with
+// the same slopes.
 int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses) {
-    std::map<int64_t, std::vector<const KvSequence*>> alike;  // by the number of heads
+    std::map<std::pair<int64_t, const float*>, std::vector<const KvSequence*>> alike;
     for (const KvSequence* step = steps; step < steps + count; ++step) {
-        if (count > 1 && step->dense) alike[step->step->call.heads].push_back(step);
+        const KvCall& call = step->step->call;
+        if (count > 1 && step->dense) alike[{call.heads, call.slopes}].push_back(step);
         else if (attend_alone(*step, Token(tokens, *step), masses.of(step))) return 1;
     }
-    for (auto& [heads, some] : alike) {
+    for (auto& [kind, some] : alike) {
         Together together(std::move(some), tokens);
         if (together.attend([&](const KvSequence* step) { return masses.of(step); })) return 1;
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -161,14 +162,24 @@ class Checks:
             check_range("positions", position)
 
     def queries(
-        self, q: Tensor, k: Tensor, sinks: Tensor | None, softcap: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        sinks: Tensor | None,
+        softcap: float | None = None,
+        slopes: Sequence[float] | None = None,
     ) -> None:
-        """See `check_queries` and `check_softcap`."""
+        """See `check_queries` and `check_softcap`. `slopes`: the layer's, one per query head."""
         logits = None if sinks is None else sinks.shape
         queries = (q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, logits, softcap)
         if queries != self._queries:
             check_queries(q, k, sinks)
             check_softcap(softcap)
+            if slopes is not None and len(slopes) != q.shape[1]:
+                raise ShapeError(
+                    f"{q.shape[1]} query heads in a layer with {len(slopes)} slopes; give one "
+                    "slope per query head"
+                )
             self._queries = queries
 
 
@@ -183,6 +194,23 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
             f"sinks {tuple(sinks.shape)} {sinks.dtype}; give one logit per query head, "
             f"({q.shape[1]},)"
         )
+
+
+def check_slopes(q: Tensor, slopes: Tensor | None) -> None:
+    """Check that there is one slope for each query head of q (B, Hq, n, Dk).
+
+    Raises:
+        ShapeError: the number is different, or the slopes are not real numbers or need gradients.
+    """
+    if slopes is None:
+        return
+    if slopes.shape != (q.shape[1],) or not slopes.is_floating_point():
+        raise ShapeError(
+            f"slopes {tuple(slopes.shape)} {slopes.dtype}; give one number per query head, "
+            f"({q.shape[1]},)"
+        )
+    if slopes.requires_grad:
+        raise ShapeError("slopes get no gradients; give slopes.detach()")
 
 
 def wants_gradients(*tensors: Tensor) -> bool:

@@ -24,6 +24,7 @@ class Feature(Enum):
     HOLES = "padding behind tokens"
     SIZES = "a number of bytes before the first token"
     PAIRS = "a cache made of keys and values"
+    UNATTACHED = "a model that is not attached"
     UNTRIED = "attention that was not tried before the first forward"
 
 

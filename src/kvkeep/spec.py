@@ -112,6 +112,7 @@ class CacheSpec:
         count: int = 1,
         rotary: Rotary | None = None,
         readers: int = 0,
+        slopes: tuple[float, ...] | None = None,
     ) -> LayerCache:
         """A new, empty layer.
 
@@ -124,6 +125,7 @@ class CacheSpec:
             capacity: slots of fixed storage if the spec gives no number and the policy has no
                 budget; otherwise the spec's number or the budget is used.
             readers: number of layers without slots of their own that attend to this layer's slots.
+            slopes: the layer's bias of each query head; see `kvkeep.LayerCache`.
 
         Raises:
             SpecError: the policy, codecs and storage cannot be combined.
@@ -139,6 +141,7 @@ class CacheSpec:
             chunked=chunked,
             rotary=rotary,
             readers=readers,
+            slopes=slopes,
         )
 
 

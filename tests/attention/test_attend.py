@@ -29,7 +29,16 @@ def segment(k, v, position, rotation=None):
 
 
 def written_out(
-    q, segments, query_position, *, scale, reaches=(), bounds=None, softcap=None, sinks=None
+    q,
+    segments,
+    query_position,
+    *,
+    scale,
+    reaches=(),
+    bounds=None,
+    softcap=None,
+    sinks=None,
+    slopes=None,
 ):
     """Every row, head and query on its own, in float64. Segments: (k, v, position (B|1, S))."""
     rows, query_heads, n, _ = q.shape
@@ -56,6 +65,8 @@ def written_out(
                 score = (k.double() @ q[b, h, i].double()) * scale
                 if softcap:
                     score = softcap * torch.tanh(score / softcap)
+                if slopes is not None:
+                    score = score + slopes[h].double() * (place - t)
                 weight = torch.where(seen, score.exp(), 0.0)
                 total = weight.sum() + (0 if sinks is None else math.exp(sinks[h]))
                 out[b, h, i] = (weight / total) @ v.double()
@@ -78,6 +89,7 @@ def written_out(
     bounds=st.sampled_from([None, None, "of each row", "of all rows"]),
     softcap=st.sampled_from([None, 3.0]),
     with_sinks=st.booleans(),
+    with_slopes=st.booleans(),
     value_width=st.sampled_from([D, 5]),
 )
 def test_every_feature(
@@ -94,6 +106,7 @@ def test_every_feature(
     bounds,
     softcap,
     with_sinks,
+    with_slopes,
     value_width,
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -107,6 +120,7 @@ def test_every_feature(
         position[0] -= pads
         position[0, : min(pads, length)] = -1
     sinks = random(heads * group) if with_sinks else None
+    slopes = random(heads * group) if with_slopes else None
     parts = [(random(rows, heads, length, D), random(rows, heads, length, value_width), position)]
     if shared:
         k, v = random(1, heads, shared, D), random(1, heads, shared, value_width)
@@ -135,8 +149,9 @@ def test_every_feature(
         bounds=limited,
         softcap=softcap,
         sinks=sinks,
+        slopes=slopes,
     )
-    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
     out, got = attend(q, view, **options, need_mass=True)
     torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(got, mass, atol=1e-5, rtol=1e-5)
@@ -312,11 +327,13 @@ def test_gradients(slots):
     q, k, v = qkv(heads=1, slots=slots, n=4, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, dtype=torch.float64))]
 
-    def run(q, k, v, sinks=None):
-        return attend(q, dense(k, v, 4), scale=0.4, sinks=sinks)[0]
+    def run(q, k, v, sinks=None, slopes=None):
+        return attend(q, dense(k, v, 4), scale=0.4, sinks=sinks, slopes=slopes)[0]
 
     torch.autograd.gradcheck(run, inputs[:3])
     torch.autograd.gradcheck(run, inputs)
+    slopes = torch.tensor([0.3, 1.1], dtype=torch.float64)
+    torch.autograd.gradcheck(lambda *x: run(*x, slopes=slopes), inputs)
 
 
 def test_gradients_of_what_is_not_causal():
@@ -356,8 +373,11 @@ def test_shapes_that_do_not_fit():
     for wrong in (q[:, :3], q[:, :, :1], q[0], q.repeat(2, 1, 1, 1)[:0]):
         with pytest.raises(ShapeError):
             attend(wrong, view, scale=0.4)
-    with pytest.raises(ShapeError, match=r"\(4,\)"):
-        attend(q, view, scale=0.4, sinks=torch.zeros(3))
+    for logits in ({"sinks": torch.zeros(3)}, {"slopes": torch.zeros(3)}):
+        with pytest.raises(ShapeError, match=r"\(4,\)"):
+            attend(q, view, scale=0.4, **logits)
+    with pytest.raises(ShapeError, match=r"give slopes\.detach"):
+        attend(q, view, scale=0.4, slopes=torch.zeros(4, requires_grad=True))
 
 
 def unfit(view, **changes):

@@ -54,7 +54,7 @@ def test_what_it_says_is_what_comes(saved, spec):
 @pytest.mark.parametrize(
     ("kind", "attention", "why"),
     [
-        ("Bloom", "its own", "AttentionInterface"),
+        ("Doge", "its own", "mask of its own"),
         ("XLM", None, "with its own attention"),
         ("T5", None, ""),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -160,8 +161,14 @@ def test_models_are_left_as_they_were():
 
 def test_what_cannot_be_exported():
     model = tiny("llama")
-    for spec in ("keep_all", "adakv(h2o:40)", "expected_attention:40@fixed", "keep_all@concat"):
-        with pytest.raises(UnsupportedError, match="cannot be exported"):
+    for spec, remedy in (
+        ("keep_all", "as keep_all+plain@fixed:4096"),
+        ("keep_all+int8@concat", "as keep_all+int8@fixed:4096"),
+        ("window:16,sinks=2", "as window:16,sinks=2+plain@fixed"),
+        ("adakv(h2o:40)", "adakv divides slots among heads; use another"),
+        ("expected_attention:40@fixed", "the state of policy expected_attention grows"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"cannot be exported: .*{re.escape(remedy)}"):
             kvkeep.export(model, spec)
     with pytest.raises(SpecError):
         kvkeep.export(model, "keep_most@fixed:64")

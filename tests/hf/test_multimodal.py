@@ -30,7 +30,6 @@ REFUSED = {
 }
 ANOTHER = {"blip_2"}  # its generate() is its language model's, and needs an image each time
 SERVED = sorted(set(FAMILIES) - set(REFUSED) - ANOTHER)
-OWN_ATTENTION = {"granite_speech"}  # takes keep_all only
 MROPE = ("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 NEW = 5
 RELATIVE = 1e-4
@@ -127,7 +126,6 @@ def test_an_attached_model_equals_itself(name):
 POLICIES = [
     pytest.param(name, marks=() if name in ("llava", "qwen2_vl") else pytest.mark.slow)
     for name in SERVED
-    if name not in OWN_ATTENTION
 ]
 
 

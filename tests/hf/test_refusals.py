@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from support.sweep_configs import model_of
 from support.tiny_models import tiny
 
 import kvkeep
@@ -52,9 +53,7 @@ def test_a_forward_after_one_that_attention_refused():
 
 
 def test_a_mask_of_four_axes_of_a_model_with_its_own_attention():
-    from transformers import BloomConfig, BloomForCausalLM
-
-    model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)).eval()
+    model = model_of("doge")
     with kvkeep.attach(model) as attachment:
         assert attachment.own
         logits(model, kvkeep.Cache(model), 0, 6)

@@ -97,8 +97,8 @@ def test_models_that_cannot_be_packed_say_why():
         (tiny("llama", rope_parameters=growing_rope("dynamic")), "dynamic"),
         (tiny("llama"), "call kvkeep.attach"),
         (model_of("roberta"), "counts positions in another way"),
-        (model_of("bloom"), "takes no positions"),
-        (model_of("falcon"), "it computes attention itself, because"),
+        (model_of("bart"), "takes no positions"),
+        (model_of("doge"), "it computes attention itself, because"),
     ):
         if "attach" not in reason:
             kvkeep.attach(model)

@@ -57,6 +57,8 @@ SPECS = [
     "kvzip:50%",
 ]
 
+SLOPES = (0.5, 0.1, -0.2, 0.0, 0.03, 1.0)
+
 SCORES = ("score", "error", "value_norm")
 """Planes that the library may round otherwise."""
 
@@ -120,9 +122,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore::kvkeep.errors.PrecisionWarning")
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
-def test_equals_a_step_by_parts(spec: str, rows: int, dtype: torch.dtype, calls: list[int]) -> None:
-    pair = Pair(spec, rows, dtype)
+@pytest.mark.parametrize(
+    ("rows", "dtype", "slopes"), [(1, torch.bfloat16, SLOPES), (3, torch.float32, None)]
+)
+def test_equals_a_step_by_parts(
+    spec: str,
+    rows: int,
+    dtype: torch.dtype,
+    slopes: tuple[float, ...] | None,
+    calls: list[int],
+) -> None:
+    pair = Pair(spec, rows, dtype, slopes=slopes)
     pair.feed(3)
     for column in range(3, 40):
         pair.feed(position=torch.tensor([column], dtype=torch.int32) if column % 2 else None)
@@ -136,7 +146,7 @@ def test_equals_a_step_by_parts(spec: str, rows: int, dtype: torch.dtype, calls:
 @pytest.mark.parametrize("spec", ["keep_all", "window:6,sinks=2", "h2o:8", "tova:9", "knorm:8"])
 def test_rows_that_had_padding(spec: str, pads: tuple[int, ...], calls: list[int]) -> None:
     """Rows of different lengths stay together, or are parted."""
-    pair = Pair(spec, rows=2)
+    pair = Pair(spec, rows=2, slopes=SLOPES if pads == (0, 12) else None)
     real = torch.arange(14) >= torch.tensor(pads)[:, None]
     pair.feed(14, pair.layers[0].next_positions(14, real.device, real))
     for _ in range(20):

@@ -52,9 +52,9 @@ def chunks(schedule: str) -> list[slice]:
     return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def expected(spec, window, data, real, schedule):
+def expected(spec, window, slopes, data, real, schedule):
     """The oracle's live positions after every step, and how close its closest decision was."""
-    oracle = EvictionOracle(spec, scale=SCALE, window=window)
+    oracle = EvictionOracle(spec, scale=SCALE, window=window, slopes=slopes)
     kept = []
     for part in chunks(schedule):
         kept.append(oracle.step(*(x[:, :, part] for x in data), real[:, part]))
@@ -105,17 +105,21 @@ def test_every_policy_that_evicts_is_here():
 
 
 @pytest.mark.parametrize(
-    ("spec", "window", "padding", "schedule"),
-    [(*which, *how) for which, *how in pairwise(SPECS, list(PADDING), list(SCHEDULES))],
+    ("spec", "window", "padding", "schedule", "biased"),
+    [
+        (*which, *how)
+        for which, *how in pairwise(SPECS, list(PADDING), list(SCHEDULES), [False, True])
+    ],
 )
-def test_decisions(spec, window, padding, schedule, through):
+def test_decisions(spec, window, padding, schedule, biased, through):
     group, holes = PADDING[padding]
     real = torch.ones(2, TOKENS, dtype=torch.bool)
     for row, start, stop in holes:
         real[row, start:stop] = False
+    slopes = (0.3, -0.1, 0.02, 0.0, 1.0, 0.1)[: HEADS * group] if biased else None
     for seed in range(50):
         data = tensors(seed, group)
-        kept, gap = expected(spec, window, data, real, schedule)
+        kept, gap = expected(spec, window, slopes, data, real, schedule)
         if gap > SEPARATED:
             break
     else:
@@ -124,7 +128,7 @@ def test_decisions(spec, window, padding, schedule, through):
         if storage == "fixed" and spec.startswith("adakv"):
             continue
         used = through(backend)
-        layer = CacheSpec.parse(f"{spec}@{storage}").layer(window=window)
+        layer = CacheSpec.parse(f"{spec}@{storage}").layer(window=window, slopes=slopes)
         if backend == "sdpa" and layer.policy.needs:
             continue
         for index, part in enumerate(chunks(schedule)):

@@ -134,6 +134,7 @@ FEATURES = {
     "bounds": st.sampled_from([None, None, None, "of each row", "of all rows"]),
     "softcap": st.sampled_from([None, 3.0, 30.0]),
     "with_sinks": st.booleans(),
+    "with_slopes": st.booleans(),
     "rotated": st.booleans(),
     "need_mass": st.booleans(),
     "observed": st.sampled_from([None, None, 0, 1, 3, 20]),
@@ -161,6 +162,7 @@ def call(
     bounds,
     softcap,
     with_sinks,
+    with_slopes,
     rotated,
     need_mass,
     observed,
@@ -206,8 +208,9 @@ def call(
     queries = own if pads is not None else own[0]
     view = View(tuple(held), queries, pads is not None, tuple(reaches), limits)
     sinks = random(heads * group).float() if with_sinks else None
+    slopes = random(heads * group).float() / 8 if with_slopes else None
     q = random(rows, heads * group, n, width)
-    return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed, peak)
+    return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed, peak, slopes)
 
 
 def lain(x):

@@ -77,7 +77,14 @@ class EvictionOracle:
     is far above float32's rounding, a decision does not hang on it.
     """
 
-    def __init__(self, spec: str, *, scale: float, window: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        scale: float,
+        window: int | None = None,
+        slopes: tuple[float, ...] | None = None,
+    ) -> None:
         parsed = CacheSpec.parse(spec)
         self.codecs = parsed.key_codec, parsed.value_codec
         self.options: Any = parsed.policy
@@ -87,7 +94,7 @@ class EvictionOracle:
             self.options = self.options.inner
         self.name = self.options.name
         self.shared = self.name in ("tova", "window")
-        self.scale, self.window = scale, window
+        self.scale, self.window, self.slopes = scale, window, slopes
         self.rows: list[Row] = []
         self.gap = math.inf
 
@@ -146,6 +153,10 @@ class EvictionOracle:
         heads, seen = len(row.live), row.seen
         grouped = q.double().reshape(heads, -1, n, q.shape[-1])
         logits = torch.einsum("hgnd,htd->hgnt", grouped, row.k) * self.scale
+        if self.slopes is not None:
+            distance = torch.arange(seen) - torch.arange(seen - n, seen)[:, None]
+            slopes = torch.tensor(self.slopes, dtype=torch.float64).view(heads, -1, 1, 1)
+            logits = logits + slopes * distance
         visible = torch.zeros(heads, n, seen, dtype=torch.bool)
         for head, live in enumerate(row.live):
             for i in range(n):

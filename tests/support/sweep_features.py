@@ -219,6 +219,10 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
             exact = copy.deepcopy(model).double()
             if exact._can_set_experts_implementation():
                 exact.set_experts_implementation("eager")  # torch's own takes no float64
+            try:
+                exact(ids)
+            except Exception as its:
+                raise UnsupportedError(f"unattached, in float64, it raises {said(its)}") from its
             for spec in ("keep_all", WINDOW, EVICT):
                 backward(exact, ids, ids, cache=spec, chunk=CHUNKS[0])
                 found = gradients(exact)

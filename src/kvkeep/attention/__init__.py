@@ -101,7 +101,7 @@ _TABLE: tuple[Backend, ...] = (
         "sdpa",
         sdpa.run,
         sdpa.refuses,
-        limits="no softcap, no mass; several segments on the CPU only",
+        limits="no softcap, no mass; several segments, and slopes, on the CPU only",
         about="torch's fused kernels",
     ),
     Backend(
@@ -147,6 +147,7 @@ def attend(
     causal: bool = True,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     need_mass: bool = False,
     observed: int | None = None,
     peak: bool = False,
@@ -164,6 +165,8 @@ def attend(
             query at position -1 sees nothing in either case.
         softcap: scores x become softcap * tanh(x / softcap); above 0, or None.
         sinks: logits (Hq,) added to the softmax's denominator; they have no value vector.
+        slopes: bias (Hq,) of each query head: a slot at position p adds slope * (p - t) to its
+            score for a query at position t (ALiBi, linear biases). They get no gradients.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
             row in the chunk; None: all.
@@ -184,7 +187,7 @@ def attend(
         view = view._replace(bounds=unbounded(view.position))
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    options = Options(scale, softcap, sinks, need_mass, observed, peak)
+    options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes)
     check_call(q, view, options)
     return dispatch(*in_memory(q, view, options), backend)
 
@@ -258,11 +261,11 @@ def _each_part(
             position = position.index_select(0, rows)
         if rows is not None and bounds is not None and bounds.dim() == 3 and bounds.shape[0] > 1:
             bounds = bounds.index_select(0, rows)
-        sinks = None if options.sinks is None else options.sinks[own]
+        sinks, slopes = (None if x is None else x[own] for x in (options.sinks, options.slopes))
         alone = segment._replace(head=None, rows=None, part=False)
         part = view._replace(segments=(alone,), position=position, bounds=bounds)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
-        asked = options._replace(sinks=sinks)
+        asked = options._replace(sinks=sinks, slopes=slopes)
         out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)
         outs.append(out)
         if mass is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention.options import Options
-from kvkeep.attention.reference import received_mass, scores, softmax
+from kvkeep.attention.reference import biased, received_mass, scores, softmax
 from kvkeep.attention.view import View
 
 
@@ -33,6 +33,7 @@ def run(
     group = query_heads // held.keys.shape[1]
     seen = view.sees(held.position)
     logits = scores(q.to(compute), held.keys.to(compute), group, options)
+    logits = biased(logits, view.distances(held.position), options)
     probability = softmax(logits.masked_fill(~seen[:, :, None], -torch.inf), options.sinks)
     mass = None
     if options.need_mass:

@@ -17,6 +17,7 @@ from kvkeep.checks import (
     check_places,
     check_range,
     check_sinks,
+    check_slopes,
     check_softcap,
     resolved,
 )
@@ -27,7 +28,8 @@ from kvkeep.planes import LAST, POSITION, Reach, joined, part
 
 def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Options]:
     """The same call, with all tensors in a form that kernels can read; see `checks.resolved`."""
-    q, sinks = resolved(q), options.sinks
+    q = resolved(q)
+    sinks, slopes = (x if x is None else resolved(x) for x in (options.sinks, options.slopes))
     segments = list(view.segments)
     for index, segment in enumerate(segments):
         planes = {name: resolved(plane) for name, plane in segment.planes.items()}
@@ -35,7 +37,7 @@ def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Op
             segments[index] = segment._replace(planes=planes)
     bounds = view.bounds if view.bounds is None else resolved(view.bounds)
     view = view._replace(segments=tuple(segments), position=resolved(view.position), bounds=bounds)
-    return q, view, options._replace(sinks=sinks if sinks is None else resolved(sinks))
+    return q, view, options._replace(sinks=sinks, slopes=slopes)
 
 
 def check_call(q: Tensor, view: View, options: Options) -> None:
@@ -50,8 +52,10 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     check_memory("queries", q, q.device)
     check_softcap(options.softcap)
     check_sinks(q, options.sinks)
-    if options.sinks is not None:
-        check_memory("sinks", options.sinks, q.device)
+    check_slopes(q, options.slopes)
+    for name, x in (("sinks", options.sinks), ("slopes", options.slopes)):
+        if x is not None:
+            check_memory(name, x, q.device)
     for reach in view.reaches:
         _check_reach(reach)
     if not view.segments:

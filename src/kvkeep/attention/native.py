@@ -31,7 +31,7 @@ from kvkeep.planes import POSITION, Planes, unsliced
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # Layouts of KvCall, KvSegment and KvReach in native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, REACH = Struct("=31q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, REACH = Struct("=32q2d"), Struct("=49q"), Struct("=4q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -85,9 +85,11 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         observed = view.observed(options.observed)
     dense = view.dense
     kept: list[Tensor] = []  # keeps temporary tensors alive during the call
-    segments = pack_segments(view.segments, q, dense, kept)
+    slopes = None if options.slopes is None else options.slopes.float().contiguous()
+    placed = not dense or slopes is not None
+    segments = pack_segments(view.segments, q, kept, placed=placed)
     reaches = b"".join([REACH.pack(*reach) for reach in view.reaches])
-    position = None if dense else view.position.to(torch.int32).contiguous()
+    position = view.position.to(torch.int32).contiguous() if placed else None
     bounds = None if view.bounds is None else view.bounds.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
     call = CALL.pack(
@@ -95,6 +97,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         0 if position is None else position.data_ptr(),
         0 if bounds is None else bounds.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
         out.data_ptr(),
         0 if mass is None else mass.data_ptr(),
         *(0, 0),
@@ -129,9 +132,12 @@ def call_of_step(
     q: Tensor, heads: int, value_width: int, segments: int, options: Options
 ) -> tuple[float, ...]:
     """The fields of a KvCall for one token a row that sees all slots; the fields of `out` and of
-    the segments are 0. `options` must have no sinks and no mass."""
+    the segments are 0. `options` must have no sinks and no mass; its slopes, contiguous float32,
+    must stay alive as long as the call."""
     return (
-        *(0,) * 12,
+        *(0,) * 7,
+        0 if options.slopes is None else options.slopes.data_ptr(),
+        *(0,) * 5,
         segments,
         *(0,) * 6,
         *_shape(q, heads, value_width),
@@ -155,18 +161,21 @@ def heads_and_width(segment: Segment) -> tuple[int, int]:
     return values.shape[1], layout.width(values)
 
 
-def pack_segments(segments: Sequence[Segment], q: Tensor, dense: bool, kept: list[Tensor]) -> bytes:
-    """Pack segments as KvSegments; append temporary tensors that they point to to `kept`."""
+def pack_segments(
+    segments: Sequence[Segment], q: Tensor, kept: list[Tensor], *, placed: bool = True
+) -> bytes:
+    """Pack segments as KvSegments, with their positions if `placed`; append temporary tensors that
+    they point to to `kept`."""
     before: list[Segment | None] = [None, *segments]
     return b"".join(
         [
-            _segment(segment, q, dense, kept, segment.follows(previous))
+            _segment(segment, q, placed, kept, segment.follows(previous))
             for segment, previous in zip(segments, before, strict=False)
         ]
     )
 
 
-def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follows: bool) -> bytes:
+def _segment(segment: Segment, q: Tensor, placed: bool, kept: list[Tensor], follows: bool) -> bytes:
     planes = unsliced(segment.planes)
     key, value = segment.key_codec.layout, segment.value_codec.layout
     assert key is not None  # `refuses` rejects codecs without a layout
@@ -178,7 +187,7 @@ def _segment(segment: Segment, q: Tensor, dense: bool, kept: list[Tensor], follo
     if not rotates:
         turned = segment.key_codec.rotate(turned)
     position = (0, 0, 0, 0, 0)
-    if not dense:
+    if placed:
         place = planes[POSITION].flatten(2)
         kept.append(place)
         row, head, slot = place.stride()

@@ -9,6 +9,8 @@ from torch import Tensor
 
 class Options(NamedTuple):
     """`scale` multiplies q.k; `softcap` c turns scores x into c tanh(x / c); `sinks` (Hq,): logits.
+    `slopes` (Hq,): the bias of each query head, added to scores for each position by which a slot
+    follows the query (so a positive slope lowers the scores of older slots); no gradients.
 
     `need_mass`: return the mass. It counts the newest `observed` real queries (position >= 0) of
     each row in the chunk; None: all. With `peak` it is the largest weight from any of these queries
@@ -21,3 +23,4 @@ class Options(NamedTuple):
     need_mass: bool = False
     observed: int | None = None
     peak: bool = False
+    slopes: Tensor | None = None

@@ -23,7 +23,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
     Scores and sums are float32 (float64 for float64 input). Source: arXiv 1706.03762; grouped
     queries arXiv 2305.13245; soft capping Gemma 2 (arXiv 2408.00118); sink logits gpt-oss
-    (arXiv 2508.10925).
+    (arXiv 2508.10925); slopes ALiBi (arXiv 2108.12409).
     """
     rows, query_heads, n, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -40,8 +40,10 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     def part(queries: slice) -> tuple[Tensor, Tensor | None]:
         logits = torch.cat(
             [
-                scores(
-                    t[:, :, queries], segment.keys(q.dtype).to(compute), group, options
+                biased(
+                    scores(t[:, :, queries], segment.keys(q.dtype).to(compute), group, options),
+                    view.distances(segment.position, queries),
+                    options,
                 ).masked_fill(~view.visible(segment, queries)[:, :, None], -torch.inf)
                 for segment, t in zip(view.segments, turned, strict=True)
             ],
@@ -90,6 +92,15 @@ def scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:
     if options.softcap is not None:
         found = options.softcap * torch.tanh(found / options.softcap)
     return found
+
+
+def biased(logits: Tensor, distance: Tensor, options: Options) -> Tensor:
+    """Scores (B, H, G, n, S) plus the bias of `Options.slopes`, for slots at a `distance` (B|1,
+    1|H, n, S) from the queries."""
+    if options.slopes is None:
+        return logits
+    slopes = options.slopes.to(logits.dtype).view(1, *logits.shape[1:3], 1, 1)
+    return logits + slopes * distance[:, :, None]
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:

@@ -38,6 +38,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
+    if options.slopes is not None and not _gives_lse(q, view):
+        return "a bias of its own for each head is slow but on the CPU for Dk = Dv"
     parts = view.in_runs() if q.is_cpu else view  # other devices decode it as a whole
     if not _gives_lse(q, view) and (len(parts.segments) > 1 or options.sinks is not None):
         return "torch's log-sum-exp, needed to merge segments, exists only on the CPU for Dk = Dv"
@@ -53,6 +55,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     if not _gives_lse(q, view):
         return _whole(q, view, options.scale), None
     view = view.in_runs()
+    if options.slopes is not None:  # which every score needs, so nothing is unmasked
+        view = view._replace(ragged=True)
     planes = [s.planes[name] for s in view.segments for name in ("k", "v") if s.plain]
     sinks = [] if options.sinks is None else [options.sinks]
     if wants_gradients(q, *planes, *sinks):
@@ -63,21 +67,22 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
         places = [s._replace(planes={POSITION: s.planes[POSITION]}) for s in view.segments]
         view = view._replace(segments=tuple(places))
         recorded: Any = _Recorded
-        out = recorded.apply(view, options.scale, options.sinks, *turned, *keys, *values)
+        unsunk = options._replace(sinks=None)
+        out = recorded.apply(view, unsunk, options.sinks, *turned, *keys, *values)
         return cast(Tensor, out), None
     inputs = ((s.queries(q), s.keys(q.dtype), s.values(q.dtype)) for s in view.segments)
-    return _attended(view, options.scale, options.sinks, inputs)[0], None
+    return _attended(view, options, options.sinks, inputs)[0], None
 
 
 def _attended(
     view: View,
-    scale: float,
+    options: Options,
     sinks: Tensor | None,
     inputs: Iterable[tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp, (B, Hq, n, D) and fp32 (B, Hq, n, 1). `inputs`: the rotated
     queries, keys and values of each segment."""
-    parts = []
+    parts, scale = [], options.scale
     for segment, (q, k, v) in zip(view.segments, inputs, strict=True):
         rows, query_heads, n, dim = q.shape
         grouped = q.reshape(rows, k.shape[1], -1, n, dim)
@@ -88,7 +93,7 @@ def _attended(
             if own:
                 parts.append(_causal(grouped, k[:, :, past:], v[:, :, past:], scale))
         elif k.shape[2]:
-            parts.append(_masked(grouped, k, v, view, segment, scale))
+            parts.append(_masked(grouped, k, v, view, segment, options))
     merged = _merge(parts)
     out, lse = (x.reshape(rows, query_heads, n, -1) for x in merged)
     if sinks is not None:
@@ -111,12 +116,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, view: View, scale: float, sinks: Tensor | None, *inputs: Tensor
+        ctx: Any, view: View, options: Options, sinks: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         count = len(view.segments)
         each = zip(inputs[:count], inputs[count : 2 * count], inputs[2 * count :], strict=True)
-        out, lse = _attended(view, scale, sinks, each)
-        ctx.view, ctx.scale = view, scale
+        out, lse = _attended(view, options, sinks, each)
+        ctx.view, ctx.options = view, options
         ctx.save_for_backward(out, lse, sinks, *inputs)
         return out
 
@@ -132,7 +137,7 @@ class _Recorded(torch.autograd.Function):
             rows, _, n, _ = q.shape
             shape = (rows, k.shape[1], -1, n)
             of_queries = [x.reshape(*shape, x.shape[-1]) for x in (q, grad, out, lse)]
-            gradients = _gradients(view, segment, of_queries, k, v, ctx.scale)
+            gradients = _gradients(view, segment, of_queries, k, v, ctx.options)
             for kind, gradient in zip(by_kind, gradients, strict=True):
                 kind.append(gradient)
         if sinks is not None:
@@ -143,11 +148,11 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradients(
-    view: View, segment: Segment, of_queries: list[Tensor], k: Tensor, v: Tensor, scale: float
+    view: View, segment: Segment, of_queries: list[Tensor], k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q (B, H, G, n, D), k and v (B, H, s, D) of a segment. `of_queries`: q, the
     merged result's gradient, the merged result and its log-sum-exp, all (B, H, G, n, ...)."""
-    q = of_queries[0]
+    q, scale = of_queries[0], options.scale
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     rows, heads, group, n, _ = q.shape
     past, own = _split(view, segment)
@@ -160,12 +165,13 @@ def _gradients(
         return dq.flatten(1, 2), dk, dv
     calls: Iterable[tuple[slice, Tensor | None]] = [(slice(None), None)]
     if not view.dense:
-        past, calls = 0, _masks(q, view, segment)
+        past, calls = 0, _masks(q, view, segment, options.slopes)
     k, v = k[:, :, past:], v[:, :, past:]
     for queries, mask in calls:
         for g in range(group):
             own_queries = [x[:, :, g, queries] for x in of_queries]
-            found = _kernel_gradients(own_queries, k, v, scale, mask, causal=mask is None)
+            own_mask = mask if mask is None else _of_head(mask, g)
+            found = _kernel_gradients(own_queries, k, v, scale, own_mask, causal=mask is None)
             dq[:, :, g, queries] += found[0]
             dk[:, :, past:] += found[1]
             dv[:, :, past:] += found[2]
@@ -253,31 +259,49 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     )
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, scale: float) -> Partial:
-    """Attention with a mask made from positions, one block of queries at a time; the query heads of
-    a group share the mask."""
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, view: View, segment: Segment, options: Options
+) -> Partial:
+    """Attention with a mask made from positions, one block of queries at a time."""
     rows, group = q.shape[0], q.shape[2]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)
     outs, lses = [], []
-    for queries, mask in _masks(q, view, segment):
-        calls = [_kernel(q[:, :, g, queries], k, v, scale, mask) for g in range(group)]
+    for queries, mask in _masks(q, view, segment, options.slopes):
+        calls = [
+            _kernel(q[:, :, g, queries], k, v, options.scale, _of_head(mask, g))
+            for g in range(group)
+        ]
         # The kernel's log-sum-exp of a fully masked row is 0, but its weight must be zero.
         empty = (mask == -torch.inf).all(dim=-1, keepdim=True)
         lse = torch.stack([lse for _, lse in calls], dim=2).unsqueeze(-1)
         outs.append(torch.stack([out for out, _ in calls], dim=2))
-        lses.append(lse.masked_fill(empty[:, :, None], -torch.inf))
+        lses.append(lse.masked_fill(empty, -torch.inf))
     return Partial(torch.cat(outs, dim=3), torch.cat(lses, dim=3))
 
 
-def _masks(q: Tensor, view: View, segment: Segment) -> Iterator[tuple[slice, Tensor]]:
-    """Additive masks for the scores of a segment, (B|1, 1|H, m, s), one block of queries each."""
+def _masks(
+    q: Tensor, view: View, segment: Segment, slopes: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Additive masks for the scores of a segment, (B|1, 1|H, 1|G, m, s), one block of queries each.
+    The query heads of a group share a mask unless they have `slopes`."""
     n = view.chunk
-    block = max(1, _MASKED_SCORES // max(1, len(q) * segment.position.shape[1] * segment.slots))
+    heads = segment.position.shape[1] if slopes is None else len(slopes)
+    block = max(1, _MASKED_SCORES // max(1, len(q) * heads * segment.slots))
     for start in range(0, n, block):
         queries = slice(start, min(n, start + block))
-        seen = view.visible(segment, queries)
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        seen = view.visible(segment, queries)[:, :, None]
+        if slopes is None:
+            mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        else:
+            distance = view.distances(segment.position, queries)[:, :, None]
+            kind = torch.promote_types(q.dtype, torch.float32)
+            mask = slopes.to(kind).view(1, *q.shape[1:3], 1, 1) * distance
         yield queries, mask.masked_fill_(~seen, -torch.inf)
+
+
+def _of_head(mask: Tensor, g: int) -> Tensor:
+    """The mask (B|1, 1|H, m, s) of query head g of each group; see `_masks`."""
+    return mask[:, :, min(g, mask.shape[2] - 1)]
 
 
 def _merge(parts: list[Partial]) -> Partial:

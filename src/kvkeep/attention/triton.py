@@ -105,8 +105,8 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
     """Whether torch's fused attention can do the call; it is faster for a prompt's first chunk."""
-    plain = options.softcap is None and options.sinks is None and not options.need_mass
-    return plain and view.square
+    odd = options.softcap is not None or options.sinks is not None or options.slopes is not None
+    return not odd and not options.need_mass and view.square
 
 
 class Coded(NamedTuple):
@@ -236,7 +236,8 @@ class _Call:
         self.heads = unsliced(view.segments[-1].planes)["k"].shape[1]
         self.group = self.query_heads // self.heads
         used = any(segment.used is not None for segment in view.segments)
-        self.dense = view.dense and not used
+        # Without positions there is no bias.
+        self.dense = view.dense and not used and options.slopes is None
         self.q_position = view.position.to(torch.int32).contiguous()
         bounds = view.bounds
         self.bounds = None if bounds is None else bounds.to(torch.int32).contiguous()
@@ -341,7 +342,8 @@ class _Call:
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
             piece.position, self.q_position, self.bounds, piece.segment.used,
-            options.sinks if first else None, None, None, out, lse, self.weights, self.tops,
+            options.sinks if first else None, options.slopes, None, None, out, lse,
+            self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
             *self._position_strides(piece), *self._query_rows(),
             self.rows, self.n, piece.slots, piece.before, piece.splits, part,
@@ -375,7 +377,8 @@ class _Call:
             block_m = max(16 // groups, min(64, _MOST_ROWS // groups))
             weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
                 piece.q, piece.k.plane, piece.k.scale, piece.k.zero,
-                piece.position, self.q_position, self.bounds, piece.segment.used, lse, seen, mass,
+                piece.position, self.q_position, self.bounds, piece.segment.used,
+                self.options.slopes, lse, seen, mass,
                 *piece.q.stride()[:3], *piece.k.strides(piece.shared),
                 *self._position_strides(piece), *self._query_rows(),
                 0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,

@@ -35,8 +35,8 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
     """
     if options.need_mass:
         return "the mass is computed sequence by sequence"
-    if options.sinks is not None:
-        return "sinks are computed sequence by sequence"
+    if options.sinks is not None or options.slopes is not None:
+        return "sinks and slopes are computed sequence by sequence"
     for index, view in enumerate(views):
         reason = refuses(q[:, :, index : index + 1], view, options)
         if reason is not None:
@@ -207,7 +207,7 @@ class _Packed:
         limits = (2**31 - 1, 0, 0, 0) * 3
         attend.attend[(1, len(items), self.heads)](
             q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
-            q, q, None, None, None, table, named, out, lse, q, q,
+            q, q, None, None, None, None, table, named, out, lse, q, q,
             q.stride(2), q.stride(1), 0,
             *k.strides(True), *v.strides(True), 0, 0, 0, 0, 0,
             self.rows, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,

@@ -346,6 +346,12 @@ class View(NamedTuple):
             seen = seen & reach.allows(query, slot)
         return seen
 
+    def distances(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
+        """By how many positions each of the slots at `position`, int32 (B|1, 1|H, S), follows each
+        query: int32 (B|1, 1|H, len(queries), S), negative for older slots."""
+        query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
+        return position[:, :, None, :] - query.to(position.dtype)
+
 
 def unbounded(position: Tensor) -> Tensor:
     """The bounds, int32 (2, n) or (B, 2, n), that let queries at `position`, (n,) or (B, n), see

@@ -75,7 +75,8 @@ class DeviceStep(Step):
 
     def __init__(self, layer: LayerCache, cursors: Cursors, tokens: int | None = None) -> None:
         require_fitting(layer, tokens)
-        self.policy = policy = layer.policy
+        self.policy, self.slopes = layer.policy, layer.slopes
+        policy = layer.policy
         self._evicts = policy.budget is not None
         if self._evicts:
             layer.slots.thaw()  # slots shared with forks cannot be evicted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ class Description:
         index, count: index of the layer, and number of layers of the model.
         window: the layer's own sliding window in tokens; None: no window.
         chunked: whether the window begins at a multiple of its size.
+        slopes: the layer's slopes; empty: it has none.
     """
 
     spec: str
@@ -48,6 +49,7 @@ class Description:
     count: int
     window: int | None
     chunked: bool = False
+    slopes: list[float] = field(default_factory=list)
 
     def build(self) -> LayerCache:
         """Build an empty layer."""
@@ -57,6 +59,7 @@ class Description:
             window=self.window,
             chunked=self.chunked,
             capacity=self.capacity,
+            slopes=tuple(self.slopes) or None,
         )
         layer.cursor.holes_after = self.holes_after
         return layer
@@ -73,12 +76,19 @@ def require_exportable(spec: CacheSpec) -> None:
     Raises:
         UnsupportedError: the state grows, or the policy reads a file.
     """
-    named = spec.policy.file is not None  # programs open no files
-    if not spec.storage.limited or Need.ROTARY in spec.policy.needs or named:
-        raise UnsupportedError(
-            f"{spec} cannot be exported: its slots or its policy's state grow; use fixed storage, "
-            "such as keep_all@fixed:4096, and no expected_attention"
-        )
+    policy, own = spec.policy, str(spec).partition("@")[0]
+    reason = ""
+    if Need.ROTARY in policy.needs:
+        reason = f"the state of policy {policy.name} grows; use another, such as snapkv"
+    elif policy.file is not None:
+        reason = f"policy {policy.name} reads a file, and programs open none; use another policy"
+    elif policy.ragged:
+        reason = f"policy {policy.name} divides slots among heads; use another, such as h2o"
+    elif not spec.storage.limited:
+        room = "" if policy.budget else ":4096"
+        reason = f"its slots grow; use fixed storage, as {own}@fixed{room}"
+    if reason:
+        raise UnsupportedError(f"{spec} cannot be exported: {reason}")
 
 
 class LayerTensors(nn.Module):

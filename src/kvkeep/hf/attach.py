@@ -21,6 +21,7 @@ from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
 from kvkeep.hf.compiled import CompiledSteps, programs_of
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
+from kvkeep.hf.inline import is_inline, route_inline
 from kvkeep.hf.inputs import (
     arguments_of,
     check_cached,
@@ -173,17 +174,18 @@ def attach(
     decoder = decoder_of(model)
     implementation, own = _routing(model, original, untried=not empty.why_not(Feature.UNTRIED))
     if own:
-        require_exact(empty, own)
+        require_exact(empty, text.model_type, own)
     if own and compile:
         raise UnsupportedError(
-            f"kvkeep cannot compile the steps of {type(model).__name__}: it computes attention "
-            f"itself, because {own}; attach it without compile=True"
+            f"kvkeep cannot compile the steps of {text.model_type}: it computes attention itself, "
+            f"because {own}; attach it without compile=True"
         )
     able = linears and not own and not empty.why_not(Feature.COMPILED)
     compiled = bool(compile) or (compile is None and able and bool(programs_of(model)))
     of_kinds = [change for kind in empty.kinds for change in kind.attach(model)]
     if implementation is not None:
         route_attention(model, implementation)
+        of_kinds += route_inline(decoder, implementation)
     changes = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -318,10 +320,12 @@ def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[s
     """
     decoder = decoder_of(model)
     why = "its attention does not go through transformers' AttentionInterface"
-    if model._can_set_attn_implementation():
+    inline = is_inline(decoder)
+    if inline or decoder._can_set_attn_implementation():
         name = registered(original)
         fault = rehearse(decoder, name)
-        if fault == "" or (fault is None and untried and decoder._supports_attention_backend):
+        tagged = inline or decoder._supports_attention_backend
+        if fault == "" or (fault is None and untried and tagged):
             return name, ""
         why = "its attention cannot be tried without weights" if fault is None else fault
     fault = rehearse_own(decoder)
@@ -404,7 +408,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         if not is_routed(cache.config):  # it may have been built before `attach`
             cache.follow(decoder_config(decoder.config))
         if attachment.own:
-            require_exact(cache, attachment.own)
+            require_exact(cache, decoder_config(decoder.config).model_type, attachment.own)
         else:
             check_mask(decoder, given)
         check_cached(decoder)

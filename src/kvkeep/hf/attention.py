@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.attention import Attend
-from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
 from kvkeep.hf.handover import AttendedLayer, Handed, ReadLayer
 from kvkeep.hf.kinds import begun_step
@@ -87,13 +87,13 @@ def attention_over(original: str) -> AttentionFunction:
             _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
         if query.shape[2] > 1 and not _is_causal(_own(module, original), module, kwargs):
             raise UnsupportedError(
-                f"{type(module).__name__} lets tokens attend to later ones; use the cache with "
+                f"{_named(module)} lets tokens attend to later ones; use the cache with "
                 "kvkeep.detach(model)"
             )
         if kwargs.get("position_bias") is not None:
-            raise StateError(
-                "attention through a kvkeep cache has no position bias; use the cache with "
-                "kvkeep.detach(model)"
+            raise UnsupportedError(
+                f"{_named(module)} adds a position bias of its own to scores, which a kvkeep cache "
+                "does not; use the cache with kvkeep.detach(model)"
             )
         tag = handed if step is None else step
         assert tag is not None
@@ -182,8 +182,15 @@ def _require_tagged(
         reason = _misused(handed, key, value)
     if reason:
         raise UnsupportedError(
-            f"{type(module).__name__} {reason}; use the cache with kvkeep.detach(model)"
+            f"{_named(module)} {reason}; use the cache with kvkeep.detach(model)"
         )
+
+
+def _named(module: nn.Module) -> str:
+    """The attention of a module by the type of its model, as a user knows it."""
+    config: Any = getattr(module, "config", None)
+    name = getattr(config, "model_type", None)
+    return f"{name}'s attention" if name else type(module).__name__
 
 
 def _unfit(

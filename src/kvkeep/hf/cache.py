@@ -21,6 +21,7 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
 from kvkeep.hf.config import (
+    ATTACHMENT,
     base_config,
     decoder_config,
     is_routed,
@@ -185,7 +186,10 @@ class Cache(  # type: ignore[misc]
             self._handed.weights = self.weights
             return returned
         spec = self.specs[layer_idx]
-        require_fitting_mask(layer, spec, key_states, alike=self._alike)
+        own = hasattr(self._model and self._model(), ATTACHMENT)
+        remedy = "use keep_all" if own else "call kvkeep.attach(model) first"
+        require(self.config, Feature.UNATTACHED, remedy)
+        require_fitting_mask(layer, spec, key_states, alike=self._alike, remedy=remedy)
         view = layer.extend(key_states, value_states)
         held = layer.in_order(view)
         layer.settle()

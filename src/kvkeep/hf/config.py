@@ -22,7 +22,7 @@ def base_config(model: Any) -> PreTrainedConfig:
     config = getattr(model, "config", model)
     if not isinstance(config, PreTrainedConfig):
         raise UnsupportedError(
-            f"{model!r} is neither a transformers model nor its config; call "
+            f"a {type(model).__name__} is neither a transformers model nor its config; call "
             "kvkeep.Cache(model, spec)"
         )
     return config
@@ -51,6 +51,12 @@ def changing_ropes(config: PreTrainedConfig) -> list[str]:
 def is_routed(config: PreTrainedConfig) -> bool:
     """Whether the model's attention currently runs in kvkeep."""
     return str(config._attn_implementation).startswith(ATTENTION_PREFIX)
+
+
+def unrouted(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config that a model had before `attach` gave it a view; see `kvkeep.hf.routing`."""
+    routing = getattr(config, "_kvkeep_routing", None)
+    return config if routing is None else cast(PreTrainedConfig, routing.config)
 
 
 def own_implementation(config: Any, otherwise: str) -> str:

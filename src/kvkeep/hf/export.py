@@ -115,7 +115,7 @@ class _Step(nn.Module):
         self.descriptions = [
             Description(
                 *(str(s), layer.limit or 0, index, len(kinds)),
-                *(kind.window, isinstance(kind.window, Chunks)),
+                *(kind.window, isinstance(kind.window, Chunks), [*(kind.slopes or ())]),
             )
             for index, (s, layer, kind) in enumerate(
                 zip(self.cache.specs, self.cache.layers, kinds, strict=True)

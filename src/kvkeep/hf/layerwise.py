@@ -63,6 +63,7 @@ class Decoder(Layerwise):
         layers = [layer for layer in self._modules._modules.values() if layer is not None]
         super().__init__(inner, input_ids, attention_mask, layers=layers, vocabulary=vocabulary)
         self._cache = _TextCache(self, kinds)
+        self._tuples = False  # whether the model takes the hidden states from tuples
         self._attachment: Any = None
 
     def __enter__(self) -> Self:
@@ -84,24 +85,32 @@ class Decoder(Layerwise):
                 module.reshard()
 
     def embed(self, columns: slice) -> Embedded:
+        try:
+            return self._embedded(columns)
+        except UnsupportedError as error:
+            if self._tuples:
+                raise
+            self._tuples = True  # older models take the first of what a layer returns
+            try:
+                return self._embedded(columns)
+            except Exception:
+                self._tuples = False
+                raise error from None
+
+    def _embedded(self, columns: slice) -> Embedded:
         first: list[Tensor] = []
         calls: list[Call] = []
 
         def layer(index: int, hidden: Tensor, call: Call) -> Tensor:
             if first and hidden is not first[0]:
-                raise UnsupportedError(
-                    f"{type(self.model).__name__} does something between its layers; gradients "
-                    "through a cache need layers that follow each other"
-                )
+                raise self._refused("does something between its layers")
             first.append(hidden)
             calls.append(call)
             return hidden
 
         output = self._forward(columns, layer, last=True)
         if len(calls) != len(self.layers):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} ran {len(calls)} of its {len(self.layers)} layers"
-            )
+            raise self._refused(f"runs {len(calls)} of its {len(self.layers)} layers")
         outputs = (output[0],) if isinstance(self.model, FSDPModule) else ()
         return Embedded(first[0], list(calls), outputs)
 
@@ -113,13 +122,17 @@ class Decoder(Layerwise):
         with self._cache.attending(index, step) as handed:
             out = module(hidden, *call.args, **call.kwargs)
             if [one.taken for one in handed] != [True]:
-                raise UnsupportedError(
-                    f"{type(module).__name__} does not attend once to the keys that it gives to "
-                    "its cache"
+                raise self._refused(
+                    "has a layer that does not attend once to the keys that it gives to its cache"
                 )
+        if self._tuples and isinstance(out, tuple):
+            out = out[0]
         if not isinstance(out, Tensor):
-            raise UnsupportedError(f"{type(module).__name__} returns more than hidden states")
+            raise self._refused("has layers that return more than hidden states")
         return out
+
+    def _refused(self, clause: str) -> UnsupportedError:
+        return _refused(self._base, clause)
 
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
         found: list[Tensor] = []
@@ -158,7 +171,7 @@ class Decoder(Layerwise):
             options["logits_to_keep"] = 1
         mask = self.attention_mask
         self._cache.seek(columns.start)
-        with _stubs(self._modules, layer):
+        with _stubs(self._modules, layer, tuples=self._tuples):
             return self.model(
                 input_ids=self.input_ids[:, columns],
                 attention_mask=None if mask is None else mask[:, : columns.stop],
@@ -205,26 +218,35 @@ def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UnsupportedError(f"{type(decoder).__name__} holds no list of its {count} layers")
+    raise _refused(decoder, f"holds no list of its {count} layers")
+
+
+def _refused(model: Any, clause: str) -> UnsupportedError:
+    """The error for a model that cannot be run layer by layer."""
+    name = decoder_config(model.config).model_type
+    return UnsupportedError(
+        f"{name} {clause}, so gradients through a cache cannot be computed; train it without kvkeep"
+    )
 
 
 class _Stub(nn.Module):
     """Replaces a layer. Other attributes are the layer's own, because models read some of them."""
 
-    def __init__(self, layer: nn.Module, run: Callable[[Tensor, Call], Tensor]) -> None:
+    def __init__(self, layer: nn.Module, run: Callable[[Tensor, Call], Any]) -> None:
         super().__init__()
         self.__dict__["_layer"], self.__dict__["_run"] = layer, run
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = self.__dict__["_run"](hidden_states, Call(args, kwargs))
-        return result
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_run"](hidden_states, Call(args, kwargs))
 
 
 @contextmanager
-def _stubs(layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor]) -> Iterator[None]:
+def _stubs(
+    layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor], *, tuples: bool
+) -> Iterator[None]:
     modules, before = layers._modules, dict(layers._modules)
     if any(isinstance(layer, _Stub) for layer in before.values()):
         raise StateError(
@@ -234,8 +256,9 @@ def _stubs(layers: nn.ModuleList, run: Callable[[int, Tensor, Call], Tensor]) ->
         for index, (name, layer) in enumerate(before.items()):
             assert layer is not None
 
-            def one(hidden: Tensor, call: Call, index: int = index) -> Tensor:
-                return run(index, hidden, call)
+            def one(hidden: Tensor, call: Call, index: int = index) -> Any:
+                result = run(index, hidden, call)
+                return (result, None) if tuples else result
 
             modules[name] = _Stub(layer, one)
         yield

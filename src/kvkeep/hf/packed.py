@@ -31,7 +31,8 @@ def unpackable(model: PreTrainedModel) -> str:
             f"the frequencies of its rotary embedding ({changing}) follow the longest text of a "
             "forward"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions and not any(kind.placeless for kind in kinds_of(model)):
         return "its forward takes no positions"
     if not is_routed(text):
         attachment = getattr(model, ATTACHMENT, None)

@@ -22,6 +22,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.handover import Handed
+from kvkeep.hf.inline import route_inline
 from kvkeep.hf.weightless import EAGER, cheap_forwards, without_weights
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
@@ -101,12 +102,15 @@ def _own_fault(decoder: PreTrainedModel) -> str:
 def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
     text = decoder_config(decoder.config)
     text._attn_implementation = implementation
+    inline = route_inline(decoder, implementation)
     try:
         _forwards(decoder, _CountingCache)
     except KVKeepError as error:
         return str(error).partition("; ")[0]
     except Exception as error:
         text._attn_implementation = EAGER
+        for change in inline:
+            change.remove()
         try:
             _forwards(decoder, lambda config: DynamicCache(config=config))
         except Exception:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from kvkeep.hf.config import decoder_config
+from kvkeep.hf.config import decoder_config, unrouted
 
 EAGER = "eager"
 _SMALL = 1 << 16
@@ -47,7 +47,7 @@ def without_weights(decoder: PreTrainedModel, *, window: int | None = None) -> P
     Args:
         window: the size of its sliding windows and chunks, if it has any; None: as in its config.
     """
-    config = deepcopy(decoder.config)
+    config = deepcopy(unrouted(decoder.config))
     text = decoder_config(config)
     text._attn_implementation = EAGER
     for name in ("sliding_window", "attention_chunk_size"):

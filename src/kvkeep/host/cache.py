@@ -80,6 +80,7 @@ class ModelCache(Cache):
                         index=index,
                         count=len(kinds),
                         readers=kind.readers,
+                        slopes=kind.slopes,
                     )
                 )
             except SpecError as error:

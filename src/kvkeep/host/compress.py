@@ -158,7 +158,7 @@ def reread(
                 one,
                 _reached(runs, len(one.position[0, 0]), tokens),
                 end,
-                layer.window,
+                *(layer.window, layer.slopes),
             )
             for one, layer in zip(held, cache.layers, strict=True)
         ]

@@ -19,13 +19,14 @@ class LayerKind:
     """The attention of a layer with keys and values of its own: the model library's name for its
     type, its sliding window in tokens (None: it has none; in chunked attention
     `kvkeep.planes.Chunks`), its place among all layers of the model, which also counts the others
-    (None: the same as among those with keys and values), and how many layers without them reuse its
-    own."""
+    (None: the same as among those with keys and values), how many layers without them reuse its
+    own, and its slopes (None: its attention has no bias; see `kvkeep.LayerCache`)."""
 
     name: str
     window: int | None
     place: int | None = field(default=None, compare=False)
     readers: int = field(default=0, compare=False)
+    slopes: tuple[float, ...] | None = None
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:

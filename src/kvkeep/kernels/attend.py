@@ -195,6 +195,14 @@ def _seen(slot, here, position, q_position, low, high, token, before, real, n,
 
 
 @triton.jit
+def biased(s, slope, position, q_position):
+    """Scores (queries, slots) plus each query's slope, in base-2 logarithmic units, times the
+    positions by which the slots follow the query."""
+    distance = position[None, :] - q_position[:, None]
+    return s + slope[:, None] * distance.to(tl.float32)
+
+
+@triton.jit
 def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
            CODE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr,
            WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
@@ -221,8 +229,8 @@ def _column(TABLE, item, column: tl.constexpr, ALIGNED: tl.constexpr):
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def attend(
-    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, BOUNDS, USED, SINKS, TABLE, ROWS, OUT, LSE,
-    SHARE, TOP,
+    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, BOUNDS, USED, SINKS, SLOPES, TABLE, ROWS, OUT,
+    LSE, SHARE, TOP,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
     position_row, position_head, position_slot, q_position_row, bounds_row,
@@ -313,6 +321,9 @@ def attend(
         sink = tl.load(SINKS + query_head).to(tl.float32) * _LOG2_E
         top = tl.where(split == 0, sink, top)
         total = tl.where(split == 0, 1.0, total)
+    slope = top
+    if SLOPES is not None:
+        slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     # Sums of the weights, to correct the offset of 4-bit values.
@@ -329,6 +340,8 @@ def attend(
         position = slot
         if not DENSE:
             position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
+        if SLOPES is not None:
+            s = biased(s, slope, position, q_position)
         seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
                      size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip

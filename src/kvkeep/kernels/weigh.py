@@ -6,14 +6,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.attend import _query_indices, _query_parts, _scores, _seen
+from kvkeep.kernels.attend import _LOG2_E, _query_indices, _query_parts, _scores, _seen, biased
 
 
 @triton.jit(do_not_specialize=["n", "slots", "before", "mass_slots", "mass_first", "seen_row",
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def weigh(
-    Q, K, KS, KZ, POSITION, Q_POSITION, BOUNDS, USED, LSE, SEEN, MASS,
+    Q, K, KS, KZ, POSITION, Q_POSITION, BOUNDS, USED, SLOPES, LSE, SEEN, MASS,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     position_row, position_head, position_slot, q_position_row, bounds_row, owned,
     n, slots, before, mass_slots, mass_first, seen_row, scale, cap,
@@ -67,6 +67,9 @@ def weigh(
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, start, slot, here, k_slot, ks_slot, scale,
                     cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
                     WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
+        if SLOPES is not None:
+            slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E
+            s = biased(s, slope, position, q_position)
         seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
                      size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip

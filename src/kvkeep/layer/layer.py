@@ -24,7 +24,7 @@ from kvkeep.layer.ready import Ready
 from kvkeep.layer.sight import Sight
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
-from kvkeep.layer.step import StepInputs, driven
+from kvkeep.layer.step import Slopes, StepInputs, driven
 from kvkeep.layer.turn import Turn
 from kvkeep.planes import LAST, Chunks, Planes, own_window, slot_count
 from kvkeep.policy import Policy
@@ -45,6 +45,8 @@ class LayerCache(Drafts):
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: the model has none.
         readers: number of layers that attend to the slots after each step; see `SharedSlots`.
+        slopes: the bias of each query head: a slot's score for a query grows by the slope with each
+            position by which the slot follows the query (ALiBi); None: there is no bias.
 
     Attributes:
         cursor: the slots, the history and the state of the current step.
@@ -66,6 +68,7 @@ class LayerCache(Drafts):
         chunked: bool = False,
         rotary: Rotary | None = None,
         readers: int = 0,
+        slopes: Slopes | None = None,
     ) -> None:
         if (storage.limit or policy.budget or 0) < (policy.budget or 0):
             raise SpecError(
@@ -78,6 +81,7 @@ class LayerCache(Drafts):
                 "layers attend to this layer's slots after each chunk; leave out step"
             )
         self.window, self.rotary = own_window(window, chunked), rotary
+        self.slopes = slopes
         sight = Sight(policy, self.window)
         evicts = policy.evicts or policy.ragged
         if evicts and not (key_codec.rewritable and value_codec.rewritable):

@@ -18,7 +18,7 @@ from kvkeep.checks import wants_gradients
 from kvkeep.layer.cursor import State
 from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, possible
 from kvkeep.layer.slots import StepPart
-from kvkeep.layer.step import StepInputs
+from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
 from kvkeep.planes import Chunks, limits
@@ -92,7 +92,7 @@ class StepPlan:
         self._left = torch.zeros(len(parts), dtype=torch.int64)
         records = LayerRecords(
             *(policy, rule, slots.codecs, history.geometry.value_width),
-            *(layer.window, history.pads, self._left),
+            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), self._left),
         )
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)

@@ -58,6 +58,7 @@ class LayerRecords(NamedTuple):
     value_width: int
     window: OwnWindow | None
     pads: Tensor | None
+    slopes: Tensor | None
     left: Tensor
 
     def of(self, index: int, part: StepPart, inputs: StepInputs) -> PartRecords:
@@ -71,7 +72,7 @@ class LayerRecords(NamedTuple):
         inputs = inputs._replace(q=q, k=k, v=v)
         tensors: list[Tensor] = []
         planes = part.planes
-        segments = pack_segments(part.segments(), q, False, tensors)
+        segments = pack_segments(part.segments(), q, tensors)
         memory = self._memory(planes, k.shape[3])
         step = self._step(index, part, inputs, memory)
         described = slots_record(planes)
@@ -85,7 +86,7 @@ class LayerRecords(NamedTuple):
             part.storage.described(),
             planes[POSITION].shape[2],
             (first, second, third, len(planes)),
-            (step, segments, described, kept, self.pads, self.left),
+            (step, segments, described, kept, self.pads, self.slopes, self.left),
             memory,
         )
 
@@ -115,9 +116,11 @@ class LayerRecords(NamedTuple):
         chunked = isinstance(self.window, Chunks)
         own = (policy.reach, None if chunked or self.window is None else Reach(self.window))
         reaches = [reach for reach in own if reach is not None]
-        call = call_of_step(
-            q, heads, self.value_width, len(part.before) + 1, Options(inputs.scale, inputs.softcap)
-        )
+        slopes = self.slopes
+        if slopes is not None and part.head is not None:
+            slopes = slopes[part.head * q.shape[1] :]
+        options = Options(inputs.scale, inputs.softcap, slopes=slopes)
+        call = call_of_step(q, heads, self.value_width, len(part.before) + 1, options)
         return b"".join(
             [
                 CALL.pack(*call),

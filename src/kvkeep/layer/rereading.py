@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Held, Options, Segment, View, dispatch
+from kvkeep.attention import Held, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
-from kvkeep.layer.step import StepInputs, require_causal
+from kvkeep.layer.step import Slopes, StepInputs, require_causal
 from kvkeep.planes import POSITION, Chunks, OwnWindow, Reach
 
 
@@ -21,6 +21,7 @@ class Rereading(AttendingLayer):
         runs: the tokens to attend to, as ranges of them in ascending order.
         start: the position of the chunk's first token.
         window: the layer's own sliding window; None: it has none, and the weights are recorded.
+        slopes: the layer's slopes; None: it has none.
     """
 
     window: OwnWindow | None
@@ -31,8 +32,9 @@ class Rereading(AttendingLayer):
         runs: list[tuple[int, int]],
         start: int,
         window: OwnWindow | None,
+        slopes: Slopes | None,
     ) -> None:
-        self.window, self._start = window, start
+        self.window, self._start, self._slopes = window, start, slopes
         # In the order of the runs, as if they had been the only tokens before the chunk.
         self._past = tuple(
             _segment(*(x[:, :, first:end] for x in held[:3])) for first, end in runs if first < end
@@ -61,9 +63,7 @@ class Rereading(AttendingLayer):
         elif window is not None:
             view = view._replace(reaches=(Reach(window),))
         observed = window is None
-        options = Options(
-            inputs.scale, inputs.softcap, inputs.sinks, need_mass=observed, peak=observed
-        )
+        options = inputs.options(self._slopes, need_mass=observed, peak=observed)
         out, weights = dispatch(q, view, options)
         if weights is not None:
             self.largest = weights[:, :, : weights.shape[2] - q.shape[2]]

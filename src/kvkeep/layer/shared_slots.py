@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvkeep.attention import Attend, Options, View, dispatch
+from kvkeep.attention import Attend, View, dispatch
 from kvkeep.checks import wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import StateError
 from kvkeep.layer.settling import Settling
-from kvkeep.layer.step import StepInputs
+from kvkeep.layer.step import Slopes, StepInputs
 from kvkeep.policy import Observation
 from kvkeep.storage import Storage
 
@@ -22,6 +22,8 @@ class SharedSlots(Settling):
     same slots as the step. The policy observes the step alone: which logits are requested decides
     how many of a chunk's queries a reading has, and must not decide which slots stay.
     """
+
+    slopes: Slopes | None
 
     @property
     def unread(self) -> int:
@@ -50,15 +52,15 @@ class SharedSlots(Settling):
                     "a layer attends to another layer's slots, but all its "
                     f"{self.readers} readings after the last step are done; feed that layer first"
                 )
-            self._checks.queries(q, k[:, :, -q.shape[2] :], inputs.sinks, inputs.softcap)
+            own = k[:, :, -q.shape[2] :]
+            self._checks.queries(q, own, inputs.sinks, inputs.softcap, self.slopes)
             self.check_gradients(q)
             view = self._view(*(cursor.queries or (None, None)))
             # Every limit of the view also holds for a subset of its queries.
             n = q.shape[2]
             bounds = None if view.bounds is None else view.bounds[..., -n:]
             view = view._replace(position=view.position[..., -n:], bounds=bounds)
-            options = Options(inputs.scale, inputs.softcap, inputs.sinks)
-            out, _ = (attend or dispatch)(q, view, options)
+            out, _ = (attend or dispatch)(q, view, inputs.options(self.slopes))
             if cursor.unread == 1:
                 self._settle_now(cursor.observed, packs=attend is None)
                 cursor.observed = None

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
-from typing import NamedTuple, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Options, View, dispatch
 from kvkeep.checks import resolved
 from kvkeep.errors import UnsupportedError
 from kvkeep.policy import Need, Observation, Policy
+
+Slopes = tuple[float, ...]
+"""The slopes of a layer's query heads; see `Options`."""
+
+
+@lru_cache(maxsize=256)
+def slopes_on(slopes: Slopes | None, device: torch.device) -> Tensor | None:
+    """Slopes as a tensor, float32 (Hq,), the same one at each call."""
+    with torch.inference_mode(False):
+        return None if slopes is None else torch.tensor(slopes, device=device, dtype=torch.float32)
 
 
 class StepInputs(NamedTuple):
@@ -38,6 +50,11 @@ class StepInputs(NamedTuple):
         if q.is_neg() or k.is_neg() or v.is_neg():
             return self._replace(q=resolved(q), k=resolved(k), v=resolved(v))
         return self
+
+    def options(self, slopes: Slopes | None, **mass: Any) -> Options:
+        """The options of attention in a layer with these slopes. `mass`: `need_mass` and others."""
+        bias = slopes_on(slopes, self.q.device)
+        return Options(self.scale, self.softcap, self.sinks, slopes=bias, **mass)
 
     def part(self, first: int, count: int) -> StepInputs:
         """The inputs of `count` tokens from token `first` on."""
@@ -105,6 +122,7 @@ class Step(ABC):
     """
 
     policy: Policy
+    slopes: Slopes | None
 
     @abstractmethod
     def _extend(
@@ -124,13 +142,8 @@ class Step(ABC):
         """A step that pauses for the caller to compute its attention."""
         view = self._extend(inputs.k, inputs.v, inputs.position, inputs.until)
         policy = self.policy
-        options = Options(
-            inputs.scale,
-            inputs.softcap,
-            inputs.sinks,
-            Need.MASS in policy.needs,
-            policy.observed,
-        )
+        needs_mass = Need.MASS in policy.needs
+        options = inputs.options(self.slopes, need_mass=needs_mass, observed=policy.observed)
         out, mass = yield AttendCall(inputs.q, view, options)
         q = inputs.q.detach() if inputs.q.requires_grad else inputs.q
         self._settle(Observation(mass, queries=q, scale=inputs.scale))

@@ -142,7 +142,7 @@ class Writing(SharedSlots, Step):
         """A step of any kind, undone if it fails."""
         cursor = self.cursor
         try:
-            self._checks.queries(inputs.q, inputs.k, inputs.sinks, inputs.softcap)
+            self._checks.queries(*inputs[:2], inputs.sinks, inputs.softcap, self.slopes)
             inputs = inputs.resolved()
             self.check_gradients(*inputs[:3])
             most = self.policy.step

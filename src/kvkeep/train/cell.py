@@ -96,7 +96,7 @@ class Cell:
         )
         segment = Segment({"k": keys, "v": values, POSITION: place}, Plain(), Plain())
         view = layer.sight.after((segment,), queries, after, keys.shape[2])
-        options = Options(inputs.scale, inputs.softcap, inputs.sinks)
+        options = inputs.options(layer.slopes)
         return dispatch(inputs.q, view, options, differentiable=True)[0]
 
 

@@ -36,5 +36,6 @@ def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
             old.value_codec,
             Concat(),
             window=old.window,
+            slopes=old.slopes,
         )
     return cache

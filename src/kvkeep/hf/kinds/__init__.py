@@ -18,6 +18,7 @@ from kvkeep.features import Feature
 from kvkeep.geometry import Geometry
 from kvkeep.hf.config import base_config, decoder_config, refused
 from kvkeep.hf.kinds.base import Kind
+from kvkeep.hf.kinds.biased import Biased
 from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.latent import begun_step as begun_step
 from kvkeep.hf.kinds.plain import Plain
@@ -26,10 +27,10 @@ from kvkeep.hf.kinds.recurrent import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.recurrent import states_in as states_in
 from kvkeep.hf.kinds.shared import Shared
-from kvkeep.hf.kinds.windows import Windows, type_of_all
+from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
 from kvkeep.host import LayerKind
 
-_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent())
+_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent(), Biased(), Local())
 
 
 def kinds_of(model: Any) -> tuple[Kind, ...]:

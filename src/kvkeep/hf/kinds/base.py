@@ -36,10 +36,12 @@ class Kind:
     Attributes:
         lacks: the features that models of this kind lack.
         begins_steps: whether `begin_step` begins the steps of layers, in place of `hand_over`.
+        placeless: whether a forward uses no positions but those of slots, and so is given none.
     """
 
     lacks: ClassVar[Lacks] = {}
     begins_steps: ClassVar[bool] = False
+    placeless: ClassVar[bool] = False
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 

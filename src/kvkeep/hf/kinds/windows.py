@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
+from kvkeep.features import Feature, Lacks
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.plain import FULL
 from kvkeep.host import LayerKind
@@ -23,6 +25,28 @@ class Windows(Kind):
         if chunk is not None:
             found[_CHUNKED] = LayerKind(_CHUNKED, Chunks(chunk))
         return found
+
+
+class Local(Kind):
+    """GPT-Neo: its config names windows in a way of its own, and its layers mask them themselves,
+    by the columns of a text."""
+
+    lacks: ClassVar[Lacks] = {
+        Feature.UNATTACHED: "masks the windows of its layers by the columns of a whole text"
+    }
+
+    def has(self, text: PreTrainedConfig) -> bool:
+        return text.model_type == "gpt_neo"
+
+    def arranged(
+        self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
+    ) -> Sequence[LayerKind | None]:
+        """Every local layer has the window."""
+        if not self.has(text):
+            return layers
+        local = LayerKind(_SLIDING, text.window_size)
+        pairs = zip(layers, text.attention_layers, strict=True)
+        return [local if name == "local" else layer for layer, name in pairs]
 
 
 def window_of(text: PreTrainedConfig) -> int | None:

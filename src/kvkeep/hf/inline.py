@@ -1,0 +1,330 @@
+"""Attention that models of transformers compute inline, in their own modules, brought to kvkeep.
+
+Such a module calls no function by the name in its config. While a model is attached, kvkeep sets
+forwards of its own in the place of these modules': they compute the same, and hand queries, keys
+and values to the attention function as other models do. Calls with another cache, or none, run the
+module's own forward.
+
+Linear biases (ALiBi) are not computed here: they belong to the layers of the cache, see
+`kvkeep.hf.kinds.biased`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, update_wrapper
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvkeep.hf.cache import Cache
+from kvkeep.hf.config import unrouted
+from kvkeep.hf.kinds.base import Handle
+from kvkeep.hf.layers_cache import LayersCache
+from kvkeep.hf.masks import MaskRequest
+
+Output = tuple[Tensor, Tensor | None]
+_CACHES = ("cache", "layer_past", "past_key_values")
+_ACCELERATED = "_old_forward"
+"""Where accelerate keeps a module's forward, around which it moves weights."""
+
+
+class Attention(NamedTuple):
+    """The attention of a module in a forward: an implementation's name, and the module's cache."""
+
+    name: str
+    module: Any
+    cache: Any
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        scaling: float,
+        dropout: nn.Dropout | float,
+    ) -> Output:
+        """Attention to what the cache holds and to k and v, (B, n, Hq, D), and its weights if they
+        are asked for. q, k, v: (B, H, n, D)."""
+        k, v = self.cache.update(k, v, self.module.layer_idx)
+        return attended(self.name, self.module, q, k, v, mask, scaling, dropout)
+
+
+def attended(
+    name: str,
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scaling: float,
+    dropout: nn.Dropout | float,
+) -> Output:
+    """The result of the attention implementation of a name; k and v are as the cache returns
+    them."""
+    share = dropout.p if isinstance(dropout, nn.Dropout) else dropout
+    run: Any = ALL_ATTENTION_FUNCTIONS[name]
+    found: Output = run(
+        module, q, k, v, mask, scaling=scaling, dropout=share if module.training else 0.0
+    )
+    return found
+
+
+# -- attention modules ------------------------------------------------------------------------
+
+
+def _bert(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    sinusoidal_pos: Tensor | None = None,
+    **_: Any,
+) -> Output:
+    width = module.attention_head_size
+    shape = (*hidden_states.shape[:-1], -1, width)
+    made = (module.query, module.key, module.value)
+    q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in made)
+    if sinusoidal_pos is not None:
+        if module.rotary_value:
+            q, k, v = module.apply_rotary_position_embeddings(sinusoidal_pos, q, k, v)
+        else:
+            q, k = module.apply_rotary_position_embeddings(sinusoidal_pos, q, k)
+    out, weights = attend(q, k, v, attention_mask, width**-0.5, module.dropout)
+    return out.flatten(2), weights
+
+
+def _bart(
+    module: Any, attend: Attention, hidden_states: Tensor, attention_mask: Any = None, **_: Any
+) -> Output:
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    made = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (linear(hidden_states).view(shape).transpose(1, 2) for linear in made)
+    out, weights = attend(q, k, v, attention_mask, module.scaling, module.dropout)
+    return module.out_proj(out.flatten(2)), weights
+
+
+def _bloom(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Any,
+    attention_mask: Any,
+    **_: Any,
+) -> Output:
+    q, k, v = module._reshape(module.query_key_value(hidden_states))
+    dropout = module.attention_dropout
+    out, weights = attend(q, k, v, attention_mask, module.inv_norm_factor, dropout)
+    made = nn.functional.dropout(
+        module.dense(out.flatten(2)), module.hidden_dropout, module.training
+    )
+    return residual + made, weights
+
+
+def _falcon(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    alibi: Any,
+    attention_mask: Any,
+    position_embeddings: Any = None,
+    **_: Any,
+) -> Output:
+    split = module._split_heads(module.query_key_value(hidden_states))
+    q, k, v = (x.transpose(1, 2) for x in split)
+    if not module.config.alibi:
+        rotate: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        q, k = rotate(q, k, *position_embeddings)
+    dropout = module.attention_dropout if module.config.alibi else 0.0  # as in its own forward
+    out, weights = attend(q, k, v, attention_mask, module.inv_norm_factor, dropout)
+    return module.dense(out.flatten(2)), weights
+
+
+def _mpt(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    position_bias: Any,
+    attention_mask: Any = None,
+    **_: Any,
+) -> Output:
+    mixed = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    shape = (*hidden_states.shape[:-1], module.n_heads, module.head_dim)
+    q, k, v = (x.reshape(shape).transpose(1, 2) for x in mixed.chunk(3, dim=2))
+    dropout = module.attn_dropout_p
+    out, weights = attend(q, k, v, attention_mask, module.softmax_scale, dropout)
+    return module.out_proj(out.flatten(2)), weights
+
+
+def _neox(
+    module: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    scaling, dropout = 1 / module.norm_factor, module.attention_dropout
+    out, weights = attended(name, module, q, k, v, mask, scaling, dropout)
+    return out.transpose(1, 2), weights
+
+
+def _neo(
+    module: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    asked: MaskRequest | None = getattr(mask, "kvkeep", None)
+    if module.attention_type == "local" and asked is not None:  # one mask is made for all layers
+        mask = mask.view_as(mask)
+        mask.kvkeep = asked._replace(window=module.config.window_size)
+    out, weights = attended(name, module, q, k, v, mask, 1.0, module.attn_dropout)
+    return out.transpose(1, 2), weights
+
+
+# -- decoders, which change what the mask function returns ------------------------------------
+
+
+class _Unchanged:
+    """A mask that stays as it is where a decoder would convert it."""
+
+    def __init__(self, mask: Any) -> None:
+        self._mask = mask
+
+    def to(self, dtype: torch.dtype) -> Any:
+        """The mask."""
+        return self._mask
+
+
+class Rebound(NamedTuple):
+    """The forward of a class, in which names of its source file have other values."""
+
+    forward: Any
+
+    @classmethod
+    def of(cls, kind: type[nn.Module], names: Callable[[Any], dict[str, Any]]) -> Rebound:
+        """`names`: the other values, by name, given the source file's module."""
+        own: Any = inspect.unwrap(kind.forward)
+        known = {**own.__globals__, **names(sys.modules[kind.__module__])}
+        del known["__name__"]  # by which torch's compiler would find the file's own values
+        made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
+        made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
+        return cls(made)
+
+
+def _falcon_decoder(source: Any) -> dict[str, Any]:
+    def mask(allow_is_causal_skip: bool = True, **request: Any) -> Any:
+        return source.create_causal_mask(**request)
+
+    return {"create_causal_mask": mask, "build_alibi_tensor": lambda *_, **__: None}
+
+
+def _mpt_decoder(source: Any) -> dict[str, Any]:
+    return {
+        "create_causal_mask": lambda **request: _Unchanged(source.create_causal_mask(**request))
+    }
+
+
+# -- attaching --------------------------------------------------------------------------------
+
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "MegatronBertSelfAttention": _bert,
+    "RemBertSelfAttention": _bert,
+    "RoFormerSelfAttention": _bert,
+    "MvpAttention": _bart,
+    "TrOCRAttention": _bart,
+    "XGLMAttention": _bart,
+    "BloomAttention": _bloom,
+    "FalconAttention": _falcon,
+    "MptAttention": _mpt,
+}
+_CORES = {"GPTNeoXJapaneseAttention": _neox, "GPTNeoSelfAttention": _neo}
+"""What takes the place of a method `_attn`, to which a module hands what its cache returns."""
+
+_DECODERS = {"FalconModel": _falcon_decoder, "MptModel": _mpt_decoder}
+
+
+def is_inline(decoder: PreTrainedModel) -> bool:
+    """Whether kvkeep knows how the decoder computes attention inline."""
+    return any(_known(module) in {*_FORWARDS, *_CORES} for module in decoder.modules())
+
+
+def route_inline(decoder: PreTrainedModel, name: str) -> Sequence[Handle]:
+    """Let the attention implementation of a name compute what a decoder computes inline.
+
+    Returns:
+        What `detach` removes.
+    """
+    return list(_changes(decoder, name))
+
+
+def _known(module: nn.Module) -> str:
+    """The name of a class of transformers; empty for others, which may compute something else."""
+    kind = type(module)
+    return kind.__name__ if kind.__module__.startswith("transformers.models.") else ""
+
+
+def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
+    for module in decoder.modules():
+        known, place = _known(module), "forward"
+        if known in _FORWARDS:
+            place = _ACCELERATED if _ACCELERATED in vars(module) else place
+            own = getattr(module, place)
+            if "config" in vars(module):  # by whose implementation its own forward decides
+                module.config = cast(Any, unrouted(vars(module)["config"]))
+            forward = partial(_forward, own, _FORWARDS[known], name, module)
+            yield _Replaced(module, place, update_wrapper(forward, own))
+        elif known in _DECODERS:
+            rebound = Rebound.of(type(module), _DECODERS[known])
+            forward = partial(_decoded, module.forward, rebound, module)
+            yield _Replaced(module, place, update_wrapper(forward, module.forward))
+        elif known == "BloomModel":
+            own = module.build_alibi_tensor
+            yield _Replaced(module, "build_alibi_tensor", partial(_alibi, own))
+        elif known in _CORES:
+            own = module._attn
+            yield _Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
+
+
+def _forward(own: Any, run: Any, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+    given = next((kwargs[x] for x in _CACHES if kwargs.get(x) is not None), None)
+    if not isinstance(given, (Cache, LayersCache)):
+        return own(*args, **kwargs)
+    return run(module, Attention(name, module, given), *args, **kwargs)
+
+
+def _decoded(own: Any, rebound: Rebound, module: Any, *args: Any, **kwargs: Any) -> Any:
+    given = next((kwargs[x] for x in _CACHES if kwargs.get(x) is not None), None)
+    if not isinstance(given, (Cache, LayersCache)):
+        return own(*args, **kwargs)
+    return rebound.forward(module, *args, **kwargs)
+
+
+def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Bloom's bias; none where positions are given in place of a mask, see `kvkeep.hf.masks`."""
+    return own(mask, *args, **kwargs) if mask.dim() == 2 else None
+
+
+def _core(
+    own: Any, run: Any, name: str, module: Any, q: Tensor, k: Tensor, v: Tensor, *mask: Any
+) -> tuple[Tensor, Tensor | None]:
+    given: Any = partial(run, module, name) if hasattr(k, "kvkeep") else own
+    found: tuple[Tensor, Tensor | None] = given(q, k, v, *mask)
+    return found
+
+
+class _Replaced:
+    """A function of a module that has been set in place of its own."""
+
+    def __init__(self, module: nn.Module, place: str, function: Any) -> None:
+        self._module, self._place, self._before = module, place, vars(module).get(place)
+        module.__dict__[place] = function
+
+    def remove(self) -> None:
+        """Undo it."""
+        self._module.__dict__.pop(self._place, None)
+        if self._before is not None:
+            self._module.__dict__[self._place] = self._before
