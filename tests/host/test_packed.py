@@ -93,7 +93,6 @@ def test_refused_before_anything_is_fed():
 
 def test_models_that_cannot_be_packed_say_why():
     for model, reason in (
-        (tiny("deepseek-v3"), "latent"),
         (tiny("llama", rope_parameters=growing_rope("dynamic")), "dynamic"),
         (tiny("llama"), "call kvkeep.attach"),
         (model_of("roberta"), "counts positions in another way"),

@@ -309,11 +309,12 @@ class Batch:
         ]
         ids, cache = pieces[0]
         if self._packs and cache.activation is None:
-            return self._host.forward_packed(pieces)
-        logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
-        answer = group[0].answer
-        if cache.fed % self.chunk == 0 and cache.fed < len(answer.prompt):
-            answer.origin.reuse.mark(answer)
+            logits = self._host.forward_packed(pieces)
+        else:
+            logits = self._host.forward(ids[None].to(self._host.device), cache)[0, -1:]
+        for (answer, _), piece in zip(group, pieces, strict=True):
+            if piece.cache.fed % self.chunk == 0 and piece.cache.fed < len(answer.prompt):
+                answer.origin.reuse.mark(answer)
         return logits
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
