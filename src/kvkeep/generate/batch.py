@@ -61,7 +61,7 @@ class Batch:
         sequences: most answers at work; None: no limit. Others wait. If it is 1, steps are the
             model's own forwards.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
-            specs promise, and of recurrent states with their copies for the store; None: no limit.
+            specs promise, and of recurrent states with their copies; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
             policy evicts depends on them. So a long prompt delays others by one chunk. None: each
             prompt is read at once.

@@ -66,7 +66,8 @@ RANDOM: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "global_head_dim": 128,
         "num_kv_shared_layers": 6,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 32000,
     },
 }
 """Models by name: of the shape of Llama 3.2 1B, and smaller ones, in which three layers of four are
