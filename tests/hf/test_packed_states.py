@@ -113,9 +113,8 @@ def test_a_failed_forward_leaves_all_states_as_they_were(model, host, error, pla
     def fails(*_):
         raise error
 
-    with failing(model.model.layers[place].get_submodule(name), fails):
-        with pytest.raises(error):
-            step(host, caches, counts)
+    with failing(model.model.layers[place].get_submodule(name), fails), pytest.raises(error):
+        step(host, caches, counts)
     assert same(caches, before)
     assert [one.fed for one in caches] == fed
     alone = [one.freeze().fork() for one in caches]

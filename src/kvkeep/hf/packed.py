@@ -19,6 +19,7 @@ from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import ModelCache
 from kvkeep.host.packed import Packed
+from kvkeep.layer.recurrent import NoStates
 
 
 def unpackable(model: PreTrainedModel) -> str:
@@ -115,7 +116,7 @@ class PackedCache(KeepsStates, LaidCache):
 
     def __init__(self, tokens: Packed, cache: Cache) -> None:
         super().__init__(tokens.layers)
-        self.carried, self.packed_states = cache.carried, tokens.states
+        self.carried, self.packed_states = NoStates(), tokens.states
         self._model_layers, self._begin_step = cache.model_layers, cache.begin_step
         self._noted: Tensor | None = None
 

@@ -111,6 +111,7 @@ def packed_states(
             one.end(columns + count)
     except BaseException:
         for one, held in zip(sequences, before, strict=False):
+            one.change()  # if this is interrupted too, they are unknown
             one.load(held)
         for one, columns in zip(begun, fed, strict=False):
             one.end(columns)

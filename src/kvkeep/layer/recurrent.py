@@ -79,10 +79,10 @@ class RecurrentStates(ABC):
         """Replace the contents by these tensors, which now belong to the states; empty: forget all
         tokens."""
         self.row_of = None
-        self._hold(tensors)
+        self.hold(tensors)
 
     @abstractmethod
-    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold these tensors in place of others."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class NoStates(RecurrentStates):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
         return None
 
     def empty(self) -> Self:

@@ -44,7 +44,8 @@ class TransformersStates(RecurrentStates):
         """See `RecurrentStates.tensors`. A tensor's name is `layer.kind.number`."""
         return states_in(self.cache)
 
-    def _hold(self, tensors: Mapping[str, Tensor]) -> None:
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `RecurrentStates.hold`."""
         self.cache = self._new()
         for name, x in tensors.items():
             index, kind, number = name.split(".")
