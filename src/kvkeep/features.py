@@ -9,11 +9,11 @@ from enum import Enum
 class Feature(Enum):
     """Something that a model may lack. The value names it in messages."""
 
-    PACKED = "a forward of several sequences"
     COMPILED = "a compiled graph"
     GRAPHED = "a CUDA graph"
     EXPORTED = "an exported program"
     TRAINED = "training through a cache"
+    REREAD = "a second reading of a text"
     JOINED = "a join of texts"
     PLACED = "a forward at given positions"
     """Tokens at other positions than the next ones."""

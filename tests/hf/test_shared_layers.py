@@ -211,7 +211,7 @@ def test_detached_it_is_as_before(model):
     assert model.generate(ids(), max_new_tokens=6, do_sample=False).equal(text)
 
 
-def test_a_batch_feeds_its_sequences_one_by_one(model):
+def test_a_batch_gives_the_texts_of_single_prompts(model):
     prompts = [ids(1, n, seed=n)[0] for n in (5, 12, 9)]
     params = SamplingParams(max_new_tokens=6)
     with kvkeep.attach(model):

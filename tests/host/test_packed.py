@@ -27,8 +27,11 @@ SPECS = (
 )
 
 
+RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2", "jamba")
+
+
 def attached(family="llama", **options):
-    model = tiny(family, **options)
+    model = model_of(family) if family in RECURRENT else tiny(family, **options)
     kvkeep.attach(model)
     return host_of(model)
 
@@ -38,12 +41,17 @@ def tokens(n):
 
 
 @pytest.mark.parametrize(
-    "family", ["tiny host", "gemma3", "gpt2", "gpt-oss", "mixtral", "qwen2-sliding"]
+    "family",
+    [
+        *("tiny host", "gemma3", "gpt2", "gpt-oss", "mixtral", "qwen2-sliding"),
+        *("gemma4", "deepseek-v3", *RECURRENT),
+    ],
 )
 def test_each_sequence_gets_what_it_gets_alone(family):
     """Whole prompts, chunks and single tokens in one forward; one sequence joins, one leaves."""
     host = host_of(tiny_model()) if family == "tiny host" else attached(family)
-    together, alone = ([host.new_cache(spec) for spec in SPECS] for _ in range(2))
+    specs = [*SPECS[:-1], "keep_all" if family == "deepseek-v3" else SPECS[-1]]
+    together, alone = ([host.new_cache(spec) for spec in specs] for _ in range(2))
     plan = [(5, 1, 17, 9, 12, 0), (1, 1, 1, 1, 1, 14), (3, 1, 0, 1, 5, 1), (1, 1, 0, 2, 1, 1)]
     for counts in plan:
         fed = [(i, tokens(n)) for i, n in enumerate(counts) if n]
@@ -93,7 +101,6 @@ def test_refused_before_anything_is_fed():
 
 def test_models_that_cannot_be_packed_say_why():
     for model, reason in (
-        (tiny("deepseek-v3"), "latent"),
         (tiny("llama", rope_parameters=growing_rope("dynamic")), "dynamic"),
         (tiny("llama"), "call kvkeep.attach"),
         (model_of("roberta"), "counts positions in another way"),

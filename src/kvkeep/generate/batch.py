@@ -61,7 +61,7 @@ class Batch:
         sequences: most answers at work; None: no limit. Others wait. If it is 1, steps are the
             model's own forwards.
         max_bytes: most bytes of slots that the answers at work may come to hold, by what their
-            specs promise, and of recurrent states with their copies for the store; None: no limit.
+            specs promise, and of recurrent states with their copies; None: no limit.
         chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
             policy evicts depends on them. So a long prompt delays others by one chunk. None: each
             prompt is read at once.
@@ -308,14 +308,17 @@ class Batch:
         ]
         (ids, cache), answer = pieces[0], group[0].answer
         if self._packed(answer):
-            return self._host.forward_packed(pieces)
-        last = len(ids) if answer.scores_prompt else 1
-        logits = self._host.forward(ids[None].to(self._host.device), cache, last=last)[0]
-        if answer.scores_prompt:
-            answer.score(logits)
-        if cache.fed % self.chunk == 0 and cache.fed < len(answer.prompt):
-            answer.origin.reuse.mark(answer)
-        return logits[-1:]
+            logits = self._host.forward_packed(pieces)
+        else:
+            last = len(ids) if answer.scores_prompt else 1
+            logits = self._host.forward(ids[None].to(self._host.device), cache, last=last)[0]
+            if answer.scores_prompt:
+                answer.score(logits)
+            logits = logits[-1:]
+        for (answer, _), piece in zip(group, pieces, strict=True):
+            if piece.cache.fed % self.chunk == 0 and piece.cache.fed < len(answer.prompt):
+                answer.origin.reuse.mark(answer)
+        return logits
 
     def _packed(self, answer: Answer) -> bool:
         assert answer.cache is not None

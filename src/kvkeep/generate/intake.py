@@ -92,11 +92,12 @@ class Intake:
         _require_one_reading(cache)
         shares = origin.answers > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, tokens - 1) if shares else 0
-        # Of the states, one copy after each chunk of the prompt, and one at the end, until the
-        # store has them; those of an answer's end are copied when the prompt's are gone.
+        # Of the states, one copy that a failed step returns to. For a store, one after each chunk
+        # of the prompt, and one at the end, until the store has them; those of an answer's end are
+        # copied when the prompt's are gone.
         copies = tokens // self._chunk + 1 if origin.reuse.stores(origin) else 0
         origin.shared_bytes = shared + copies * self._state_bytes
-        origin.own_bytes = self._bytes_of(cache, longest) - shared + self._state_bytes
+        origin.own_bytes = self._bytes_of(cache, longest) - shared + 2 * self._state_bytes
         most = origin.own_bytes + origin.shared_bytes
         if self._max_bytes is not None and most > self._max_bytes:
             raise CapacityError(

@@ -60,7 +60,8 @@ class Attachment:
     the model computes attention itself, over all keys and values, and `own` says why; its caches
     must then be exact, such as "keep_all+int8". `linears` is the number of linear layers whose
     calls of few rows kvkeep's kernel computes; `compiled` whether steps of one token run in a
-    compiled program. `cache_name` is the name by which the decoder's forward takes its cache.
+    compiled program. `cache_name` is the name by which the decoder's forward takes its cache,
+    and `changes` are the changes of the model that `detach` removes.
     """
 
     model: PreTrainedModel
@@ -74,7 +75,7 @@ class Attachment:
     linears: int
     compiled: bool
     cache_name: str
-    _changes: tuple[Handle, ...]
+    changes: tuple[Handle, ...]
 
     def __str__(self) -> str:
         attention = (
@@ -253,7 +254,7 @@ def detach(model: PreTrainedModel) -> None:
             f"this {type(model).__name__} is not attached, so there is nothing to detach; leave "
             "out this call"
         )
-    for change in attachment._changes:
+    for change in attachment.changes:
         change.remove()
     unroute_attention(model)
     if attachment.linears:

@@ -39,6 +39,7 @@ from kvkeep.hf.kinds import (
 from kvkeep.hf.kinds.base import BeginStep
 from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.like_dynamic import LikeDynamic
+from kvkeep.hf.model_layers import ModelLayers
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.transformers_names import TransformersNames
@@ -48,6 +49,7 @@ from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.packed import SequencePart
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.turn import Turn
 from kvkeep.rotary import Rotary
@@ -111,15 +113,8 @@ class Cache(  # type: ignore[misc]
             carried=next(filter(None, (kind.states(self.config) for kind in self.kinds)), None),
         )
         begun = (kind.begin_step for kind in self.kinds if kind.begins_steps)
-        self._begin_step: BeginStep | None = next(begun, None)
-        # The place of each layer that attends among all layers of the model, and its index here.
-        self._index = {kind.place: index for index, kind in enumerate(self._kinds)}
-        # Which layers of the model have a window, are recurrent only, or are neither.
-        windows = {layer.place for layer in self._kinds if layer.window is not None}
-        places = range(len(self))
-        linear = [x in self.carried.places and x not in self._index for x in places]
-        dummy = [not linear[x] and x not in self._index for x in places]
-        self._places = [x in windows for x in places], linear, dummy
+        self.begin_step: BeginStep | None = next(begun, None)
+        self.model_layers = ModelLayers.of(self._kinds, self.carried.places, len(self))
         self.fed_since = Forwards()
         policies = [layer.policy for layer in self.layers]
         kept = set(zip(self._kinds, policies, strict=True))
@@ -147,7 +142,7 @@ class Cache(  # type: ignore[misc]
         Unattached: stores them and returns all keys and values in the order of their positions, as
         the model's own mask expects.
         """
-        place, found = layer_idx, self._index.get(layer_idx)
+        place, found = layer_idx, self.model_layers.indices.get(layer_idx)
         if found is None:
             raise StateError(
                 f"layer {place} of a model feeds a cache built for {len(self.layers)} layers; "
@@ -179,10 +174,11 @@ class Cache(  # type: ignore[misc]
             )
         if self.routed:
             returned = key_states, value_states
-            if self._begin_step is None:
+            if self.begin_step is None:
                 self._handed = hand_over(key_states, value_states, layer, traced)
             else:
-                self._handed, returned = self._begin_step(self, layer, key_states, value_states)
+                parts = [SequencePart(layer, 0, key_states.shape[2])]
+                self._handed, returned = self.begin_step(self, parts, key_states, value_states)
             self._handed.weights = self.weights
             return returned
         spec = self.specs[layer_idx]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, wh
 from kvkeep.hf.kinds.multimodal import require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.hf.packed import PackedCache, check_packed, require_packable, unpackable
+from kvkeep.hf.packed import LaidCache, PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import numbers_up_to
@@ -212,26 +212,29 @@ class TransformersHost(Host):
             found = None if compiled is None else compiled.run_packed(all_tokens)
             if found is not None:
                 return found
-            ids, position, last, _ = all_tokens
+            ids, position, last = all_tokens[:3]
+            cache = PackedCache(all_tokens, cast(Cache, pieces[0].cache))
             options = {"logits_to_keep": last} if self._skips_logits else {}
             output = self.model(
                 input_ids=ids,
                 position_ids=position,
                 use_cache=True,
-                **as_cache(model, PackedCache(all_tokens.layers)),
+                **as_cache(model, cache),
                 **options,
             )
+            cache.require_attended()
             logits: Tensor = output.logits[0]
         return logits if self._skips_logits else logits[last]
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
+        require(self._config, Feature.REREAD, "use a policy that reads a text once")
         require_packable(unwrapped(self.model), ())
         decoder = self.model.get_decoder()
         decoder(
             input_ids=ids[None],
             position_ids=position[None].to(ids.device),
             use_cache=True,
-            **as_cache(decoder, PackedCache(layers)),
+            **as_cache(decoder, LaidCache(layers)),
         )
 
     # -- adapters ---------------------------------------------------------------------------

@@ -44,21 +44,27 @@ class LayersCache(transformers.Cache):
         self.tag(key_states, value_states, layer_idx)
         return key_states, value_states
 
-    def tag(self, keys: Tensor, values: Tensor, index: int) -> Handed:
-        """Tag new keys and values with a layer."""
+    def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
+        """Tag new keys and values with a layer, by its place among all layers of the model."""
+        index = self.index(place)
         layer: FacedLayer = self.layers[index]
         return hand_over(keys, values, layer, self.tickets[index] if self.tickets else None)
 
+    def index(self, place: int) -> int:
+        """The index in `layers` of a layer of the model; 0 if it does not attend."""
+        return place
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns before the chunk."""
-        return int(self.layers[layer_idx].fed)
+        return int(self.layers[self.index(layer_idx)].fed)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
-        layer: FacedLayer = self.layers[layer_idx]
+        index = self.index(layer_idx)
+        layer: FacedLayer = self.layers[index]
         # While tracing, a symbol cannot be of this subclass; compiled chunks are of one token.
         length = MaskLength(1 if self.tickets else layer.fed + query_length)
-        length.layer, length.traced = layer, self.tickets[layer_idx] if self.tickets else None
+        length.layer, length.traced = layer, self.tickets[index] if self.tickets else None
         length.routed, length.compileable = True, False
         return length, 0
 

@@ -15,6 +15,7 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.kinds import states_in
 from kvkeep.hf.kinds.multimodal import shares_positions
+from kvkeep.hf.model_layers import ModelLayers
 from kvkeep.host import LayerKind, Specs
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.layer.beginning import begin_with_tokens, check_tokens
@@ -33,7 +34,7 @@ class LikeDynamic:
     carried: RecurrentStates
     _layers: list[LayerCache]
     _kinds: list[LayerKind]
-    _index: dict[int | None, int]
+    model_layers: ModelLayers
 
     def __len__(self) -> int:
         """The layers of the model, those included that do not attend; `layers` has those that
@@ -44,7 +45,7 @@ class LikeDynamic:
         """For each layer of the model, its keys and values, (B, H, S, D), and its sliding window,
         int64 (), as a `DynamicCache` gives them; None where there is none."""
         for place in range(len(self)):
-            index = self._index.get(place)
+            index = self.model_layers.indices.get(place)
             held = None if index is None else self.layers[index].held()
             window = None if index is None else self._kinds[index].window
             size = None if window is None else torch.tensor(window)
@@ -128,7 +129,7 @@ class LikeDynamic:
                 "values of each layer"
             )
         if len(listed) == len(self):
-            listed = [listed[place] for place in self._index if place is not None]
+            listed = [listed[place] for place in self.model_layers.indices if place is not None]
         found = [
             _Pair(k, v)
             for k, v, *_ in ((*pair, None, None) for pair in listed)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, is_routed
-from kvkeep.hf.handover import Handed
+from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, decoder_of, is_routed
+from kvkeep.hf.handover import Handed, MaskLength
 from kvkeep.hf.inputs import check_fed
-from kvkeep.hf.kinds import kinds_of, why_not
+from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import ModelCache
+from kvkeep.host.packed import Packed
+from kvkeep.layer.recurrent import NoStates
 
 
 def unpackable(model: PreTrainedModel) -> str:
     """Why a forward of the model cannot compute tokens of several sequences; empty if it can."""
     text = decoder_config(model.config)
-    if reason := why_not(kinds_of(model), Feature.PACKED):
-        return f"it {reason}"
     changing = next(iter(changing_ropes(model.config)), "")
     if changing:
         return (
@@ -39,6 +39,10 @@ def unpackable(model: PreTrainedModel) -> str:
         if attachment is None:
             return "kvkeep does not compute its attention; call kvkeep.attach(model)"
         return f"it computes attention itself, because {attachment.own}"
+    changes = getattr(decoder_of(model), ATTACHMENT).changes
+    for kind in kinds_of(model):
+        if reason := kind.unpackable(changes):
+            return f"it {reason}"
     return why_not_counted(model)
 
 
@@ -74,21 +78,93 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
         check_fed(model, {"input_ids": ids[None]}, cache.fed)
 
 
-class PackedCache(LayersCache):
-    """What a model takes as `cache` in such a forward."""
+class LaidCache(LayersCache):
+    """What a model takes as `cache` in a forward of one row, which attends to layers that are
+    laid before it."""
 
     _handed: Handed | None = None
 
-    def tag(self, keys: Tensor, values: Tensor, index: int) -> Handed:
+    def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values (1, H, n, D) with their layer."""
+        self._require_row(keys, place)
+        self._handed = super().tag(keys, values, place)
+        return self._handed
+
+    def _require_row(self, keys: Tensor, place: int) -> None:
         if len(keys) != 1:
             raise ShapeError(
-                f"a packed forward has one row, but layer {index} is given {len(keys)}"
+                f"a packed forward has one row, but layer {place} is given {len(keys)}"
             )
+        self.require_attended()
+
+    def require_attended(self) -> None:
+        """Raise UnsupportedError if the last keys that `update` returned did not reach the
+        attention function."""
         if self._handed is not None and not self._handed.taken:
             raise UnsupportedError(
                 "the model attends to other keys than those it gave to the cache, so its sequences "
                 "cannot be packed; feed them one by one"
             )
-        self._handed = super().tag(keys, values, index)
-        return self._handed
+
+
+class PackedCache(KeepsStates, LaidCache):
+    """What a model takes as `cache` in a packed forward.
+
+    Args:
+        tokens: the tokens of all sequences, and their layers and states.
+        cache: that of any sequence.
+    """
+
+    def __init__(self, tokens: Packed, cache: Cache) -> None:
+        super().__init__(tokens.layers)
+        self.carried, self.packed_states = NoStates(), tokens.states
+        self._model_layers, self._begin_step = cache.model_layers, cache.begin_step
+        self._noted: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Tag the new keys and values, and return them; or what `Kind.begin_step` does."""
+        if self._begin_step is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._require_row(key_states, layer_idx)
+        parts = self.layers[self.index(layer_idx)].parts
+        self._handed, found = self._begin_step(self, parts, key_states, value_states)
+        return found
+
+    def index(self, place: int) -> int:
+        return self._model_layers.indices.get(place, 0)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        length, first = super().get_mask_sizes(query_length, layer_idx)
+        if self._begin_step is not None:
+            cast(MaskLength, length).note = self._note
+        return length, first
+
+    def _note(self, position: Tensor) -> None:
+        self._noted = position
+
+    def noted_positions(self, n: int) -> Tensor:
+        """The positions of the n tokens of this forward.
+
+        Raises:
+            UnsupportedError: no mask was made for them.
+        """
+        if self._noted is None or self._noted.shape[-1] != n:
+            raise UnsupportedError(
+                "the model uses a mask of its own, so its sequences cannot be packed; feed them "
+                "one by one"
+            )
+        return self._noted
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [*self._model_layers.sliding]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [*self._model_layers.linear]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [*self._model_layers.dummy]

@@ -137,7 +137,7 @@ class _CountingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        place, layer_idx = layer_idx, self._index.get(layer_idx, -1)
+        place, layer_idx = layer_idx, self.model_layers.indices.get(layer_idx, -1)
         if layer_idx < 0:
             raise UnsupportedError(f"it has more layers than the {len(self.layers)} in its config")
         if self._handed is not None and not self._handed.taken:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -14,6 +12,7 @@ from kvkeep.hf.config import is_routed
 from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import MaskLength
 from kvkeep.hf.kinds.base import BeginStep
+from kvkeep.hf.model_layers import ModelLayers
 
 
 class TransformersNames(RecordsDrafts):
@@ -22,10 +21,9 @@ class TransformersNames(RecordsDrafts):
     config: PreTrainedConfig
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
     _fixed: bool
-    _index: dict[int | None, int]
+    model_layers: ModelLayers
     _traced: list[Traced]
-    _begin_step: BeginStep | None
-    _places: Sequence[Sequence[bool]]  # per layer of the model: is it sliding, linear, neither
+    begin_step: BeginStep | None
 
     _noted: tuple[int, Tensor] | None = None
     """The columns fed before the last mask was made, and the positions of its tokens."""
@@ -38,15 +36,16 @@ class TransformersNames(RecordsDrafts):
         """Tokens fed to the model, including padding and evicted tokens; a tensor in a compiled
         graph."""
         if torch.compiler.is_compiling():
-            return self._traced[self._index[layer_idx]].fed()  # type: ignore[return-value]
+            return self._traced[self.model_layers.indices[layer_idx]].fed()  # type: ignore[return-value]
         if self.lent is not None:
             return self.fed
         # A forward feeds one layer after another.
-        return self._layers[self._index.get(layer_idx, 0)].cursor.history.columns
+        return self._layers[self.model_layers.indices.get(layer_idx, 0)].cursor.history.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
-        index = self._index.get(layer_idx, 0)  # asked of layer 0 also if it does not attend
+        # It is asked of layer 0 also if that does not attend.
+        index = self.model_layers.indices.get(layer_idx, 0)
         layer = self._layers[index] if not self.lent else self.layers[index]
         if torch.compiler.is_compiling():
             kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
@@ -56,7 +55,7 @@ class TransformersNames(RecordsDrafts):
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
-        length.note = None if self._begin_step is None else self._note
+        length.note = None if self.begin_step is None else self._note
         length.hide = self.hide
         return length, fed - kept
 
@@ -102,15 +101,15 @@ class TransformersNames(RecordsDrafts):
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [*self._places[0]]
+        return [*self.model_layers.sliding]
 
     @property
     def is_linear(self) -> list[bool]:
-        return [*self._places[1]]
+        return [*self.model_layers.linear]
 
     @property
     def is_dummy(self) -> list[bool]:
-        return [*self._places[2]]
+        return [*self.model_layers.dummy]
 
     @property
     def batch_size(self) -> int:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.packed import PackedCache
+from kvkeep.hf.packed import LaidCache
 from kvkeep.version import TESTED
 
 
@@ -70,7 +70,7 @@ def require_supplied(model: PreTrainedModel, cache: Any) -> None:
     if call is None or call.model is not model:
         return
     call.hooked = True
-    if cache is not None and not isinstance(cache, (Cache, PackedCache)):
+    if cache is not None and not isinstance(cache, (Cache, LaidCache)):
         raise not_served(model, f"generate() gave it a {type(cache).__name__}")
 
 

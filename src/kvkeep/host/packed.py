@@ -16,6 +16,7 @@ from torch import Tensor
 from kvkeep.errors import RollbackError, ShapeError, StateError
 from kvkeep.host.cache import ModelCache
 from kvkeep.layer.packed import PackedLayer
+from kvkeep.layer.packed_states import PackedStates, packed_states
 
 
 class Piece(NamedTuple):
@@ -27,12 +28,14 @@ class Piece(NamedTuple):
 
 class Packed(NamedTuple):
     """The tokens of a packed forward: ids and positions, int64 (1, tokens), the index of each
-    sequence's last token, int64 (sequences,), and the layers that attend."""
+    sequence's last token, int64 (sequences,), the layers that attend, and the states of those that
+    do not."""
 
     ids: Tensor
     positions: Tensor
     last: Tensor
     layers: list[PackedLayer]
+    states: PackedStates
 
 
 @contextmanager
@@ -53,39 +56,56 @@ def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
     caches = [piece.cache for piece in pieces]
     fed = [cache.fed for cache in caches]
     begun: list[tuple[ModelCache, int]] = []
+    carried = [cache.carried for cache in caches]
     try:
-        for cache, count, before in zip(caches, counts, fed, strict=True):
-            cache.begin(count)
-            begun.append((cache, before))
-        layers = [
-            PackedLayer(of_sequences, counts)
-            for of_sequences in zip(*(cache.layers for cache in caches), strict=True)
-        ]
-        positions = [torch.arange(a, a + n) for a, n in zip(fed, counts, strict=True)]
-        tokens = Packed(
-            torch.cat([piece.ids.to(device) for piece in pieces])[None],
-            torch.cat(positions)[None].to(device),
-            torch.tensor(counts, device=device).cumsum(0) - 1,
-            layers,
-        )
-        with ExitStack() as prepared:
-            for layer in layers:
-                prepared.callback(layer.end)
-                layer.prepare()
-            yield tokens
-        for cache, before, count in zip(caches, fed, counts, strict=True):
-            short = {layer.fed for layer in cache.layers} - {before + count}
-            if short:
-                raise StateError(
-                    f"a packed forward of {count} tokens after {before} left layers at "
-                    f"{sorted(short)}: the model does not attend once in each layer; feed its "
-                    "sequences one by one"
-                )
+        with packed_states(carried, fed, counts, device) as states:
+            for cache, count, before in zip(caches, counts, fed, strict=True):
+                cache.begin(count)
+                begun.append((cache, before))
+            yield from _attending(pieces, fed, counts, device, states)
     except BaseException:
         for cache, before in begun:
             with suppress(RollbackError, StateError):
                 cache.rewind(before)
         raise
+
+
+def _attending(
+    pieces: Sequence[Piece],
+    fed: Sequence[int],
+    counts: Sequence[int],
+    device: torch.device,
+    states: PackedStates,
+) -> Iterator[Packed]:
+    """Pack the tokens and the layers, and check that each layer was fed."""
+    caches = [piece.cache for piece in pieces]
+    layers = [
+        PackedLayer(of_sequences, counts)
+        for of_sequences in zip(*(cache.layers for cache in caches), strict=True)
+    ]
+    positions = [torch.arange(a, a + n) for a, n in zip(fed, counts, strict=True)]
+    tokens = Packed(
+        torch.cat([piece.ids.to(device) for piece in pieces])[None],
+        torch.cat(positions)[None].to(device),
+        torch.tensor(counts, device=device).cumsum(0) - 1,
+        layers,
+        states,
+    )
+    with ExitStack() as prepared:
+        for layer in layers:
+            prepared.callback(layer.end)
+            layer.prepare()
+        yield tokens
+    for cache, before, count in zip(caches, fed, counts, strict=True):
+        short = {layer.fed for layer in cache.layers} - {before + count}
+        if short:
+            raise StateError(
+                f"a packed forward of {count} tokens after {before} left layers at "
+                f"{sorted(short)}: the model does not attend once in each layer; feed its "
+                "sequences one by one"
+            )
+        for attended in cache.layers:
+            attended.cursor.require_read()
 
 
 def _check(pieces: Sequence[Piece]) -> None:

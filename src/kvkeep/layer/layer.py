@@ -151,8 +151,7 @@ class LayerCache(Drafts):
                 made = self._plan.step(inputs)
                 if made is not None:
                     if self.readers:
-                        cursor.queries = None
-                        self._await_readings()
+                        self.await_readings()
                     return made
             cursor.require_read()
             if cursor.state is not State.WRITING:  # otherwise `mend` needs `start`

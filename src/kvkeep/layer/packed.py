@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import dispatch_several, several_at_once
+from kvkeep.attention import Attend, dispatch_several, several_at_once
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
@@ -19,6 +20,19 @@ from kvkeep.layer.ready import NOT_MADE, RAISED, Ready, require_memory
 from kvkeep.layer.records import SEQUENCE, step_tokens
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
 from kvkeep.native_library import LIBRARY
+
+
+class SequencePart(NamedTuple):
+    """A layer of a sequence's cache, and the tokens of the sequence among those of a forward: the
+    index of the first one, and their number."""
+
+    layer: LayerCache
+    first: int
+    tokens: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its part of a tensor (..., tokens, width)."""
+        return x[..., self.first : self.first + self.tokens, :]
 
 
 class PackedLayer(AttendingLayer):
@@ -31,44 +45,45 @@ class PackedLayer(AttendingLayer):
     """
 
     def __init__(self, layers: Sequence[LayerCache], counts: Sequence[int]) -> None:
-        self._layers, self._counts = layers, counts
-        self.window = layers[0].window
+        firsts = accumulate(counts, initial=0)
+        self.parts = [*map(SequencePart, layers, firsts, counts)]
+        self._tokens = sum(counts)
+        self.window, self._readers = layers[0].window, layers[0].readers
         self._ready: dict[int, Ready] = {}  # by the sequence
         self._result = NOT_MADE  # of their call
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return len(self._layers)
+        return len(self.parts)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the tokens, each within its own sequence: int32 (n,)."""
-        if n != sum(self._counts) or real is not None:
+        if n != self._tokens or real is not None:
             raise UnsupportedError(
-                f"a packed forward of {sum(self._counts)} tokens asks for positions of {n}; the "
-                "model divides the tokens or pads them, so feed its sequences one by one"
+                f"a packed forward of {self._tokens} tokens asks for positions of {n}; the model "
+                "divides the tokens or pads them, so feed its sequences one by one"
             )
-        found = [
-            layer.next_positions(count, device)
-            for layer, count in zip(self._layers, self._counts, strict=True)
-        ]
-        return torch.cat(found)
+        return torch.cat([layer.next_positions(count, device) for layer, _, count in self.parts])
 
     def prepare(self) -> None:
         """Prepare the steps that the native library can make. Their layers stay locked until `end`.
 
         All layers are prepared before the first one runs: running weights evict Python's working
-        set from the processor's caches, which makes later Python several times slower.
+        set from the processor's caches, which makes later Python several times slower. Only a layer
+        that others read is prepared in `run`, because its step must end before they do.
 
         Raises:
             StateError: another thread is changing a layer.
         """
-        first = 0
-        for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
+        if not self._readers:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        for sequence, (layer, first, count) in enumerate(self.parts):
             plan = layer.next_plan() if count == 1 else None
             if plan is not None:
                 step = self._ready[sequence] = Ready(plan, first, sequence + 1)
                 step.begin()
-            first += count
 
     def end(self) -> None:
         """Count the tokens of the steps that the native library made, and return all other prepared
@@ -84,31 +99,46 @@ class PackedLayer(AttendingLayer):
         # The layout that models use next: the heads of a token side by side.
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         made = self._run_together(inputs, out) or self._attend_together(inputs, out)
-        first = 0
-        for sequence, (layer, count) in enumerate(zip(self._layers, self._counts, strict=True)):
+        for sequence, part in enumerate(self.parts):
             if sequence not in made:
-                out[:, :, first : first + count] = layer.run(inputs.part(first, count))
-            first += count
+                part.of(out).copy_(part.layer.run(inputs.part(part.first, part.tokens)))
         return out
+
+    @property
+    def unread(self) -> int:
+        """How many of the layers that read this one have not attended since its step."""
+        return max(part.layer.unread for part in self.parts)
+
+    def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """Attention of a layer without slots of its own; see `ReadAgain.read`.
+
+        Raises:
+            UnsupportedError: the queries are not those of all tokens.
+        """
+        if inputs.q.shape[2] != self._tokens:
+            raise UnsupportedError(
+                f"a layer of a packed forward reads another for {inputs.q.shape[2]} of "
+                f"{self._tokens} tokens; feed its sequences one by one"
+            )
+        read = [layer.read(inputs.part(first, count), attend) for layer, first, count in self.parts]
+        return torch.cat(read, dim=2)
 
     def _attend_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         """Make the single-token steps, with one attention call for all if a backend supports it;
         return the indices of their sequences."""
-        singles = [sequence for sequence, count in enumerate(self._counts) if count == 1]
+        singles = [sequence for sequence, part in enumerate(self.parts) if part.tokens == 1]
         if len(singles) < 2 or not several_at_once(inputs.q):
             return ()
-        first = list(accumulate(self._counts, initial=0))
         phases: list[Phases] = []
         try:
             calls = []
             for sequence in singles:
-                own = inputs.part(first[sequence], 1)
-                phases.append(self._layers[sequence].phases(own))
+                layer, first, _ = self.parts[sequence]
+                phases.append(layer.phases(inputs.part(first, 1)))
                 calls.append(next(phases[-1]))
             found = dispatch_several(calls)
             for sequence, step, result in zip(singles, phases, found, strict=True):
-                at = first[sequence]
-                out[:, :, at : at + 1] = finished(step, result)
+                self.parts[sequence].of(out).copy_(finished(step, result))
         finally:
             for step in phases:
                 step.close()  # undoes a step that did not finish
@@ -118,7 +148,7 @@ class PackedLayer(AttendingLayer):
         """The steps of all sequences as one native call; None: some sequence is not ready, or the
         sequences need different inputs."""
         ready = [*self._ready.values()]
-        if len(ready) < len(self._layers) or any(
+        if len(ready) < len(self.parts) or any(
             x.plan.looks or x.plan.kind is not ready[0].plan.kind for x in ready
         ):
             return None
@@ -131,6 +161,18 @@ class PackedLayer(AttendingLayer):
     def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         """Make the prepared steps by one native call; return their sequences. Steps prepared for
         other inputs are dropped."""
+        if not self._readers:
+            return self._run_prepared(inputs, out)
+        try:
+            self._prepare()
+            made = self._run_prepared(inputs, out)
+        finally:
+            self.end()
+        for sequence in made:
+            self.parts[sequence].layer.await_readings()
+        return made
+
+    def _run_prepared(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         ready = self._ready
         if not ready:
             return ()
@@ -142,10 +184,12 @@ class PackedLayer(AttendingLayer):
         if not ready:
             return ()
         assert LIBRARY is not None
-        first, made = list(accumulate(self._counts, initial=0)), tuple(ready)
+        made = tuple(ready)
         sequences = b"".join(
             [
-                step.given(inputs.part(first[x], 1)) if step.plan.looks else step.sequences
+                step.given(inputs.part(self.parts[x].first, 1))
+                if step.plan.looks
+                else step.sequences
                 for x, step in ready.items()
             ]
         )

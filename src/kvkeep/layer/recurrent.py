@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ _HAS = "has recurrent layers"
 
 LACKS: Lacks = {
     **unsupported(_HAS, Feature.COMPILED, Feature.GRAPHED, Feature.NARROWED, Feature.HOLES),
-    Feature.PACKED: f"{_HAS}, which would carry a state from one sequence to the next",
+    Feature.REREAD: f"{_HAS}, which cannot begin a part of a text anew",
     Feature.EXPORTED: f"{_HAS}, whose states kvkeep does not export",
     Feature.TRAINED: f"{_HAS}, through which kvkeep computes no gradients",
     Feature.JOINED: f"{_HAS}, whose states at a text's end cannot be joined",
@@ -66,16 +66,24 @@ class RecurrentStates(ABC):
         self.columns: int | None = 0
         """Columns fed; None from a forward's first change of a state until the forward ends."""
         self.running = False  # whether a forward has begun and not ended
+        self.row_of: tuple[object, int] | None = None
+        """The states of several sequences of whose tensors these are a row, and which; None: they
+        have tensors of their own. See `kvkeep.layer.packed_states`."""
         self._marks: dict[int, dict[str, Tensor]] = {}
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, (B, ...) each, as views; empty before the first token."""
 
-    @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the contents by these tensors, which now belong to the states; empty: forget all
         tokens."""
+        self.row_of = None
+        self.hold(tensors)
+
+    @abstractmethod
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these tensors in place of others."""
 
     @abstractmethod
     def empty(self) -> Self:
@@ -197,6 +205,11 @@ class RecurrentStates(ABC):
         other.columns, other._marks = self.columns, dict(self._marks)
         return other
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.row_of is not None:  # a copied view would bring the other rows along
+            self.load({name: x.clone() for name, x in self.tensors().items()})
+        return self.__dict__
+
     def restore(self, tensors: Mapping[str, Tensor], columns: int) -> None:
         """Replace the contents by a copy of the states after `columns` columns, and drop all
         marks."""
@@ -226,7 +239,7 @@ class NoStates(RecurrentStates):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
         return None
 
     def empty(self) -> Self:

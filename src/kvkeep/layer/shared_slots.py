@@ -67,6 +67,11 @@ class SharedSlots(Settling):
             cursor.unread -= 1  # last, so that after an error the forward counts as interrupted
             return out
 
+    def await_readings(self) -> None:
+        """Record, after a native step of one token, that readings follow."""
+        self.cursor.queries = None
+        self._await_readings()
+
     def _settle(self, observation: Observation) -> None:
         """Pass the observation to the policy and evict, now or after the readings."""
         if self.readers:

@@ -22,7 +22,7 @@ ModelOrRandom = Annotated[
     str,
     typer.Option(
         help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; or random-1b, "
-        "with random weights.",
+        "with random weights; for `bench serve` random-hybrid, random-latent or random-shared too.",
         autocompletion=models,
     ),
 ]

@@ -23,10 +23,10 @@ from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.latent import begun_step as begun_step
 from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
-from kvkeep.hf.kinds.recurrent import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.recurrent import Recurrent
-from kvkeep.hf.kinds.recurrent import states_in as states_in
 from kvkeep.hf.kinds.shared import Shared
+from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
+from kvkeep.hf.kinds.states import states_in as states_in
 from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
 from kvkeep.host import LayerKind
 

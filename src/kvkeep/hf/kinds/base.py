@@ -15,11 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep.features import Lacks
 from kvkeep.hf.handover import Handed
 from kvkeep.host import LayerKind
-from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.packed import SequencePart
 from kvkeep.layer.recurrent import RecurrentStates, StateSpec
 from kvkeep.spec import CacheSpec
 
-BeginStep = Callable[[Any, LayerCache, Tensor, Tensor], tuple[Handed, tuple[Tensor, Tensor]]]
+BeginStep = Callable[
+    [Any, Sequence[SequencePart], Tensor, Tensor], tuple[Handed, tuple[Tensor, Tensor]]
+]
 """See `Kind.begin_step`."""
 
 
@@ -87,11 +89,24 @@ class Kind:
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Called before a forward of an attached decoder, with its arguments, which may change."""
 
+    def unpackable(self, changes: Sequence[Handle]) -> str:
+        """Why a packed forward cannot compute an attached model, as a clause about it; empty if it
+        can.
+
+        Args:
+            changes: those of `attach`.
+        """
+        return ""
+
     def begin_step(
-        self, cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
+        self, cache: Any, parts: Sequence[SequencePart], keys: Tensor, values: Tensor
     ) -> tuple[Handed, tuple[Tensor, Tensor]]:
-        """Begin the step of a layer of a cache with new keys and values, (B, H, n, D) each. Returns
-        the step, and what the cache's `update` returns."""
+        """Begin a layer's step with new keys and values, (B, H, n, D) each. Returns the step, and
+        what the cache's `update` returns.
+
+        Args:
+            parts: the layer of the cache, and its tokens; in a packed forward, of each sequence.
+        """
         raise NotImplementedError(f"{type(self).__name__} begins no steps")
 
     def end(self, cache: Any) -> None:

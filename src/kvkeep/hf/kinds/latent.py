@@ -12,6 +12,7 @@ from threading import local
 from typing import Any, ClassVar
 from weakref import ref
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -22,7 +23,7 @@ from kvkeep.features import Feature, Lacks, unsupported
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.masks import MaskRequest
-from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.packed import SequencePart
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
 from kvkeep.policy import Need, Observation
@@ -41,8 +42,7 @@ class Latent(Kind):
         **unsupported(
             _EXPANDS, Feature.COMPILED, Feature.GRAPHED, Feature.EXPORTED, Feature.TRAINED
         ),
-        **unsupported(_EXPANDS, Feature.NARROWED),
-        Feature.PACKED: f"{_EXPANDS}, for all tokens of a forward alike",
+        **unsupported(_EXPANDS, Feature.NARROWED, Feature.REREAD),
         Feature.DRAFTS: "expands the latents of all drafts at once",
         Feature.MOVED: "keeps a latent, whose positions are not moved",
         Feature.SIZES: "keeps a latent, whose size its heads do not tell",
@@ -71,10 +71,10 @@ class Latent(Kind):
                 )
 
     def begin_step(
-        self, cache: Any, layer: LayerCache, keys: Tensor, values: Tensor
+        self, cache: Any, parts: Sequence[SequencePart], keys: Tensor, values: Tensor
     ) -> tuple[Handed, tuple[Tensor, Tensor]]:
         """Write the latents of new tokens, and return those of all that are held."""
-        step = LatentStep(layer, keys, values, cache.noted_positions(keys.shape[2]))
+        step = LatentStep(parts, keys, values, cache.noted_positions(keys.shape[2]))
         return step, step.latents
 
 
@@ -82,31 +82,36 @@ class LatentStep(Handed):
     """A step of a layer that holds latents, one kv head for all query heads.
 
     Args:
-        layer: the layer.
+        parts: the layer of the cache, and its tokens; in a packed forward, of each sequence.
         latent, rotated: of the new tokens, (B, 1, n, R) each: the latent, and the rotary part of
             the key.
         position: the tokens' positions; see `LayerCache.extend`.
     """
 
-    layer: LayerCache
     written = True
-    _begun: tuple[View, Held] | None  # until then
+    _begun: list[tuple[View, Held]] | None  # until then
 
     def __init__(
-        self, layer: LayerCache, latent: Tensor, rotated: Tensor, position: Tensor
+        self, parts: Sequence[SequencePart], latent: Tensor, rotated: Tensor, position: Tensor
     ) -> None:
-        super().__init__(layer, None)
-        self.position = position
-        view = layer.extend(latent, rotated, position)
-        self._begun = view, view.in_order(latent.dtype, rotated.dtype, moved=False)
+        super().__init__(parts[0].layer, None)
+        self.position, self._parts, self._begun = position, parts, []
+        for part in parts:
+            own = position[..., part.first : part.first + part.tokens]
+            view = part.layer.extend(part.of(latent), part.of(rotated), own)
+            held = view.in_order(latent.dtype, rotated.dtype, moved=False)
+            self._begun.append((view, held))
         _of_thread.step = ref(self)
 
     @property
     def latents(self) -> tuple[Tensor, Tensor]:
         """What `update` returns: `latent` and `rotated` of all tokens held, (B, 1, S, R) each, in
-        any order; valid until the step ends."""
+        any order; valid until the step ends. Those of several sequences lie side by side."""
         assert self._begun is not None
-        return self._begun[1][:2]
+        if len(self._begun) == 1:
+            return self._begun[0][1][:2]
+        latent = torch.cat([held.keys for _, held in self._begun], dim=2)
+        return latent, torch.cat([held.values for _, held in self._begun], dim=2)
 
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Attend to keys and values (B, Hq, S, D) that the model made of all `latents`, and settle.
@@ -115,23 +120,39 @@ class LatentStep(Handed):
             UnsupportedError: they are not as many.
         """
         assert self._begun is not None
-        q, k, v = inputs[:3]
-        (view, held), policy = self._begun, self.layer.policy
-        if k.shape[2] != held.keys.shape[2]:
+        k, v = inputs.k, inputs.v
+        counts = [held.keys.shape[2] for _, held in self._begun]
+        if k.shape[2] != sum(counts):
             raise UnsupportedError(
-                f"the model attends to {k.shape[2]} tokens where its cache gave it "
-                f"{held.keys.shape[2]} latents; use the cache with kvkeep.detach(model)"
+                f"the model attends to {k.shape[2]} tokens where its cache gave it {sum(counts)} "
+                "latents; use the cache with kvkeep.detach(model)"
             )
-        made = Segment({"k": k, "v": v, POSITION: held.position}, Plain(), Plain())
-        view = view._replace(segments=(made,))
-        needs_mass = Need.MASS in policy.needs
-        options = Options(inputs.scale, inputs.softcap, inputs.sinks, needs_mass, policy.observed)
-        out, mass = (attend or dispatch)(q, view, options)
-        if mass is not None:
-            mass = held.as_slots(mass.mean(dim=1, keepdim=True))
-        self.layer.settle(Observation(mass, scale=inputs.scale), packs=attend is None)
+        found, first = [], 0
+        for begun, part, count in zip(self._begun, self._parts, counts, strict=True):
+            own = slice(first, first + count)
+            given = inputs._replace(q=part.of(inputs.q), k=k[:, :, own], v=v[:, :, own])
+            found.append(_attended(begun, part, given, attend))
+            first += count
         self.taken, self._begun = True, None
-        return out
+        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _attended(
+    begun: tuple[View, Held], part: SequencePart, inputs: StepInputs, attend: Attend | None
+) -> Tensor:
+    """Attention of a sequence's queries to the keys and values of all its tokens; its layer then
+    settles."""
+    (view, held), layer = begun, part.layer
+    policy = layer.policy
+    made = Segment({"k": inputs.k, "v": inputs.v, POSITION: held.position}, Plain(), Plain())
+    view = view._replace(segments=(made,))
+    needs_mass = Need.MASS in policy.needs
+    options = Options(inputs.scale, inputs.softcap, inputs.sinks, needs_mass, policy.observed)
+    out, mass = (attend or dispatch)(inputs.q, view, options)
+    if mass is not None:
+        mass = held.as_slots(mass.mean(dim=1, keepdim=True))
+    layer.settle(Observation(mass, scale=inputs.scale), packs=attend is None)
+    return out
 
 
 def begun_step(mask: object) -> LatentStep | None:

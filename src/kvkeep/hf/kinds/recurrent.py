@@ -2,29 +2,19 @@
 
 A cache holds transformers' own cache layers for their states. Rejected drafts are removed from the
 slots by truncation, but a state cannot be truncated: it returns to a copy from before the forward,
-and the accepted tokens are fed again. Some models (Jamba, Zamba) read a recurrent state only if
-they are given a single token; a second chunk of a prompt would be computed as if nothing had come
-before. An attached model's layers of this kind are given such a chunk token by token.
+and the accepted tokens are fed again.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
 
 from kvkeep.errors import RollbackError, StateError, UnsupportedError
 from kvkeep.features import Lacks
@@ -33,8 +23,9 @@ from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of
 from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.kinds.base import Handle, Kind
 from kvkeep.hf.kinds.multimodal import media_told, telling
+from kvkeep.hf.kinds.recurrent_layers import Divided, recurrent_layers
+from kvkeep.hf.kinds.states import TransformersStates
 from kvkeep.hf.kinds.windows import window_of
-from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.host import LayerKind
 from kvkeep.layer.recurrent import LACKS, RecurrentStates, StateSpec
 
@@ -75,9 +66,16 @@ class Recurrent(Kind):
         return states.specs
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
-        """Let layers that need it compute token by token wherever the cache holds a state."""
+        """Let layers divide packed forwards, and those that need it compute token by token wherever
+        the cache holds a state."""
         decoder = decoder_of(model)
-        return [_Routed(decoder.get_submodule(x)) for x in _layers_that_ignore_their_state(decoder)]
+        paths, tokens = recurrent_layers(decoder)
+        return [Divided(decoder.get_submodule(path), tokens=tokens) for path in paths]
+
+    def unpackable(self, changes: Sequence[Handle]) -> str:
+        if any(isinstance(change, Divided) for change in changes):
+            return ""
+        return "has recurrent layers that also attend"
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """A forward that has no room must not change states."""
@@ -107,120 +105,6 @@ def _numbers(text: PreTrainedConfig) -> list[int]:
         return []
     own = getattr(text, "number_of_conv_states", 1)
     return [own if name in recurrent else 0 for name in names]
-
-
-class TransformersStates(RecurrentStates):
-    """Transformers' own cache layers for the recurrent and convolutional layers of a model.
-
-    Args:
-        numbers: for each layer of the model, how many states it has: 0 if it is attention only.
-    """
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        super().__init__()
-        self._numbers = tuple(numbers)
-        self.places = frozenset(place for place, number in enumerate(numbers) if number)
-        self.cache = self._new()
-
-    def _new(self) -> transformers.Cache:
-        return transformers.Cache(
-            [LinearAttentionLayer(number_of_states=n) if n else DummyLayer() for n in self._numbers]
-        )
-
-    def empty(self) -> TransformersStates:
-        """See `RecurrentStates.empty`."""
-        return TransformersStates(self._numbers)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `RecurrentStates.tensors`. A tensor's name is `layer.kind.number`."""
-        return states_in(self.cache)
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `RecurrentStates.load`."""
-        self.cache = self._new()
-        for name, x in tensors.items():
-            index, kind, number = name.split(".")
-            layer: Any = self.cache.layers[int(index)]
-            _held(layer)[kind][int(number)] = x
-            layer.has_previous_state[int(number)] = True
-            layer.dtype, layer.device = x.dtype, x.device
-            if kind == "conv":
-                layer.is_conv_states_initialized[int(number)] = True
-                layer.conv_kernel_size[int(number)] = x.shape[-1]
-            else:
-                layer.is_recurrent_states_initialized[int(number)] = True
-
-
-def states_in(cache: transformers.Cache) -> dict[str, Tensor]:
-    """The states in a cache of transformers; see `TransformersStates.tensors`."""
-    found: dict[str, Tensor] = {}
-    layers: list[Any] = cache.layers
-    for index, layer in enumerate(layers):
-        for kind, held in _held(layer).items():
-            for number, x in held.items():
-                if x is not None and layer.has_previous_state[number]:
-                    found[f"{index}.{kind}.{number}"] = x
-    return found
-
-
-class KeepsStates:
-    """The methods by which a model's recurrent layers use a cache, as transformers calls them."""
-
-    carried: RecurrentStates
-
-    def _states(self) -> Any:
-        if not isinstance(self.carried, TransformersStates):
-            raise StateError(
-                "a recurrent layer uses a cache that was built for a model without such layers; "
-                "build it as kvkeep.Cache(model)"
-            )
-        return self.carried.cache
-
-    def _states_to_change(self) -> Any:
-        """The states, for a layer that may change what it is given in place."""
-        self._require_running()
-        states = self._states()
-        self.carried.change()
-        return states
-
-    def _require_running(self) -> None:
-        """Raise UnsupportedError if there are recurrent states, and no forward of an attached model
-        has begun."""
-        if self.carried and not self.carried.running:
-            raise UnsupportedError(
-                "this model has recurrent layers, whose states a cache keeps only for an attached "
-                "model; call kvkeep.attach(model) first"
-            )
-
-    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """A layer's convolution state, a tensor; None before the first token."""
-        return self._states_to_change().get_conv_state(*args, **kwargs)
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend a layer's convolution state; returns it with the new inputs, a tensor."""
-        return self._states_to_change().update_conv_state(*args, **kwargs)
-
-    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        """A layer's recurrent state, a tensor; None before the first token."""
-        return self._states_to_change().get_recurrent_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace a layer's recurrent state, a tensor, and return it."""
-        return self._states_to_change().update_recurrent_state(*args, **kwargs)
-
-    def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Whether a layer has a state; without a layer, the last one that has states."""
-        return self._states().has_previous_state(*args, **kwargs)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """False: states return to copies, see `RecurrentStates.mark`."""
-        return False
-
-
-def _held(layer: Any) -> dict[str, dict[int, Tensor | None]]:
-    if not isinstance(layer, LinearAttentionCacheLayerMixin):
-        return {}
-    return {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
 
 
 @dataclass(frozen=True)
@@ -313,89 +197,3 @@ class Forwards:
             f"crop to {columns} tokens, but those fed before {self._all[0].start} were kept for "
             "good by an earlier crop; reset() and feed the tokens again"
         )
-
-
-class _Routed:
-    """A layer that is given tokens one by one. It may have had a forward of its own, as accelerate
-    gives modules, which moves weights to the device first."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._own = module, module.__dict__.get("forward")
-        module.__dict__["forward"] = partial(_forward, module, self._own)
-
-    def remove(self) -> None:
-        """Undo it."""
-        self._module.__dict__.pop("forward", None)
-        if self._own is not None:
-            self._module.__dict__["forward"] = self._own
-
-
-def _forward(module: nn.Module, own: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward, (B, n, width) -> (B, n, width), one token at a time after the first
-    chunk. `own`: see `_Routed`."""
-    forward: Any = partial(type(module).forward, module) if own is None else own
-    given = inspect.signature(forward).bind(hidden_states, *args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    cache = next((x for x in given.values() if isinstance(x, KeepsStates)), None)
-    place: Any = module.layer_idx
-    n = hidden_states.shape[1]
-    if n == 1 or cache is None or not cache.has_previous_state(place):
-        return forward(hidden_states, *args, **kwargs)
-    rest = {name: x for name, x in given.items() if name not in ("hidden_states", _MASK)}
-    mask = given.get(_MASK)
-    found = []
-    for i in range(n):
-        real = {} if mask is None else {_MASK: mask[:, i : i + 1]}
-        found.append(forward(hidden_states[:, i : i + 1], **rest, **real))
-    return torch.cat(found, dim=1)
-
-
-class _StateReachedError(Exception):
-    """Ends a forward; says whether the first recurrent layer read its state."""
-
-
-class _WatchedCache(DynamicCache):
-    """Records which modules set a recurrent state, by their paths; or, while `watching`, raises."""
-
-    watching = False
-
-    def __init__(self, decoder: PreTrainedModel) -> None:
-        super().__init__(config=decoder_config(decoder.config))
-        self._running: list[str] = []
-        self.paths: dict[str, None] = {}
-        for path, module in decoder.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, path))
-            module.register_forward_hook(self._leave)
-
-    def _enter(self, path: str, *_: Any) -> None:
-        self._running.append(path)
-
-    def _leave(self, *_: Any) -> None:
-        self._running.pop()
-
-    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.watching:
-            raise _StateReachedError(bool(recurrent_states.isnan().any()))
-        self.paths[self._running[-1]] = None
-        state: Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
-        return state
-
-
-def _layers_that_ignore_their_state(decoder: PreTrainedModel) -> Iterable[str]:
-    """The paths of the recurrent layers, if the first layer's state after two tokens does not
-    depend on the one before them. It is set to NaN to find out."""
-    tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "use_cache": True}
-    with cheap_forwards():
-        copied = without_weights(decoder)
-        cache = _WatchedCache(copied)
-        copied(**tokens, **as_cache(copied, cache))
-        for layer in cache.layers:
-            for state in getattr(layer, "recurrent_states", {}).values():
-                if state is not None:
-                    state.fill_(torch.nan)
-        cache.watching = True
-        try:
-            copied(**tokens, **as_cache(copied, cache))
-        except _StateReachedError as seen:
-            return () if seen.args[0] else cache.paths
-    return ()  # it has only convolutions

@@ -20,7 +20,7 @@ class Shared(Kind):
 
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that reuse the keys and values of others",
-        Feature.PACKED,
+        Feature.REREAD,
         Feature.COMPILED,
         Feature.GRAPHED,
         Feature.EXPORTED,

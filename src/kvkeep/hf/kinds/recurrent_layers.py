@@ -1,0 +1,175 @@
+"""Forwards of recurrent layers that are divided: into tokens, or into the sequences of a batch.
+
+Some models (Jamba, Zamba) read a recurrent state only if they are given a single token; a second
+chunk of a prompt would be computed as if nothing had come before. An attached model's layers of
+this kind are given such a chunk token by token. In a packed forward, whose tokens lie in one row,
+all sequences of one token are rows of one call, and each sequence of more has a call of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.config import decoder_config
+from kvkeep.hf.kinds.states import KeepsStates, StatesOf
+from kvkeep.hf.weightless import cheap_forwards, without_weights
+from kvkeep.layer.packed_states import StatesPart
+
+
+class Divided:
+    """A layer whose forwards are divided. It may have had a forward of its own, as accelerate gives
+    modules, which moves weights to the device first.
+
+    Args:
+        tokens: whether chunks after the first are divided into tokens.
+    """
+
+    def __init__(self, module: nn.Module, *, tokens: bool) -> None:
+        self._module, self._own = module, module.__dict__.get("forward")
+        module.__dict__["forward"] = partial(_forward, module, self._own, tokens)
+
+    def remove(self) -> None:
+        """Undo it."""
+        self._module.__dict__.pop("forward", None)
+        if self._own is not None:
+            self._module.__dict__["forward"] = self._own
+
+
+def _forward(module: nn.Module, own: Any, tokens: bool, *args: Any, **kwargs: Any) -> Any:
+    """The layer's forward; see `Divided`."""
+    forward: Any = partial(type(module).forward, module) if own is None else own
+    if tokens:
+        forward = partial(_token_by_token, module.layer_idx, forward)
+    cache = _cache_in(args, kwargs)
+    if cache is None or not cache.packed_states.parts:
+        return forward(*args, **kwargs)
+    parts, places = cache.packed_states
+    assert places is not None
+    row, found = (1, len(places)), []
+    for part in parts:
+
+        def own_of(x: Any, part: StatesPart = part) -> Any:
+            if isinstance(x, KeepsStates):
+                return StatesOf(part.states)
+            if isinstance(x, Tensor) and x.shape[:2] == row:
+                return x[0, part.tokens.to(x.device)].view(part.rows, -1, *x.shape[2:])
+            return x
+
+        own_args, own_kwargs = _changed((args, kwargs), own_of)
+        found.append(forward(*own_args, **own_kwargs))
+    return _joined(found, lambda some: torch.cat([x.flatten(0, 1) for x in some])[places][None])
+
+
+def _cache_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeepsStates | None:
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, KeepsStates)), None)
+
+
+def _changed(x: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument, or those in a container, after a change."""
+    if isinstance(x, (tuple, list)):
+        return tuple(_changed(one, change) for one in x)
+    if isinstance(x, dict):
+        return {name: _changed(one, change) for name, one in x.items()}
+    return change(x)
+
+
+def _joined(found: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]) -> Any:
+    """The outputs of several forwards, tensors or tuples of them, as those of one."""
+    if isinstance(found[0], tuple):
+        return tuple(_joined(each, join) for each in zip(*found, strict=True))
+    return join(found)
+
+
+def _token_by_token(place: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer's forward, one token at a time after the first chunk.
+
+    Args:
+        place: the layer's place in the model.
+    """
+    cache = _cache_in(args, kwargs)
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    rows, n = hidden.shape[:2]
+    if n == 1 or cache is None or not cache.has_previous_state(place):
+        return forward(*args, **kwargs)
+    found = []
+    for token in range(n):
+
+        def own_of(x: Any, token: int = token) -> Any:
+            of_tokens = isinstance(x, Tensor) and x.shape[:2] == (rows, n)
+            return x[:, token : token + 1] if of_tokens else x
+
+        own_args, own_kwargs = _changed((args, kwargs), own_of)
+        found.append(forward(*own_args, **own_kwargs))
+    return _joined(found, partial(torch.cat, dim=1))
+
+
+class _StateReachedError(Exception):
+    """Ends a forward; says whether the first recurrent layer read its state."""
+
+
+class _WatchedCache(DynamicCache):
+    """Records the paths of the modules that set a state, and of those that attend or enclose
+    attention; or, while `watching`, raises at the first recurrent state."""
+
+    watching = False
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__(config=decoder_config(decoder.config))
+        self._running: list[str] = []
+        self.recurrent: dict[str, None] = {}
+        self.attending: set[str] = set()
+        for path, module in decoder.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, path))
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, path: str, *_: Any) -> None:
+        self._running.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.watching:
+            raise _StateReachedError(bool(recurrent_states.isnan().any()))
+        self.recurrent[self._running[-1]] = None
+        state: Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
+        return state
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.recurrent[self._running[-1]] = None
+        state: Tensor = super().update_conv_state(*args, **kwargs)
+        return state
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.attending.update(self._running)
+        found: tuple[Tensor, Tensor] = super().update(*args, **kwargs)
+        return found
+
+
+def recurrent_layers(decoder: PreTrainedModel) -> tuple[Iterable[str], bool]:
+    """The paths of the recurrent layers, none if they also attend; and whether their state after
+    two tokens does not depend on the one before them. The first layer's is set to NaN to find
+    out."""
+    tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "use_cache": True}
+    with cheap_forwards():
+        copied = without_weights(decoder)
+        cache = _WatchedCache(copied)
+        copied(**tokens, **as_cache(copied, cache))
+        paths = () if cache.attending & cache.recurrent.keys() else tuple(cache.recurrent)
+        for layer in cache.layers:
+            for state in getattr(layer, "recurrent_states", {}).values():
+                if state is not None:
+                    state.fill_(torch.nan)
+        cache.watching = True
+        try:
+            copied(**tokens, **as_cache(copied, cache))
+        except _StateReachedError as seen:
+            return paths, not seen.args[0]
+    return paths, False  # it has only convolutions

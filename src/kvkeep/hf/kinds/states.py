@@ -1,0 +1,141 @@
+"""The states of recurrent layers, held in transformers' own cache layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from kvkeep.errors import StateError, UnsupportedError
+from kvkeep.layer.packed_states import PackedStates
+from kvkeep.layer.recurrent import RecurrentStates
+
+
+class TransformersStates(RecurrentStates):
+    """Transformers' own cache layers for the recurrent and convolutional layers of a model.
+
+    Args:
+        numbers: for each layer of the model, how many states it has: 0 if it is attention only.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self._numbers = tuple(numbers)
+        self.places = frozenset(place for place, number in enumerate(numbers) if number)
+        self.cache = self._new()
+
+    def _new(self) -> transformers.Cache:
+        return transformers.Cache(
+            [LinearAttentionLayer(number_of_states=n) if n else DummyLayer() for n in self._numbers]
+        )
+
+    def empty(self) -> TransformersStates:
+        """See `RecurrentStates.empty`."""
+        return TransformersStates(self._numbers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `RecurrentStates.tensors`. A tensor's name is `layer.kind.number`."""
+        return states_in(self.cache)
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `RecurrentStates.hold`."""
+        self.cache = self._new()
+        for name, x in tensors.items():
+            index, kind, number = name.split(".")
+            layer: Any = self.cache.layers[int(index)]
+            _held(layer)[kind][int(number)] = x
+            layer.has_previous_state[int(number)] = True
+            layer.dtype, layer.device = x.dtype, x.device
+            if kind == "conv":
+                layer.is_conv_states_initialized[int(number)] = True
+                layer.conv_kernel_size[int(number)] = x.shape[-1]
+            else:
+                layer.is_recurrent_states_initialized[int(number)] = True
+
+
+def states_in(cache: transformers.Cache) -> dict[str, Tensor]:
+    """The states in a cache of transformers; see `TransformersStates.tensors`."""
+    found: dict[str, Tensor] = {}
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        for kind, held in _held(layer).items():
+            for number, x in held.items():
+                if x is not None and layer.has_previous_state[number]:
+                    found[f"{index}.{kind}.{number}"] = x
+    return found
+
+
+class KeepsStates:
+    """The methods by which a model's recurrent layers use a cache, as transformers calls them."""
+
+    carried: RecurrentStates
+    packed_states = PackedStates()
+    """Those of the sequences of a packed forward."""
+
+    def _states(self) -> Any:
+        if not isinstance(self.carried, TransformersStates):
+            raise StateError(
+                "a recurrent layer uses a cache that was built for a model without such layers; "
+                "build it as kvkeep.Cache(model)"
+            )
+        return self.carried.cache
+
+    def _states_to_change(self) -> Any:
+        """The states, for a layer that may change what it is given in place."""
+        self._require_running()
+        states = self._states()
+        self.carried.change()
+        return states
+
+    def _require_running(self) -> None:
+        """Raise UnsupportedError if there are recurrent states, and no forward of an attached model
+        has begun."""
+        if self.carried and not self.carried.running:
+            raise UnsupportedError(
+                "this model has recurrent layers, whose states a cache keeps only for an attached "
+                "model; call kvkeep.attach(model) first"
+            )
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer's convolution state, a tensor; None before the first token."""
+        return self._states_to_change().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Extend a layer's convolution state; returns it with the new inputs, a tensor."""
+        return self._states_to_change().update_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer's recurrent state, a tensor; None before the first token."""
+        return self._states_to_change().get_recurrent_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace a layer's recurrent state, a tensor, and return it."""
+        return self._states_to_change().update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Whether a layer has a state; without a layer, the last one that has states."""
+        return self._states().has_previous_state(*args, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """False: states return to copies, see `RecurrentStates.mark`."""
+        return False
+
+
+def _held(layer: Any) -> dict[str, dict[int, Tensor | None]]:
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return {}
+    return {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+
+
+class StatesOf(KeepsStates):
+    """A cache of states alone, for a recurrent layer."""
+
+    def __init__(self, carried: RecurrentStates) -> None:
+        self.carried = carried

@@ -1,0 +1,145 @@
+"""The recurrent states of several sequences in one packed forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.layer.recurrent import RecurrentStates
+
+
+class StatesPart(NamedTuple):
+    """Some tokens of a packed forward, which a recurrent layer computes at once: one token each of
+    `rows` sequences, or the tokens of one.
+
+    Args:
+        states: of these sequences, as rows.
+        tokens: the index of each token in the forward, int64 (n,).
+    """
+
+    states: RecurrentStates
+    tokens: Tensor
+    rows: int
+
+
+class PackedStates(NamedTuple):
+    """The parts of a packed forward, none if the model has no recurrent layers, and the place of
+    each token among the tokens of all parts, int64 (n,)."""
+
+    parts: Sequence[StatesPart] = ()
+    places: Tensor | None = None
+
+
+class Rows:
+    """The states of several sequences as the rows of one. The tensors of each sequence are views of
+    its row, so nothing is copied from one forward to the next while the sequences are the same.
+
+    Args:
+        sequences: states of one row each, which become rows.
+    """
+
+    def __init__(self, sequences: Sequence[RecurrentStates]) -> None:
+        self.states = sequences[0].empty()
+        held = [one.tensors() for one in sequences]
+        self.states.load({name: torch.cat([x[name] for x in held]) for name in held[0]})
+        self._tensors = self.states.tensors()
+        self._copies = {name: torch.empty_like(x) for name, x in self._tensors.items()}
+        for row, one in enumerate(sequences):
+            one.load(_row(self._tensors, row))
+            one.row_of = self, row  # the rows do not refer to it, so that it may be freed
+
+    @classmethod
+    def of(cls, sequences: Sequence[RecurrentStates]) -> Rows:
+        """The rows that these sequences are already, in this order, or new ones."""
+        found = None if sequences[0].row_of is None else sequences[0].row_of[0]
+        if isinstance(found, cls) and [one.row_of for one in sequences] == found._members():
+            return found
+        return cls(sequences)
+
+    def _members(self) -> list[tuple[Rows, int]]:
+        return [(self, row) for row in range(len(self))]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._tensors.values())))
+
+    def copied(self) -> list[Mapping[str, Tensor]]:
+        """A copy of each row, valid until the next call."""
+        for name, x in self._tensors.items():
+            self._copies[name].copy_(x)
+        return [_row(self._copies, row) for row in range(len(self))]
+
+
+@contextmanager
+def packed_states(
+    sequences: Sequence[RecurrentStates],
+    fed: Sequence[int],
+    counts: Sequence[int],
+    device: torch.device,
+) -> Iterator[PackedStates]:
+    """Begin a forward of all sequences, and end it. If the body raises, their states return to what
+    they were.
+
+    Args:
+        sequences: states of one row, or before the first token.
+        fed: columns that each sequence's cache holds.
+        counts: the number of its tokens in the forward.
+        device: where the model takes token ids.
+
+    Raises:
+        StateError: an earlier forward of a sequence was interrupted.
+    """
+    if not any(sequences):
+        yield PackedStates()
+        return
+    begun: list[RecurrentStates] = []
+    before: list[Mapping[str, Tensor]] = []
+    try:
+        for one, columns in zip(sequences, fed, strict=True):
+            one.begin(columns)
+            begun.append(one)
+        with torch.no_grad():
+            found, before = _divided(sequences, counts, device)
+        for one in sequences:
+            one.change()
+        yield found
+        for one, columns, count in zip(sequences, fed, counts, strict=True):
+            one.end(columns + count)
+    except BaseException:
+        for one, held in zip(sequences, before, strict=False):
+            one.change()  # if this is interrupted too, they are unknown
+            one.load(held)
+        for one, columns in zip(begun, fed, strict=False):
+            one.end(columns)
+        raise
+
+
+def _divided(
+    sequences: Sequence[RecurrentStates], counts: Sequence[int], device: torch.device
+) -> tuple[PackedStates, list[Mapping[str, Tensor]]]:
+    """The parts of a forward, and copies of each sequence's states."""
+    firsts = list(accumulate(counts, initial=0))
+    singles = [i for i, one in enumerate(sequences) if counts[i] == 1 and one.columns]
+    before: dict[int, Mapping[str, Tensor]] = {}
+    parts: list[StatesPart] = []
+    if len(singles) > 1:
+        rows = Rows.of([sequences[i] for i in singles])
+        before |= zip(singles, rows.copied(), strict=True)
+        rows.states.running = True
+        tokens = torch.tensor([firsts[i] for i in singles], device=device)
+        parts.append(StatesPart(rows.states, tokens, len(singles)))
+    for i, one in enumerate(sequences):
+        if i not in before:
+            before[i] = {name: x.clone() for name, x in one.tensors().items()}
+            tokens = torch.arange(firsts[i], firsts[i + 1], device=device)
+            parts.append(StatesPart(one, tokens, 1))
+    places = torch.cat([part.tokens for part in parts]).argsort()
+    return PackedStates(parts, places), [before[i] for i in range(len(sequences))]
+
+
+def _row(tensors: Mapping[str, Tensor], row: int) -> Mapping[str, Tensor]:
+    return {name: x[row : row + 1] for name, x in tensors.items()}
