@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -369,4 +370,7 @@ def test_the_example_of_a_tiny_model(example, capsys, tmp_path, monkeypatch):
     example.main()
     said = capsys.readouterr().out
     assert said.splitlines()[-1].endswith(" of 4 right")
-    assert said.count("[20 of 25 tokens found]") >= 3
+    found = re.findall(r"\[(\d+) of (\d+) tokens found\]", said)
+    assert (
+        sum(int(prompt) - int(known) == 5 for known, prompt in found) >= 3
+    )  # all but the activation
