@@ -401,6 +401,20 @@ FAULTS = (
         "storage/test_split.py",
     ),
     Fault(
+        "slopes-of-the-first-head",
+        "attention/__init__.py",
+        "slopes = None if options.slopes is None else options.slopes[own]",
+        "slopes = None if options.slopes is None else options.slopes[:group]",
+        "layer/test_native_step.py",
+    ),
+    Fault(
+        "slopes-of-the-first-head-in-a-plan",
+        "layer/records.py",
+        "slopes = slopes[part.head * q.shape[1] :]",
+        "slopes = slopes[:]",
+        "layer/test_native_step.py",
+    ),
+    Fault(
         "explicit-mass-in-another-order",
         "attention/explicit.py",
         "mass = held.as_slots(received_mass(share, options)).float()",

@@ -261,7 +261,8 @@ def _each_part(
             position = position.index_select(0, rows)
         if rows is not None and bounds is not None and bounds.dim() == 3 and bounds.shape[0] > 1:
             bounds = bounds.index_select(0, rows)
-        sinks, slopes = (None if x is None else x[own] for x in (options.sinks, options.slopes))
+        sinks = None if options.sinks is None else options.sinks[own]
+        slopes = None if options.slopes is None else options.slopes[own]
         alone = segment._replace(head=None, rows=None, part=False)
         part = view._replace(segments=(alone,), position=position, bounds=bounds)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
