@@ -16,7 +16,7 @@ from kvkeep.cache import CacheStats, Frozen
 from kvkeep.errors import OutOfMemoryError, RollbackError, StateError
 from kvkeep.generate.sampling import SamplingParams, sample
 from kvkeep.generate.text import TextStream
-from kvkeep.host import Host, ModelCache, Specs
+from kvkeep.host import Host, ModelCache, Piece, Specs
 
 if TYPE_CHECKING:
     from kvkeep.generate.reuse import Reuse
@@ -235,13 +235,23 @@ class Answer:
         fed = 0 if self.cache is None else self.cache.fed
         return len(self.prompt) + len(self.tokens) - fed
 
-    def next_ids(self, count: int) -> Tensor:
-        """The next token ids to feed, int64 (count,)."""
+    @property
+    def packs(self) -> bool:
+        """Whether its tokens may be fed in one forward with the tokens of other answers."""
+        assert self.cache is not None
+        return self.cache.activation is None and not self.scores_prompt
+
+    def next_piece(self, count: int) -> Piece:
+        """Its next `count` tokens to feed."""
         assert self.cache is not None
         fed, prompt = self.cache.fed, len(self.prompt)
         if fed >= prompt:
-            return torch.tensor(self.tokens[fed - prompt :][:count])
-        return self.prompt[fed : fed + count] if fed + count <= prompt else self.ids[fed:][:count]
+            ids = torch.tensor(self.tokens[fed - prompt :][:count])
+        else:
+            ids = (
+                self.prompt[fed : fed + count] if fed + count <= prompt else self.ids[fed:][:count]
+            )
+        return Piece(ids, self.cache)
 
     def next_count(self, chunk: int) -> int:
         """How many of its tokens to feed next, if its prompt is read in chunks of this many."""

@@ -21,7 +21,7 @@ from kvkeep.generate.intake import Intake
 from kvkeep.generate.reuse import Reuse
 from kvkeep.generate.sampling import SamplingParams
 from kvkeep.generate.turns import Turns
-from kvkeep.host import DEFAULT_SPEC, Marker, Piece, Specs, host_of
+from kvkeep.host import DEFAULT_SPEC, Marker, Specs, host_of
 from kvkeep.host.keep_until import keep_until as spec_keeping
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.threads import following_load
@@ -293,7 +293,7 @@ class Batch:
         """Divide a step into forwards: one of all that can be packed, and one each of the rest."""
         together, groups = [], []
         for one in planned:
-            if self._packed(one.answer) and one.answer not in self._suspects:
+            if self._packs and one.answer.packs and one.answer not in self._suspects:
                 together.append(one)
             else:
                 groups.append([one])
@@ -301,13 +301,9 @@ class Batch:
 
     def _forward(self, group: Sequence[_Planned]) -> Tensor:
         """Feed each answer its next tokens; returns logits (answers, V)."""
-        pieces = [
-            Piece(answer.next_ids(tokens), answer.cache)
-            for answer, tokens in group
-            if answer.cache is not None
-        ]
+        pieces = [answer.next_piece(tokens) for answer, tokens in group if answer.cache is not None]
         (ids, cache), answer = pieces[0], group[0].answer
-        if self._packed(answer):
+        if self._packs and answer.packs:
             logits = self._host.forward_packed(pieces)
         else:
             last = len(ids) if answer.scores_prompt else 1
@@ -319,10 +315,6 @@ class Batch:
             if piece.cache.fed % self.chunk == 0 and piece.cache.fed < len(answer.prompt):
                 answer.origin.reuse.mark(answer)
         return logits
-
-    def _packed(self, answer: Answer) -> bool:
-        assert answer.cache is not None
-        return self._packs and answer.cache.activation is None and not answer.scores_prompt
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
         """After a forward failed: end what cannot go back or failed alone, put an answer aside for

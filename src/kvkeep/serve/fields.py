@@ -34,6 +34,17 @@ def only(*allowed: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def at_most(count: int, items: str) -> BeforeValidator:
+    """Refuses objects of more fields, before they are read."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > count:
+            raise ValueError(f"give at most {count} {items}")
+        return given
+
+    return BeforeValidator(check)
+
+
 def tag(given: Any) -> str:
     """The tag of a text or a list, where a field may be either."""
     return "(list)" if isinstance(given, list) else "(text)"

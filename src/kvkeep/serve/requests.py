@@ -28,6 +28,7 @@ from kvkeep.serve.fields import (
     Token,
     TokenId,
     UnsupportedValueError,
+    at_most,
     object_tag,
     only,
     tag,
@@ -46,12 +47,6 @@ def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("give a function with a name")
     return tool
-
-
-def _few(given: Any) -> Any:
-    if isinstance(given, dict) and len(given) > 1024:
-        raise ValueError("give at most 1024 tokens")
-    return given
 
 
 def _each_prompt(given: Any) -> Any:
@@ -112,7 +107,7 @@ class GenerationRequest(Exact):
     """From -2 to 2, for tokens that the answer has already; the prompt's do not count."""
     frequency_penalty: Penalty = 0.0
     """From -2 to 2, for each time that the answer has a token already."""
-    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few)] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], at_most(1024, "tokens")] = {}
     """Up to 1,024 token ids, each with a number from -100 to 100."""
     top_logprobs: int | None = None
     stop: Stops = []
