@@ -425,7 +425,8 @@ KeyMethod key_method(const Work& work, bool many) {
         if (on_tiles(work)) return {load_queries<Dotted>, score_tiles};
 #endif
         if (by_lanes(work.call.key_width, work.call.group * work.tokens))
-            return many ? KeyMethod{load_queries<Dotted>, score_packed} : KeyMethod{load_lanes, score_lanes};
+            return many ? KeyMethod{load_queries<Dotted>, score_packed}
+                        : KeyMethod{load_lanes, score_lanes};
         return {load_queries<Dotted>, score<Dotted>};
     }
 #endif
