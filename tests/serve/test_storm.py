@@ -31,6 +31,8 @@ FIELDS = [
     *("stop", "seed", "n", "stream", "stream_options", "tools", "tool_choice", "logprobs"),
     *("top_logprobs", "logit_bias", "presence_penalty", "response_format", "echo", "suffix"),
     *("best_of", "user", "metadata", "functions", "modalities", "parallel_tool_calls", "\ud800"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs"),
+    *("continue_final_message", "min_tokens", "stop_token_ids", "ignore_eos", "reasoning_effort"),
 ]
 MESSAGE = ["role", "content", "tool_calls", "tool_call_id", "name", "audio", "refusal"]
 HEADERS = [
@@ -51,12 +53,16 @@ PAGE = ["../", "../assets/chat.js", "../assets/inspect.html", "../assets/%2e%2e/
 
 def wrong(draw):
     """A request's path, headers and body, in which one thing or several are wrong."""
-    body = {"model": "tiny", "messages": asking("Hello."), "prompt": "Hello.", "max_tokens": 2}
+    path = draw.choice(PATHS + PAGE)
+    body = {"model": "tiny", "messages": asking("Hello."), "max_tokens": 2}
+    if path == "completions":
+        del body["messages"]
+        body["prompt"] = "Hello."
     if draw.random() < 0.2:
         body |= {"stream": True, "stream_options": {"include_cache": True}}
     for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):
         body[draw.choice(FIELDS)] = draw.choice(VALUES)
-    if draw.random() < 0.3 and isinstance(body["messages"], list):
+    if draw.random() < 0.3 and isinstance(body.get("messages"), list):
         message = {"role": "user", "content": "Hello."}
         message[draw.choice(MESSAGE)] = draw.choice(VALUES)
         body["messages"] = [message] * draw.choice((1, 2, 30))
@@ -70,7 +76,7 @@ def wrong(draw):
         for _ in range(3):
             content[draw.randrange(len(content))] = draw.randrange(256)
     headers = draw.choice(HEADERS) if draw.random() < 0.2 else JSON
-    return draw.choice(PATHS + PAGE), headers, bytes(content)
+    return path, headers, bytes(content)
 
 
 def vanish(base, draw):
