@@ -31,7 +31,7 @@ from kvkeep.attention.options import Options
 from kvkeep.codec import Codec, Int4, Int8, Plain
 from kvkeep.errors import UnsupportedError
 from kvkeep.packing import PLAIN, KernelLayout
-from kvkeep.planes import POSITION
+from kvkeep.planes import POSITION, Reach
 
 pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 
@@ -214,6 +214,21 @@ def test_a_scale_that_is_not_a_number(kind, n, plane):
     expected, _ = exactly(q, view, Options(0.2))
     assert expected.isnan().any()
     assert out.isnan().equal(expected.isnan())
+
+
+@pytest.mark.parametrize("n", [1, 20, 200])
+def test_blocks_that_no_query_sees_are_not_read(n):
+    """A weight of zero times NaN would be NaN."""
+    q, k, v = qkv(slots=1024, n=n, dtype=torch.bfloat16)
+    position = torch.arange(1024)
+    position[704:768] = -1  # an evicted block; a window hides the older slots
+    seen = (position >= 1024 - n - 400) & (position >= 0)
+    shown = seen.view(-1, 64).any(1).repeat_interleave(64)
+    view = View((segment(k, v, position),), torch.arange(1024 - n, 1024), reaches=(Reach(400),))
+    clean = native.run(q, view, Options(0.2))[0]
+    for name in "kv":
+        view.segments[0].planes[name][:, :, ~shown] = torch.nan
+    assert native.run(q, view, Options(0.2))[0].equal(clean)
 
 
 @pytest.mark.parametrize(("key", "value"), KINDS)

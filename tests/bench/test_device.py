@@ -152,8 +152,8 @@ def test_op_in_graphs(monkeypatch):
     assert figures["gb_per_s"] == pytest.approx(5)
 
 
-@pytest.mark.parametrize("name", ["torch-folded", "flex"])
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("name", ["torch-folded", "torch-expanded", "torch-math", "flex"])
+@pytest.mark.parametrize("n", [1, 5, 48])
 def test_rivals_do_the_same(monkeypatch, name, n):
     monkeypatch.setattr(rivals, "_compiled", lambda attention: attention)
     q, k, v = torch.randn(2, 8, n, 16), torch.randn(2, 2, 48, 16), torch.randn(2, 2, 48, 16)

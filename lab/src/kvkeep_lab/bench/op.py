@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvkeep.attention import Backend, Segment, View, attend, backends
 from kvkeep.codec import Codec, Plain, encoded_count
+from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.rivals import RIVALS, TORCH, torch_sdpa
+from kvkeep_lab.bench.rivals import ON_CPU, RIVALS, torch_sdpa
 from kvkeep_lab.bench.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep_lab.checks import require_known
 
@@ -44,7 +45,7 @@ def run(
     heads: int = 32,
     kv_heads: int = 8,
     head_dim: int = 128,
-    queries: int = 1,
+    queries: Sequence[int] = (1,),
     lengths: Sequence[int] | None = None,
     codecs: Sequence[str] | None = None,
     masses: Sequence[bool] | None = None,
@@ -58,25 +59,27 @@ def run(
     Args:
         device: device to measure on; None: CUDA if available. The defaults below depend on it.
         rows: batch size; None: 1 on the CPU, otherwise 8.
+        queries: new tokens in each call; lengths below a number of queries are left out for it.
         lengths: tokens held; None: 256 to 32768 on the CPU, otherwise 2048 to 131072.
         codecs: codec specs, each for keys and values or as a pair ("int8/int4"); all but "plain"
             are timed only on the device's own backend. Of "kivi" some tokens are plain.
             None: plain on the CPU, otherwise also int8, int4 and fp8.
         masses: whether to compute the attention mass; None: no on the CPU, otherwise both.
-        against: names from `RIVALS`; None: torch's own on the CPU, otherwise all.
+        against: names from `RIVALS`; None: torch's ways on the CPU, otherwise all.
         seconds: time limit; cases that have not started by then are skipped.
 
     Returns:
-        `rows`: for each system and length `median_us` as called, `spread_us` (width of the middle
-        half), `error` (of the output, relative to torch's attention over the decoded keys and
-        values), and `gb_per_s`, the bytes of all encoded keys and values divided by the time. On
-        CUDA also `graph_us`, the time to replay a CUDA graph, from which `gb_per_s` is then
-        computed; `of_copy`, `gb_per_s` relative to the device's copies; and `skipped`, the reason
-        why a case was not measured. And `read_gb_per_s` or `copy_gb_per_s`: this machine's memory
-        bandwidth, measured in this run.
+        `rows`: for each system and length, and for each number of `queries` if several are given,
+        `median_us` as called, `spread_us` (width of the middle half), `error` (of the output,
+        relative to torch's attention over the decoded keys and values), and `gb_per_s`, the bytes
+        of all encoded keys and values divided by the time. On CUDA also `graph_us`, the time to
+        replay a CUDA graph, from which `gb_per_s` is then computed; `of_copy`, `gb_per_s` relative
+        to the device's copies; and `skipped`, the reason why a case was not measured. And
+        `read_gb_per_s` or `copy_gb_per_s`: this machine's memory bandwidth, measured in this run.
 
     Raises:
-        SpecError: a codec or a system to measure against does not exist.
+        SpecError: a codec or a system to measure against does not exist, or a number of queries is
+            not in 1 to the largest length.
         ModelError: the device does not exist here.
     """
     place = device_named(device)
@@ -85,16 +88,20 @@ def run(
     lengths = lengths or ((256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072))
     codecs = codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
     masses = masses or ((False,) if on_cpu else (False, True))
-    against = ((TORCH,) if on_cpu else tuple(RIVALS)) if against is None else against
+    against = (ON_CPU if on_cpu else tuple(RIVALS)) if against is None else against
     require_known("attention", against, RIVALS)
+    for n in queries:
+        if not 1 <= n <= max(lengths):
+            raise SpecError(f"{n} queries; give 1 to {max(lengths)}, the most tokens held")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
     limits, table, rates = Limits(place, seconds), [], [bandwidth(place)]
-    work = Work(progress, sum(lengths))
+    cases = [(n, length) for length in lengths for n in queries if n <= length]
+    work = Work(progress, sum(length for _, length in cases))
     with torch.inference_mode():
-        for length in lengths:
-            work.stage(f"{length} tokens", length)
+        for n, length in cases:
+            work.stage(f"{n} of {length} tokens", length)
             case = _Case(place, limits, specs, masses, against, dtype)
-            shape = (rows, heads, kv_heads, length, head_dim, queries)
+            shape = (rows, heads, kv_heads, length, head_dim, n)
             measured = case.measured(shape, turns, work)
             if any(found.called for found in measured.values()):
                 rates.append(bandwidth(place))
@@ -102,6 +109,7 @@ def run(
                 table.append(
                     {"backend": system.backend, "codec": system.codec}
                     | ({"mass": system.mass} if any(masses) else {})
+                    | ({"queries": n} if len(queries) > 1 else {})
                     | {"length": length}
                     | _figures(found, case.sizes.get(system.codec, 0))
                 )
@@ -109,7 +117,8 @@ def run(
     if not on_cpu:
         for row in table:
             row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
-    sizes = {"B": rows, "Hq": heads, "H": kv_heads, "D": head_dim, "n": queries}
+    sizes: dict[str, Any] = {"B": rows, "Hq": heads, "H": kv_heads, "D": head_dim}
+    sizes["n"] = queries[0] if len(queries) == 1 else ", ".join(map(str, queries))
     named = {"dtype": str(dtype).removeprefix("torch."), **sizes}
     return result("op", with_values(table), shape=named, **{name: rate})
 
@@ -168,7 +177,7 @@ class _Case:
         k, v = (torch.randn(rows, kv_heads, length, dim, **there) for _ in range(2))
         calls = self._calls(q, k, v)
         # Many calls of a fast operation for a stable median, few of a slow one.
-        burst = max(2, min(20, 200_000 // length))
+        burst = max(2, min(20, 200_000 // (length * n)))
         timer, queued = timer_for(self.device), timer_for(self.device, queued=True)
         once = 1 if self.device.type == "cpu" else 0.5  # elsewhere graphs follow
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvkeep.errors import UnsupportedError
 
@@ -39,6 +40,27 @@ def torch_folded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     mask = None if mask is None else mask.repeat(group, 1)
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: attention(folded, k, v, attn_mask=mask).view(q.shape)
+
+
+def torch_expanded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """torch's attention over keys and values repeated for each query head, which is not timed."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    attention, mask = torch.nn.functional.scaled_dot_product_attention, _mask(q, k)
+    if q.shape[2] == k.shape[2] > 1:
+        return lambda: attention(q, keys, values, is_causal=True)
+    return lambda: attention(q, keys, values, attn_mask=mask)
+
+
+def torch_math(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """torch's attention by two products of matrices, with queries folded as in `torch_folded`."""
+    call = torch_folded(q, k, v)
+
+    def by_math() -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return call()
+
+    return by_math
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Attention:
@@ -116,10 +138,15 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor], Attention]] = {
     TORCH: torch_sdpa,
     "torch-folded": torch_folded,
+    "torch-expanded": torch_expanded,
+    "torch-math": torch_math,
     "flex": flex,
     "flash-attn": flash_attn,
     "flashinfer": flashinfer,
 }
+
+ON_CPU = (TORCH, "torch-folded", "torch-expanded")
+"""Measured by default on the CPU: torch's own ways that do not store all scores."""
 
 
 def _mask(q: Tensor, k: Tensor) -> Tensor | None:

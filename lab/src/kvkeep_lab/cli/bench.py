@@ -137,7 +137,7 @@ def op(
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key-value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
-    queries: Annotated[int, typer.Option(min=1, help="New tokens in the call.")] = 1,
+    queries: Annotated[str, typer.Option(help="New tokens of a call, comma-separated.")] = "1",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -158,8 +158,8 @@ def op(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Of torch-sdpa, torch-folded, flex, flash-attn and flashinfer, comma-separated; "
-            "default on CUDA: all."
+            help="Of torch-sdpa, torch-folded, torch-expanded, torch-math, flex, flash-attn and "
+            "flashinfer, comma-separated; default: the first three, on CUDA all."
         ),
     ] = None,
     turns: Turns = 10,
@@ -171,10 +171,7 @@ def op(
     held = numbers(lengths, "--lengths")
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    if queries > min(held or [256]):
-        raise typer.BadParameter(
-            f"--queries {queries} must be at most the least of --lengths {lengths or 256}"
-        )
+    news = whole_numbers(queries, "--queries")
     with Working("op") as working:
         from kvkeep.host.placement import dtype_named
         from kvkeep_lab.bench.op import run
@@ -186,7 +183,7 @@ def op(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            queries=queries,
+            queries=news,
             lengths=held,
             codecs=names(codecs),
             masses=None if mass is None else [mass],
