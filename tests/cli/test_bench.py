@@ -146,7 +146,7 @@ def test_reuse():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "queries"), [("bf16", "1"), pytest.param("float32", "5,20", marks=pytest.mark.slow)]
+    ("dtype", "queries"), [pytest.param("bf16", "1", marks=pytest.mark.slow), ("float32", "5,20")]
 )
 def test_op(dtype, queries):
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--queries", queries)
