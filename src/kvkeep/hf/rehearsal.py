@@ -106,7 +106,8 @@ def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
     try:
         _forwards(decoder, _CountingCache)
     except KVKeepError as error:
-        return str(error).partition("; ")[0]
+        said = str(error).partition("; ")[0]
+        return said.replace(f"{text.model_type}'s attention", "its attention")
     except Exception as error:
         text._attn_implementation = EAGER
         for change in inline:
