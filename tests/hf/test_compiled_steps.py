@@ -155,7 +155,7 @@ def test_what_torch_cannot_compile_is_refused_before_anything_is_fed(monkeypatch
 
 
 def test_a_model_that_keeps_its_own_attention_is_refused():
-    model = model_of("falcon")
+    model = model_of("doge")
     with pytest.raises(UnsupportedError, match="computes attention itself, because"):
         kvkeep.attach(model, compile=True)
     kvkeep.attach(model)

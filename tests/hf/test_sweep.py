@@ -55,11 +55,11 @@ def test_some_types(kind):
 
 
 def test_what_stands_there():
-    llama, moshi, codegen = (ROWS[kind] for kind in ("llama", "moshi", "codegen"))
+    llama, moshi, doge = (ROWS[kind] for kind in ("llama", "moshi", "doge"))
     assert llama == Row("4 full; 4/4 heads of 8", WORKS, KVKEEP, *[YES] * len(FEATURES))
     assert moshi.outcome == REFUSED
-    assert codegen.window == codegen.attention
-    assert codegen.encode == YES
+    assert doge.window == doge.attention != KVKEEP
+    assert doge.encode == YES
 
 
 def test_a_wrong_step_is_seen(monkeypatch):
@@ -78,7 +78,7 @@ def test_a_cache_that_returns_something_else_is_seen(monkeypatch):
         return held._replace(keys=held.keys.flip(2))
 
     monkeypatch.setattr(kvkeep.LayerCache, "in_order", changed)
-    assert row_of("bloom").outcome == WRONG
+    assert row_of("doge").outcome == WRONG
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,8 @@ FAULTS = (
     Fault(
         "expected-attention-counts-sinks",
         "policy/expected_attention.py",
-        "counts = place >= self.sinks",
-        "counts = place >= 0",
+        "counts = due & (place >= self.sinks)",
+        "counts = due & (place >= 0)",
         "policy/test_expected_attention.py policy/test_decisions.py",
     ),
     Fault(

@@ -151,7 +151,9 @@ class RequestState:
             if not answer.ended or answer in self._finished:
                 continue
             self._finished.add(answer)
-            if answer.error is not None:
+            if isinstance(answer.error, RequestError):
+                self.emit(answer.error)
+            elif answer.error is not None:
                 _LOG.error("a request failed", exc_info=answer.error)
                 self.emit(failed())
                 return True

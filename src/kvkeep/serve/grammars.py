@@ -13,7 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from kvkeep.errors import StateError
 from kvkeep.extras import needed_by
 from kvkeep.generate import Processor
 from kvkeep.serve.refused import RequestError
@@ -79,9 +78,8 @@ class Grammars:
         except ValueError as error:
             wrong = str(error)
         if wrong:
-            reason = " ".join(wrong.split())[:300]
-            raise RequestError(f"{field} is no grammar that can be followed: {reason}", param=field)
-        return lambda: _Following(matcher.deep_copy())
+            raise _unfollowed(field, wrong)
+        return lambda: _Following(matcher.deep_copy(), field)
 
     def _after(self, mark: str, grammar: str) -> str:
         """A grammar that begins when a mark has been written."""
@@ -115,8 +113,8 @@ class Grammars:
 class _Following:
     """Excludes the tokens that cannot follow those of an answer."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
         self._length = -1  # of the text at the last call
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
@@ -125,6 +123,12 @@ class _Following:
         self._length = ids.shape[1]
         mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         if self._matcher.is_error():
-            raise StateError(f"an answer left its grammar: {self._matcher.get_error()}")
+            raise _unfollowed(self._field, self._matcher.get_error())
         allowed = (mask[:, None] >> _BITS & 1).flatten()[: logits.shape[-1]]
         return logits.masked_fill(allowed.to(logits.device) == 0, float("-inf"))
+
+
+def _unfollowed(field: str, error: str) -> RequestError:
+    """Why an answer cannot follow a grammar, or cannot go on following it."""
+    reason = " ".join(error.split())[:300]
+    return RequestError(f"{field} is no grammar that can be followed: {reason}", param=field)
