@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import unrouted
-from kvkeep.hf.kinds.base import Handle
+from kvkeep.hf.kinds.base import Handle, Replaced
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.masks import MaskRequest
 
@@ -36,11 +36,12 @@ _ACCELERATED = "_old_forward"
 
 
 class Attention(NamedTuple):
-    """The attention of a module in a forward: an implementation's name, and the module's cache."""
+    """The attention of a module in a forward: an implementation's name, the module, and the cache
+    that gets new keys and values; None: they come from the cache."""
 
     name: str
     module: Any
-    cache: Any
+    cache: Any = None
 
     def __call__(
         self,
@@ -53,28 +54,14 @@ class Attention(NamedTuple):
     ) -> Output:
         """Attention to what the cache holds and to k and v, (B, n, Hq, D), and its weights if they
         are asked for. q, k, v: (B, H, n, D)."""
-        k, v = self.cache.update(k, v, self.module.layer_idx)
-        return attended(self.name, self.module, q, k, v, mask, scaling, dropout)
-
-
-def attended(
-    name: str,
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    scaling: float,
-    dropout: nn.Dropout | float,
-) -> Output:
-    """The result of the attention implementation of a name; k and v are as the cache returns
-    them."""
-    share = dropout.p if isinstance(dropout, nn.Dropout) else dropout
-    run: Any = ALL_ATTENTION_FUNCTIONS[name]
-    found: Output = run(
-        module, q, k, v, mask, scaling=scaling, dropout=share if module.training else 0.0
-    )
-    return found
+        module = self.module
+        if self.cache is not None:
+            k, v = self.cache.update(k, v, module.layer_idx)
+        share = dropout.p if isinstance(dropout, nn.Dropout) else dropout
+        share = share if module.training else 0.0
+        run: Any = ALL_ATTENTION_FUNCTIONS[self.name]
+        found: Output = run(module, q, k, v, mask, scaling=scaling, dropout=share)
+        return found
 
 
 # -- attention modules ------------------------------------------------------------------------
@@ -167,21 +154,20 @@ def _mpt(
 
 
 def _neox(
-    module: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
-) -> tuple[Tensor, Tensor | None]:
-    scaling, dropout = 1 / module.norm_factor, module.attention_dropout
-    out, weights = attended(name, module, q, k, v, mask, scaling, dropout)
+    module: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> Output:
+    out, weights = attend(q, k, v, mask, 1 / module.norm_factor, module.attention_dropout)
     return out.transpose(1, 2), weights
 
 
 def _neo(
-    module: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
-) -> tuple[Tensor, Tensor | None]:
+    module: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> Output:
     asked: MaskRequest | None = getattr(mask, "kvkeep", None)
     if module.attention_type == "local" and asked is not None:  # one mask is made for all layers
         mask = mask.view_as(mask)
         mask.kvkeep = asked._replace(window=module.config.window_size)
-    out, weights = attended(name, module, q, k, v, mask, 1.0, module.attn_dropout)
+    out, weights = attend(q, k, v, mask, 1.0, module.attn_dropout)
     return out.transpose(1, 2), weights
 
 
@@ -276,31 +262,35 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
             if "config" in vars(module):  # by whose implementation its own forward decides
                 module.config = cast(Any, unrouted(vars(module)["config"]))
             forward = partial(_forward, own, _FORWARDS[known], name, module)
-            yield _Replaced(module, place, update_wrapper(forward, own))
+            yield Replaced(module, place, update_wrapper(forward, own))
         elif known in _DECODERS:
             rebound = Rebound.of(type(module), _DECODERS[known])
             forward = partial(_decoded, module.forward, rebound, module)
-            yield _Replaced(module, place, update_wrapper(forward, module.forward))
+            yield Replaced(module, place, update_wrapper(forward, module.forward))
         elif known == "BloomModel":
             own = module.build_alibi_tensor
-            yield _Replaced(module, "build_alibi_tensor", partial(_alibi, own))
+            yield Replaced(module, "build_alibi_tensor", partial(_alibi, own))
         elif known in _CORES:
             own = module._attn
-            yield _Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
+            yield Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
 
 
 def _forward(own: Any, run: Any, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    given = next((kwargs[x] for x in _CACHES if kwargs.get(x) is not None), None)
-    if not isinstance(given, (Cache, LayersCache)):
+    cache = _cache_of_kvkeep(kwargs)
+    if cache is None:
         return own(*args, **kwargs)
-    return run(module, Attention(name, module, given), *args, **kwargs)
+    return run(module, Attention(name, module, cache), *args, **kwargs)
 
 
 def _decoded(own: Any, rebound: Rebound, module: Any, *args: Any, **kwargs: Any) -> Any:
+    run = own if _cache_of_kvkeep(kwargs) is None else partial(rebound.forward, module)
+    return run(*args, **kwargs)
+
+
+def _cache_of_kvkeep(kwargs: Mapping[str, Any]) -> Cache | LayersCache | None:
+    """The cache among the keyword arguments of a forward, if it is kvkeep's."""
     given = next((kwargs[x] for x in _CACHES if kwargs.get(x) is not None), None)
-    if not isinstance(given, (Cache, LayersCache)):
-        return own(*args, **kwargs)
-    return rebound.forward(module, *args, **kwargs)
+    return given if isinstance(given, (Cache, LayersCache)) else None
 
 
 def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -310,21 +300,7 @@ def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
 
 def _core(
     own: Any, run: Any, name: str, module: Any, q: Tensor, k: Tensor, v: Tensor, *mask: Any
-) -> tuple[Tensor, Tensor | None]:
-    given: Any = partial(run, module, name) if hasattr(k, "kvkeep") else own
-    found: tuple[Tensor, Tensor | None] = given(q, k, v, *mask)
+) -> Output:
+    given = partial(run, module, Attention(name, module)) if hasattr(k, "kvkeep") else own
+    found: Output = given(q, k, v, *mask)
     return found
-
-
-class _Replaced:
-    """A function of a module that has been set in place of its own."""
-
-    def __init__(self, module: nn.Module, place: str, function: Any) -> None:
-        self._module, self._place, self._before = module, place, vars(module).get(place)
-        module.__dict__[place] = function
-
-    def remove(self) -> None:
-        """Undo it."""
-        self._module.__dict__.pop(self._place, None)
-        if self._before is not None:
-            self._module.__dict__[self._place] = self._before

@@ -36,3 +36,21 @@ class ModelLayers(NamedTuple):
         linear = [x in recurrent and x not in indices for x in range(count)]
         dummy = [not linear[x] and x not in indices for x in range(count)]
         return cls(indices, [x in windows for x in range(count)], linear, dummy)
+
+
+class TellsLayers:
+    """The properties by which a cache of transformers says what the layers of its model are."""
+
+    model_layers: ModelLayers
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [*self.model_layers.sliding]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [*self.model_layers.linear]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [*self.model_layers.dummy]

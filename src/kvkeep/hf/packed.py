@@ -17,6 +17,7 @@ from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.layers_cache import LayersCache
+from kvkeep.hf.model_layers import TellsLayers
 from kvkeep.host import ModelCache
 from kvkeep.host.packed import Packed
 from kvkeep.layer.recurrent import NoStates
@@ -107,7 +108,7 @@ class LaidCache(LayersCache):
             )
 
 
-class PackedCache(KeepsStates, LaidCache):
+class PackedCache(KeepsStates, TellsLayers, LaidCache):
     """What a model takes as `cache` in a packed forward.
 
     Args:
@@ -118,7 +119,7 @@ class PackedCache(KeepsStates, LaidCache):
     def __init__(self, tokens: Packed, cache: Cache) -> None:
         super().__init__(tokens.layers)
         self.carried, self.packed_states = NoStates(), tokens.states
-        self._model_layers, self._begin_step = cache.model_layers, cache.begin_step
+        self.model_layers, self._begin_step = cache.model_layers, cache.begin_step
         self._noted: Tensor | None = None
 
     def update(
@@ -133,7 +134,7 @@ class PackedCache(KeepsStates, LaidCache):
         return found
 
     def index(self, place: int) -> int:
-        return self._model_layers.indices.get(place, 0)
+        return self.model_layers.indices.get(place, 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         length, first = super().get_mask_sizes(query_length, layer_idx)
@@ -156,15 +157,3 @@ class PackedCache(KeepsStates, LaidCache):
                 "one by one"
             )
         return self._noted
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [*self._model_layers.sliding]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [*self._model_layers.linear]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [*self._model_layers.dummy]

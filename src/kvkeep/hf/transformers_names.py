@@ -12,16 +12,15 @@ from kvkeep.hf.config import is_routed
 from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import MaskLength
 from kvkeep.hf.kinds.base import BeginStep
-from kvkeep.hf.model_layers import ModelLayers
+from kvkeep.hf.model_layers import TellsLayers
 
 
-class TransformersNames(RecordsDrafts):
+class TransformersNames(TellsLayers, RecordsDrafts):
     """The members of `Cache` that only transformers' own code reads."""
 
     config: PreTrainedConfig
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
     _fixed: bool
-    model_layers: ModelLayers
     _traced: list[Traced]
     begin_step: BeginStep | None
 
@@ -98,18 +97,6 @@ class TransformersNames(RecordsDrafts):
         decided = decides or not any(layer.by_token for layer in self.layers)
         # States return to marks, which are made while drafts are recorded.
         return decided and (not self.carried or self.layers[0].record_past)
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [*self.model_layers.sliding]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [*self.model_layers.linear]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [*self.model_layers.dummy]
 
     @property
     def batch_size(self) -> int:

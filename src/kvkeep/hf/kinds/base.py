@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.features import Lacks
@@ -30,6 +30,21 @@ class Handle(Protocol):
 
     def remove(self) -> None:
         """Undo it."""
+
+
+class Replaced:
+    """A function of a module that is set in place of its own. There may have been another one, as
+    accelerate gives modules, which moves weights to the device first."""
+
+    def __init__(self, module: nn.Module, place: str, function: Any) -> None:
+        self._module, self._place, self._before = module, place, vars(module).get(place)
+        module.__dict__[place] = function
+
+    def remove(self) -> None:
+        """Undo it."""
+        self._module.__dict__.pop(self._place, None)
+        if self._before is not None:
+            self._module.__dict__[self._place] = self._before
 
 
 class Kind:

@@ -18,32 +18,26 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
+from kvkeep.hf.kinds.base import Replaced
 from kvkeep.hf.kinds.states import KeepsStates, StatesOf
 from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.layer.packed_states import StatesPart
 
 
-class Divided:
-    """A layer whose forwards are divided. It may have had a forward of its own, as accelerate gives
-    modules, which moves weights to the device first.
+class Divided(Replaced):
+    """A layer whose forwards are divided.
 
     Args:
         tokens: whether chunks after the first are divided into tokens.
     """
 
     def __init__(self, module: nn.Module, *, tokens: bool) -> None:
-        self._module, self._own = module, module.__dict__.get("forward")
-        module.__dict__["forward"] = partial(_forward, module, self._own, tokens)
-
-    def remove(self) -> None:
-        """Undo it."""
-        self._module.__dict__.pop("forward", None)
-        if self._own is not None:
-            self._module.__dict__["forward"] = self._own
+        own = vars(module).get("forward")
+        super().__init__(module, "forward", partial(_forward, module, own, tokens))
 
 
 def _forward(module: nn.Module, own: Any, tokens: bool, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward; see `Divided`."""
+    """The layer's forward; see `Divided`. `own`: what stood in place of its class's."""
     forward: Any = partial(type(module).forward, module) if own is None else own
     if tokens:
         forward = partial(_token_by_token, module.layer_idx, forward)
