@@ -1,6 +1,7 @@
 // The C interface of the native library: pointers and strides, no torch types. Every field has 8
 // bytes; src/kvkeep/attention/native.py packs the fields in this order. Change both together.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #define KV_PUBLIC __attribute__((visibility("default")))
@@ -9,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 16;
+constexpr int KV_ABI = 17;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -280,7 +281,10 @@ struct KvTorch {
     int32_t (*type)(KvAtenTensor*, int32_t*);
     int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t type,
                              int32_t device, int32_t index, KvAtenTensor**);
+    int32_t (*from_blob)(void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, int64_t offset,
+                         int32_t type, int32_t device, int32_t index, KvAtenTensor**);
     int32_t (*drop)(KvAtenTensor*);
+    int32_t (*mm_out)(KvAtenTensor* out, KvAtenTensor*, KvAtenTensor*);
     int32_t (*threads)(uint32_t*);
     int32_t (*step)(const struct KvTracedStep*);  // makes an unprepared step in Python; any result
                                                   // but KV_MADE means that it raised
@@ -297,6 +301,19 @@ struct KvTensor {
     const int64_t *sizes, *strides;
     int64_t dim, type;
 };
+
+// A program that AOTInductor compiled: its library's AOTInductorModelContainerRunSingleThreaded, and its container.
+struct KvProgram {
+    int32_t (*run)(void* container, KvAtenTensor** inputs, size_t, KvAtenTensor** outputs, size_t, void* stream,
+                   void* executor);
+    void* container;
+};
+
+// Runs a program on `count` inputs, whose memory it reads and writes in place. Each of `results` describes one of the
+// `made` tensors, which the caller deletes with `kv_drop`. Returns 0, or 1 if the program or an allocation failed.
+KV_PUBLIC int kv_run_program(const KvProgram* program, const KvTensor* inputs, int64_t count, KvTensor* results,
+                             KvAtenTensor** made, int64_t made_count);
+KV_PUBLIC void kv_drop(KvAtenTensor** made, int64_t count);
 
 // The arguments of kvkeep::step, and its contiguous output.
 struct KvTracedStep {

@@ -1,5 +1,6 @@
 // kvkeep's operators as C functions for programs compiled by torch's AOTInductor, which derives the
 // signatures from the operators' schemas (kvkeep.graph.shims).
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -11,7 +12,7 @@ namespace {
 KvTorch torch;
 
 constexpr int32_t DONE = 0, FAILED = 1;  // results in torch's interface
-constexpr int32_t CPU = 0, FLOAT16 = 5, FLOAT32 = 6, BFLOAT16 = 15, INT32 = 3, INT64 = 4;
+constexpr int32_t CPU = 0, FLOAT16 = 5, FLOAT32 = 6, FLOAT64 = 7, BFLOAT16 = 15, INT32 = 3, INT64 = 4;
 
 // The KvType of a ScalarType; -1 if there is none.
 int64_t type_of(int64_t type) {
@@ -20,6 +21,17 @@ int64_t type_of(int64_t type) {
         case BFLOAT16: return KV_BF16;
         case FLOAT16: return KV_F16;
         default: return -1;
+    }
+}
+
+// The bytes of an element; 0 for types that no layer has.
+int64_t size_of(int64_t type) {
+    switch (type) {
+        case FLOAT64: return 8;
+        case FLOAT32: return 4;
+        case BFLOAT16:
+        case FLOAT16: return 2;
+        default: return 0;
     }
 }
 
@@ -83,6 +95,39 @@ const void* contiguous(const KvTensor& x, int64_t size, std::vector<char>& copy)
     return copy.data();
 }
 
+// A matrix in memory that stays its owner's, as a tensor of torch.
+class Matrix {
+  public:
+    Matrix(const void* data, int64_t rows, int64_t columns, int64_t row, int64_t column, int64_t type) {
+        const int64_t sizes[] = {rows, columns}, strides[] = {row, column};
+        if (torch.from_blob((void*)data, 2, sizes, strides, 0, (int32_t)type, CPU, 0, &made)) made = nullptr;
+    }
+    Matrix(const Matrix&) = delete;
+    ~Matrix() {
+        if (made) torch.drop(made);
+    }
+    KvAtenTensor* made = nullptr;
+};
+
+// x (rows, inputs), contiguous, times one expert's weight (inputs, outputs): by the kernel if it can read the weight,
+// otherwise by torch.
+bool multiply(const char* x, int64_t rows, const KvTensor& weight, int64_t expert, int64_t threads, char* out) {
+    const int64_t type = weight.type, size = size_of(type), inputs = weight.sizes[1], outputs = weight.sizes[2];
+    const char* own = (const char*)weight.data + expert * weight.strides[0] * size;
+    if (type_of(type) < 0 || weight.strides[1] != 1) {
+        const Matrix a(x, rows, inputs, inputs, 1, type), c(out, rows, outputs, outputs, 1, type);
+        const Matrix b(own, inputs, outputs, weight.strides[1], weight.strides[2], type);
+        return a.made && b.made && c.made && !torch.mm_out(c.made, a.made, b.made);
+    }
+    const KvLinear linear = {own, nullptr, type_of(type), inputs, outputs, weight.strides[2], threads};
+    for (int64_t first = 0; first < rows; first += KV_LINEAR_ROWS) {
+        const int64_t some = std::min(rows - first, KV_LINEAR_ROWS);
+        if (kv_linear(&linear, 1, x + first * inputs * size, inputs, some, out + first * outputs * size))
+            return false;
+    }
+    return true;
+}
+
 KvTicket* ticket_of(KvAtenTensor* given) {
     void* data = nullptr;
     return torch.data(given, &data) ? nullptr : (KvTicket*)data;
@@ -129,6 +174,31 @@ int run_prepared(const KvTracedStep& step, KvTicket& ticket) {
 }  // namespace
 
 void kv_use_torch(const KvTorch* given) { torch = *given; }
+
+void kv_drop(KvAtenTensor** made, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+        if (made[i]) torch.drop(made[i]);
+}
+
+int kv_run_program(const KvProgram* program, const KvTensor* inputs, int64_t count, KvTensor* results,
+                   KvAtenTensor** made, int64_t made_count) try {
+    std::vector<KvAtenTensor*> given(count);
+    std::fill_n(made, made_count, nullptr);
+    for (int64_t i = 0; i < count; ++i) {
+        const KvTensor& x = inputs[i];
+        if (torch.from_blob(x.data, x.dim, x.sizes, x.strides, 0, (int32_t)x.type, CPU, 0, &given[i])) {
+            kv_drop(given.data(), i);
+            return 1;
+        }
+    }
+    // The program deletes the inputs, also if it fails.
+    bool good = !program->run(program->container, given.data(), count, made, made_count, nullptr, nullptr);
+    for (int64_t i = 0; good && i < made_count; ++i) good = describe(made[i], results[i]);
+    if (!good) kv_drop(made, made_count);
+    return !good;
+} catch (const std::bad_alloc&) {
+    return 1;
+}
 
 extern "C" {
 
@@ -204,6 +274,35 @@ KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** wei
     const int64_t inputs = x.sizes[x.dim - 1];
     if (!result.ok() || kv_linear(linears.data(), count, tokens, inputs, rows, result.tensor.data))
         return FAILED;
+    return result.give(out);
+} catch (const std::bad_alloc&) {
+    return FAILED;
+}
+
+KV_PUBLIC int32_t aoti_torch_cpu_grouped(KvAtenTensor* input, KvAtenTensor* weights, KvAtenTensor* offs,
+                                         KvAtenTensor** out) try {
+    KvTensor x, weight, ends;
+    uint32_t threads = 1;
+    if (!describe(input, x) || !describe(weights, weight) || !describe(offs, ends) || torch.threads(&threads) ||
+        !size_of(x.type) || x.type != weight.type || x.dim != 2 || weight.dim != 3)
+        return FAILED;
+    const int64_t size = size_of(x.type), inputs = weight.sizes[1], outputs = weight.sizes[2], rows = x.sizes[0];
+    Result result({rows, outputs}, x.type);
+    if (!result.ok()) return FAILED;
+    std::vector<char> copy;
+    const char* from = (const char*)contiguous(x, size, copy);
+    char* to = (char*)result.tensor.data;
+    int64_t start = 0;
+    for (int64_t e = 0; e < weight.sizes[0]; ++e) {
+        const int64_t at = e * ends.strides[0];
+        const int64_t said = ends.type == INT32 ? ((const int32_t*)ends.data)[at] : ((const int64_t*)ends.data)[at];
+        const int64_t end = std::min(said, rows);
+        if (end <= start) continue;
+        if (!multiply(from + start * inputs * size, end - start, weight, e, threads, to + start * outputs * size))
+            return FAILED;
+        start = end;
+    }
+    memset(to + start * outputs * size, 0, (rows - start) * outputs * size);
     return result.give(out);
 } catch (const std::bad_alloc&) {
     return FAILED;

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from zipfile import ZipFile
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from kvkeep.graph.compiled_library import CompiledLibrary
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.shims import SHIMS, connect, raised
 from kvkeep.layer.ready import RAISED, PreparedStep, require_memory
@@ -82,14 +83,11 @@ class Package:
 
     def __init__(self, path: Path) -> None:
         connect()
-        # torch would unpack the file to a directory that stays if the process ends while the
-        # program is loaded. Except on Windows, the files of a loaded program may be removed.
+        # Except on Windows, the files of a loaded program may be removed.
         with TemporaryDirectory(prefix="kvkeep-", ignore_cleanup_errors=True) as unpacked:
             with ZipFile(path) as archive:
                 archive.extractall(unpacked)
-            self._program = torch._C._aoti.AOTIModelPackageLoader(unpacked, "model", True, 1, -1)
-        if self._program.get_constant_fqns():
-            raise RuntimeError(f"{path} holds weights")
+            self._program = CompiledLibrary(next(Path(unpacked).rglob("*.so")))
         self._busy = Lock()
 
     def run(
@@ -125,7 +123,7 @@ class Package:
                 step.begin()
             raised()
             try:
-                return cast(Sequence[Tensor], self._program.boxed_run([*given]))
+                return self._program.run(given)
             except RuntimeError:
                 if any(ticket.result == RAISED for ticket in tickets.values()):
                     raise raised() or KeyboardInterrupt() from None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.graph import custom_ops
+from kvkeep.graph.grouped_op import grouped
 from kvkeep.graph.linear_op import linears
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
@@ -36,6 +37,10 @@ SHIMS = {
         "weights, int64_t count, const AtenTensorHandle** biases, int64_t bias_count, "
         "AtenTensorHandle* out)"
     ],
+    grouped: [
+        "AOTITorchError aoti_torch_cpu_grouped(AtenTensorHandle x, AtenTensorHandle weight, "
+        "AtenTensorHandle offs, AtenTensorHandle* out)"
+    ],
 }
 """C declarations of the functions that compute operators, for AOTInductor."""
 
@@ -46,18 +51,21 @@ _FUNCTIONS = (
     "aoti_torch_get_strides",
     "aoti_torch_get_dtype",
     "aoti_torch_empty_strided",
+    "aoti_torch_create_tensor_from_blob",
     "aoti_torch_delete_tensor_object",
+    "aoti_torch_cpu_mm_out",
     "torch_get_num_threads",
 )
 """The torch functions in KvTorch of native/abi.h."""
 
-_DTYPES = {
-    **{3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 7: torch.float64},
-    15: torch.bfloat16,
+DTYPES = {
+    **{0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64},
+    **{5: torch.float16, 6: torch.float32, 7: torch.float64, 11: torch.bool, 15: torch.bfloat16},
 }
-"""Types that steps may have, by torch's ScalarType."""
+"""Types of tensors that programs take and give, by torch's ScalarType."""
 _MADE = 1  # KV_MADE of native/abi.h
-_TORCH, _TENSOR, _TRACED = Struct("=9q"), Struct("=5q"), Struct("=q280s2d")
+TENSOR = Struct("=5q")  # KvTensor of native/abi.h
+_TORCH, _TRACED = Struct("=11q"), Struct("=q280s2d")
 _raised = local()
 
 
@@ -95,7 +103,7 @@ _called_step = ctypes.CFUNCTYPE(c_int32, c_void_p)(_step)
 def _make_step(address: int) -> None:
     packed = ctypes.string_at(address, _TRACED.size)
     number, tensors, scale, softcap = _TRACED.unpack(packed)
-    q, k, v, position, sinks, until, out = map(_tensor, _TENSOR.iter_unpack(tensors))
+    q, k, v, position, sinks, until, out = map(tensor_at, TENSOR.iter_unpack(tensors))
     assert q is not None
     assert k is not None
     assert v is not None
@@ -104,14 +112,14 @@ def _make_step(address: int) -> None:
     out.copy_(custom_ops.steps_of(number).in_graph(inputs))
 
 
-def _tensor(described: tuple[int, ...]) -> Tensor | None:
-    """A view of the memory of a KvTensor."""
+def tensor_at(described: tuple[int, ...]) -> Tensor | None:
+    """A view of the memory of a KvTensor; None if it describes no tensor."""
     data, at_sizes, at_strides, dim, kind = described
     if not data:
         return None
     numbers: Any = c_int64 * dim
     sizes, strides = ([*numbers.from_address(at)] if dim else [] for at in (at_sizes, at_strides))
-    dtype = _DTYPES[kind]
+    dtype = DTYPES[kind]
     count = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(data)
     return torch.frombuffer(memory, dtype=dtype).as_strided(sizes, strides)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.graph.custom_ops import Ticket
+from kvkeep.graph.grouped_op import route_experts
 from kvkeep.graph.linear_op import route_linears
 from kvkeep.graph.package import Package, PreparedLayer, compile_package, compiler_options
 from kvkeep.hf import saved_steps
@@ -102,6 +103,7 @@ class Compiler:
         first does, because a program cannot be compiled within torch.compile."""
         self._advance(1)
         route_linears(graph)
+        route_experts(graph)
         lowered = None
 
         def run(*given: Any) -> Any:
