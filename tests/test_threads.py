@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import inf
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from support.tiny_models import tiny
 import kvkeep
 from kvkeep import threads
 from kvkeep.generate import Batch, SamplingParams
-from kvkeep.threads import Governor, Load, following_load, read_load
+from kvkeep.threads import Governor, Load, following_load, read_load, read_quota
 
 
 class Machine:
@@ -19,10 +20,11 @@ class Machine:
 
     def __init__(self, cores=2):
         self.count, self.now, self.busy = cores, 0.0, 0.0
+        self.quota = inf
         self.governor = Governor(self.read, lambda: self.now)
 
     def read(self):
-        return Load(self.now, self.busy + self.now, self.now, self.count)
+        return Load(self.now, self.busy + self.now, self.now, self.count, self.quota)
 
     def passes(self, others, seconds=0.2):
         """Time passes in which others use so many cores."""
@@ -64,6 +66,38 @@ def test_generations_of_a_process_share_the_cores():
     assert machine.passes(2.0) == 3
     machine.governor.count(-1)
     assert machine.passes(2.0) == 6
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/pod/one", {"pod/cpu.max": "200000 100000", "pod/one/cpu.max": "max 100000"}, 2),
+        ("0::/", {"cpu.max": "max 100000"}, inf),
+        ("0::/", {}, inf),
+        (
+            "9:memory:/a\n4:cpu,cpuacct:/docker/1\n0::/",
+            {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, inf),
+    ],
+)
+def test_the_limit_of_a_container(tmp_path, lines, files, expected):
+    own = tmp_path / "cgroup"
+    own.write_text(lines + "\n")
+    for name, text in files.items():
+        file = tmp_path / "mount" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert read_quota(tmp_path / "mount", own) == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(0.5, 1), (2.0, 2), (2.9, 2), (16.0, 7)])
+def test_no_more_threads_than_the_limit_lets_run(quota, expected):
+    machine = Machine(8)
+    machine.quota = quota
+    assert machine.passes(0.5) == expected
 
 
 def test_a_system_that_does_not_tell():

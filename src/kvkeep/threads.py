@@ -1,4 +1,4 @@
-"""Threads for the cores that other processes leave idle.
+"""Threads for the cores that other processes leave idle, and that a container's limit allows.
 
 OpenMP's threads wait for each other at the end of every operation. If another process occupies the
 core of one, all others spin until the scheduler runs it again, and a decode step takes many times
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from threading import Lock, local
 from time import monotonic, process_time, sleep
@@ -21,7 +21,7 @@ import torch
 OFF = "KVKEEP_THREADS"
 """The environment variable that, set to "fixed", leaves the number of threads alone."""
 
-_STAT = Path("/proc/stat")
+_STAT, _GROUPS = Path("/proc/stat"), Path("/sys/fs/cgroup")
 _LEAST_S = 0.15
 """The shortest time over which load is measured: ticks are 10 ms long."""
 
@@ -38,12 +38,15 @@ class Load(NamedTuple):
             machines.
         own: used by this process.
         cores: how many cores this process may use.
+        quota: the seconds of processor time per second that its control groups, such as a
+            container's, allow.
     """
 
     at: float
     busy: float
     own: float
     cores: int
+    quota: float = inf
 
 
 def read_load() -> Load | None:
@@ -62,7 +65,44 @@ def read_load() -> Load | None:
         if name in cores:
             user, nice, system, _, _, *rest = map(int, fields[:8])  # without idle and iowait
             busy += user + nice + system + sum(rest)
-    return Load(monotonic(), busy / ticks, process_time(), len(cores))
+    return Load(monotonic(), busy / ticks, process_time(), len(cores), read_quota())
+
+
+def read_quota(mount: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
+    """The seconds of processor time per second that this process's control groups allow.
+
+    Args:
+        mount: where control groups are mounted, of version 2, or of version 1 by controller.
+        own: the file that names this process's groups.
+    """
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return inf
+    least = inf
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            root = mount / "cpu" if controllers else mount
+            # A container may see its own group at the root, and not under its name.
+            group = root / name.lstrip("/")
+            groups = (x for x in (group, *group.parents) if x.is_relative_to(root))
+            least = min([least, *map(_quota_of, groups)])
+    return least
+
+
+def _quota_of(group: Path) -> float:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+        else:
+            quota, period = (
+                (group / f"cpu.cfs_{name}_us").read_text(encoding="ascii")
+                for name in ("quota", "period")
+            )
+        return int(quota) / int(period) if int(quota) > 0 else inf
+    except (OSError, ValueError):  # there is none, or "max"
+        return inf
 
 
 class Governor:
@@ -87,8 +127,9 @@ class Governor:
         """How many threads each of the running generations should use, at most `most`."""
         with self._lock:
             self._measure()
-            idle = most if self._last is None else self._last.cores - self._taken
-            return max(1, min(most, idle // max(1, self._running)))
+            last = self._last
+            idle = most if last is None else min(last.cores - self._taken, last.quota)
+            return int(max(1, min(most, idle // max(1, self._running))))
 
     def count(self, generations: int) -> None:
         """Add to the number of generations that follow the load."""
