@@ -165,9 +165,9 @@ def sharper(gpt):
         [
             (nudge, "weights differ"),
             (faster, "its rope_parameters is"),
-            (turned, "rotates keys otherwise"),
+            (turned, "rotates keys differently"),
             (coarser, "other keys in layer 2"),
-            (wider, "other windows"),
+            (wider, "different windows"),
             (sharper, "of another library.* of this LitGPT model"),
         ],
     ),

@@ -16,11 +16,17 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The attention of a layer with keys and values of its own: the model library's name for its
-    type, its sliding window in tokens (None: it has none; in chunked attention
-    `kvkeep.planes.Chunks`), its place among all layers of the model, which also counts the others
-    (None: the same as among those with keys and values), how many layers without them reuse its
-    own, and its slopes (None: its attention has no bias; see `kvkeep.LayerCache`)."""
+    """The attention of a layer with its own keys and values.
+
+    Attributes:
+        name: the model library's name for the type of layer.
+        window: the sliding window in tokens, or `kvkeep.planes.Chunks` for chunked attention; None:
+            no window.
+        place: the layer's index among all layers of the model; None: its index among the layers
+            with keys and values.
+        readers: how many later layers reuse its keys and values.
+        slopes: of its ALiBi bias, see `kvkeep.LayerCache`; None: no bias.
+    """
 
     name: str
     window: int | None
