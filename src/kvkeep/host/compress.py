@@ -49,7 +49,7 @@ def compress(
         ids: the tokens that the cache was fed, int64 (B, n), or (n,) for one row.
         spec: the cache's new spec, of policy `kvzip`; None: the cache's own.
 
-    Raises (nothing has changed then):
+    Raises, before anything changes:
         SpecError: a layer's policy is not `kvzip`, or its codec encodes blocks of tokens.
         ShapeError: the shape of `ids` is not that of the cache's tokens, or a row has padding.
         StateError: some tokens are not held.
@@ -76,8 +76,8 @@ def compressed_tokens(cache: ModelCache) -> int:
 
 @torch.inference_mode()
 def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> None:
-    """Feed a cache of policy `kvzip` the tokens of ids (B, n) that it lacks, in chunks, and compress
-    it."""
+    """Feed a cache of policy `kvzip` the tokens of ids (B, n) that it lacks, in chunks; then
+    compress it."""
     left = ids[:, cache.fed :]
     for piece in torch.split(left, chunk or left.shape[1], dim=1) if left.numel() else ():
         host.feed(piece, cache)

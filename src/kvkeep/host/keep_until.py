@@ -91,8 +91,8 @@ def _end_of(marker: Marker, tokens: list[int], tokenizer: Any) -> int:
         text = repr(wanted)
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise SpecError(
-            f"the marker {shown} is not in the prompt of {len(tokens)} tokens; copy a text from the "
-            "prompt after the chat template"
+            f"the marker {shown} is not in the prompt of {len(tokens)} tokens; give a text as the "
+            "chat template and the tokenizer write it"
         )
     return stop
 
