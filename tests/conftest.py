@@ -6,11 +6,13 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.testing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -23,6 +25,10 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Torch's compiler finds code for another capability in its cache, whose results are wrong.
     place = os.path.join(tempfile.gettempdir(), f"kvkeep-tests-inductor-{capability}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
+
+
+# Typer would make all commands anew for each call of one: a third of the time of a test.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 
 def pytest_configure() -> None:

@@ -1,4 +1,4 @@
-"""Shared by the commands: common options, lists of numbers, and how results are printed."""
+"""Shared by the commands: common options, parsing of lists and sizes, and printing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AdapterName = Annotated[
     str | None,
     typer.Option(
         "--adapter",
-        help="An adapter's directory, e.g. one that `kvkeep finetune` wrote.",
+        help="An adapter's directory, e.g. the output of `kvkeep finetune`.",
         autocompletion=adapters,
     ),
 ]
@@ -79,7 +79,7 @@ def whole_numbers(text: str, option: str, least: int = 1) -> list[int]:
     """Parse an option's comma-separated whole numbers of at least `least`.
 
     Raises:
-        typer.BadParameter: some are not.
+        typer.BadParameter: a part is not such a number.
     """
     found = [x for part in text.split(",") if (x := part.strip()).isdecimal() and int(x) >= least]
     if len(found) < text.count(",") + 1:
@@ -95,13 +95,13 @@ def listed(text: str, separator: str) -> list[str]:
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: how it may be called, a line for each."""
+    """Examples for the end of a command's help, one per line."""
     title = "Example" if len(lines) == 1 else "Examples"
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in lines)])  # \b: lines stay
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a text, on a terminal in lines that end between words."""
+    """Print a text; on a terminal, wrap lines between words."""
     console = Console(stderr=err)
     console.print(
         text, markup=False, highlight=False, emoji=False, soft_wrap=not console.is_terminal

@@ -126,8 +126,8 @@ def gc(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Then remove the least recently used blocks until the rest fits, e.g. 2GB or "
-            "500MiB; where the last use is unknown, the oldest."
+            help="Then remove the least recently used blocks (or the oldest, if uses are not "
+            "recorded) until the rest fits, e.g. 2GB or 500MiB."
         ),
     ] = None,
     json: JsonFlag = False,
@@ -151,7 +151,7 @@ def export(
     target: Annotated[str, typer.Argument(metavar="TO", help="The other store.")],
     json: JsonFlag = False,
 ) -> None:
-    """Copy all blocks to another store and check each; exit code 1 if one was not copied."""
+    """Copy all blocks to another store and check them; exit code 1 if a block was not copied."""
     with Working("copying blocks") as working:
         from kvkeep.store import open_store
 
@@ -179,7 +179,7 @@ def byte_count(text: str) -> int:
     """Parse a number of bytes, such as 2GB, 500MiB or 1000.
 
     Raises:
-        BadParameter: the text is anything else.
+        BadParameter: the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if found is None:
