@@ -49,8 +49,7 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")
 ]
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = " KMGT"  # of powers of 1000, or of 1024 with an i
 
 
 def model_for(model: str | None, adapter: str | None) -> str | None:
@@ -64,15 +63,16 @@ def titled(model: str | None, adapter: str | None) -> str:
 
 
 def size_in_bytes(text: str, option: str) -> int:
-    """Parse an option's size such as 500MB or 2GiB.
+    """Parse an option's size such as 500MB, 2GiB or 1000000.
 
     Raises:
         BadParameter: the text is not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
         raise typer.BadParameter(f"{option} {text!r}: give a size such as 500MB, 2GB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _UNITS.index(unit.upper() or " "))
 
 
 def whole_numbers(text: str, option: str, least: int = 1) -> list[int]:
