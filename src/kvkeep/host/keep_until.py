@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.host.specs import Specs
-from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
+from kvkeep.host.specs import Specs, changed, each
+from kvkeep.spec import CacheSpec
 
 Marker = str | Tensor | Sequence[int]
 """Where the beginning of a prompt ends: a text in the prompt, or token ids."""
@@ -59,22 +59,16 @@ def keep_until(
         raise ShapeError(f"ids {tuple(ids.shape)}; give the ids of one prompt, (n,) or (1, n)")
     tokens = ids.flatten().tolist()
     stop = _end_of(marker, tokens, tokenizer)
-    spec = parse_specs(spec) if isinstance(spec, str) else spec
-    if isinstance(spec, CacheSpec):
-        each = [spec]
-    elif isinstance(spec, Mapping | Sequence) and spec:
-        each = list(map(as_spec, spec.values() if isinstance(spec, Mapping) else spec))
-    else:
+    if not isinstance(spec, str | CacheSpec | Mapping | Sequence) or not spec:
         raise SpecError(f"spec {spec!r}; give text such as 'window:1024', a list or a mapping")
-    found = [_keeping(one, stop, len(tokens), most) for one in each]
-    if not any(one.policy.evicts for one in each):
+    found = changed(spec, lambda one: _keeping(one, stop, len(tokens), most))
+    given = each(spec)
+    if not any(one.policy.evicts for one in given):
         raise SpecError(
-            f"{each[0]} keeps every token, so there is nothing to protect; give a policy that "
+            f"{given[0]} keeps every token, so there is nothing to protect; give a policy that "
             "evicts, such as window:1024, or no marker"
         )
-    if isinstance(spec, Mapping):
-        return PerType(dict(zip(spec, found, strict=True)))
-    return found[0] if isinstance(spec, CacheSpec) else found
+    return found
 
 
 def _end_of(marker: Marker, tokens: list[int], tokenizer: Any) -> int:

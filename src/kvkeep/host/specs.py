@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvkeep.errors import SavedCacheError, SpecError
@@ -88,7 +88,7 @@ def file_in(spec: Specs) -> str | None:
     Raises:
         SpecError: the text is not a spec.
     """
-    return next((one.policy.file for one in _each(spec) if one.policy.file), None)
+    return next((one.policy.file for one in each(spec) if one.policy.file), None)
 
 
 def from_saved(
@@ -113,15 +113,23 @@ def from_saved(
             "that a file names; give the scorer: load(..., scorer=FILE), or for a session the "
             "cache kvzap:25%,scorer=FILE"
         )
-    read = [replace(x, policy=x.policy.reading(os.fspath(scorer))) for x in _each(spec)]
+    file = os.fspath(scorer)
+    return changed(spec, lambda one: replace(one, policy=one.policy.reading(file)))
+
+
+def changed(spec: Specs, change: Callable[[CacheSpec], CacheSpec]) -> Specs:
+    """The specs after a change of each, for the same layers."""
     if isinstance(spec, str):
         spec = parse_specs(spec)
+    if isinstance(spec, CacheSpec):
+        return change(spec)
     if isinstance(spec, Mapping):
-        return PerType(dict(zip(spec, read, strict=True)))
-    return read[0] if isinstance(spec, CacheSpec) else read
+        return PerType({name: change(as_spec(one)) for name, one in spec.items()})
+    return [change(as_spec(one)) for one in spec]
 
 
-def _each(spec: Specs) -> list[CacheSpec]:
+def each(spec: Specs) -> list[CacheSpec]:
+    """The specs as a list: one for all layers, for each layer, or for each type of layer."""
     if isinstance(spec, str):
         spec = parse_specs(spec)
     if isinstance(spec, CacheSpec):
