@@ -193,8 +193,8 @@ class PrefixStore(TextStore):
         """A cache of tokens. The stored prefix is shared; the rest is computed and stored.
 
         With policy `kvzip`, all tokens are compressed and stored as one text. But if the store
-        holds a compressed text of at least half of the tokens, the rest is computed, and neither
-        compressed nor stored.
+        holds a compressed text that is a prefix of the tokens, at least half of them, the rest is
+        computed, and neither compressed nor stored.
 
         A cache with a budget, with a codec that encodes blocks of tokens, or in host storage begins
         with exact slots of `keep_all`; missing exact slots are computed and stored, unless they do
