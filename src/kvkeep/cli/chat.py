@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /undo        remove the last turn
-/fork NAME   continue under another name, and leave this session as it is
+/fork NAME   continue under another name; this session does not change
 /save        save now (a session with a name is saved after every answer)
 /stats       show the cache's size
 /exit        quit; the end of input quits too

@@ -79,7 +79,7 @@ def whole_numbers(text: str, option: str, least: int = 1) -> list[int]:
     """Parse an option's comma-separated whole numbers of at least `least`.
 
     Raises:
-        typer.BadParameter: a part is not such a number.
+        typer.BadParameter: a part is not a whole number, or too small.
     """
     found = [x for part in text.split(",") if (x := part.strip()).isdecimal() and int(x) >= least]
     if len(found) < text.count(",") + 1:

@@ -39,7 +39,7 @@ class Working:
         self._shown, self._doing = shown, doing
         # With FORCE_COLOR rich treats any file as a terminal.
         self.live = self._console.is_interactive and self._console.file.isatty()
-        self._lock = RLock()  # rich draws in a thread of its own
+        self._lock = RLock()  # rich draws in another thread
         self._asked: Callable[[], float] | None = None
         self._bar = _Bar(self._ask, self._console, disable=not (shown and self.live))
         self._task = self._bar.add_task(doing, total=None)

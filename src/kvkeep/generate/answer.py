@@ -52,7 +52,7 @@ class Prompt:
         reuse: begins its caches from a store, and stores them.
 
     Attributes:
-        scores: the scores of its tokens but the first, if requested, as far as it was read.
+        scores: the scores of its read tokens except the first, if requested.
         own_bytes: the most bytes that each answer may hold by itself.
         shared_bytes: the bytes that its answers hold together: its tokens but the last, if they
             can be shared, and the copies of recurrent states for a store.

@@ -105,8 +105,7 @@ def learns_prompts(model: nn.Module) -> bool:
 
 
 def learns_prefixes(model: nn.Module) -> bool:
-    """Whether PEFT puts learned keys and values before a prompt, in a cache of its own (prefix
-    tuning)."""
+    """Whether PEFT puts learned keys and values before a prompt (prefix tuning)."""
     kind = getattr(_prompt_config(model), "peft_type", None)
     return getattr(kind, "value", kind) in ("PREFIX_TUNING", "CARTRIDGE")
 

@@ -44,7 +44,7 @@ class ModelCache(Cache):
         places: each layer's index among all layers of the model, including layers without
             attention.
         activation: where the activated adapter started that computed some of the held tokens; None
-            if no such adapter did.
+            without an activated adapter.
 
     Raises:
         SpecError: a spec does not exist or does not fit the model.

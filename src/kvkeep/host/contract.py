@@ -237,7 +237,7 @@ class Host(ABC):
 
     def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
         """Feed the next tokens of several sequences in one forward, without padding. A sequence's
-        result equals that of a forward of its own, up to rounding. If the forward fails, every
+        result equals that of a separate forward, up to rounding. If the forward fails, every
         cache that evicted nothing returns to its state before.
 
         Args:

@@ -1,6 +1,6 @@
 """Foreign hooks: functions set in a model by its user, which may change keys and values.
 
-What such a function computes cannot be hashed, because it may depend on anything.
+A hook's results cannot be hashed, because they may depend on anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIBRARIES = {
 adapters, which a fingerprint covers."""
 
 _PROCESS = token_hex(4)
-"""Distinguishes this process's hooks from those of any other."""
+"""Distinguishes this process's hooks from other processes' hooks."""
 
 _next = count(-1, -1)
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

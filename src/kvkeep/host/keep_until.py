@@ -105,7 +105,7 @@ def _end_of_text(text: str, tokens: list[int], tokenizer: Any) -> int | None:
 
 def _keeping(spec: CacheSpec, stop: int, prompt: int, most: float) -> CacheSpec:
     """A spec that keeps the first `stop` tokens of a prompt."""
-    spec.policy.keeping(0)  # raises if the policy cannot, whatever its budget
+    spec.policy.keeping(0)  # raises if the policy has no `keep_to`
     budget = spec.policy.at(prompt).budget
     if budget is not None and stop > most * budget:
         raise SpecError(

@@ -7,12 +7,12 @@
 - An identity covers everything else that slots depend on: weights, adapters, rotary parameters,
   dtypes, autocast, codecs, whether attention is kvkeep's, and a namespace. A model with hooks of
   its user has no identity and is refused.
-- Stored slots are those of `keep_all`, plain or in a codec that encodes single tokens. A cache with
+- Slots of `keep_all` are stored, plain or in a codec that encodes single tokens. A cache with
   a budget begins with plain slots (`beginning`). A policy that needs mass or queries is fed the
   last tokens again.
 - `generate()` uses a store only where transformers would build a plain `DynamicCache`. Rows of a
   batch share their common beginning.
-- The states of recurrent layers are stored after some tokens; a hit ends at the last such token.
+- The states of recurrent layers are stored after some tokens; a hit ends at one of these tokens.
 - A hit is a list of frozen runs: filling a cache with it copies nothing, and the cache may outlive
   the entry. Entries that a hit locks, or that begin other entries, are not evicted. Bytes and locks
   are derived from the entries, never counted, so an interrupt cannot make them wrong.

@@ -46,7 +46,7 @@ class BackendTexts:
         geometry: ModelGeometry,
         marks: Marks,
     ) -> None:
-        """Write the blocks of a text that the backend lacks, and those without the recurrent states
+        """Write the blocks of a text that the backend lacks, or has without the recurrent states
         after their last token.
 
         Args:
@@ -104,8 +104,8 @@ class BackendTexts:
     def write_compressed(self, identity: str, text: CompressedText) -> None:
         """Write a compressed text as one block, unless the backend has it.
 
-        Its key has a hash of the text's first 2**k tokens, for the greatest such number, in place
-        of the hash of preceding tokens.
+        Its key has a hash of the text's first 2**k tokens, for the greatest possible k, in place of
+        the hash of preceding tokens.
         """
         first, geometry = digest(text.tokens[: 1 << _power(len(text.tokens))]), text.geometry
         layers = text.content, geometry.routed, geometry.of_rows
@@ -120,7 +120,7 @@ class BackendTexts:
         longer_than: int,
         geometry_of: Callable[[], ModelGeometry],
     ) -> CompressedText | None:
-        """The longest compressed text that is a prefix of `tokens` and `longer_than` that many
+        """The longest compressed text that is a prefix of `tokens` and has more than `longer_than`
         tokens; None if there is none."""
         for key in self._compressed(identity, tokens, longer_than):
             block = self._backend.get(key)

@@ -28,8 +28,8 @@ class StoredNode(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Statistics of a store. `entries` and `tokens` include `compressed_entries` and
-    `compressed_tokens`, those of compressed texts. `hit_tokens` of `asked_tokens` were found.
+    """Statistics of a store. `entries` and `tokens` include the `compressed_entries` and
+    `compressed_tokens` of compressed texts. `hit_tokens` of `asked_tokens` were found.
     `refused` counts texts that could not be stored, for example because their cache had evicted
     tokens."""
 

@@ -97,7 +97,7 @@ class RadixTree:
     def insert(
         self, tokens: Tensor, content_of: Callable[[int, int], Stretch], priority: int = 0
     ) -> list[Node]:
-        """Store `tokens`; `content_of(start, stop)` is called for those that are new.
+        """Store `tokens`; `content_of(start, stop)` is called for new tokens.
 
         Returns:
             The nodes that hold the tokens, from the root's child down.
