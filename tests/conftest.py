@@ -6,11 +6,13 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.testing
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -25,8 +27,14 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
 
 
+# Typer would make all commands anew for each call of one: a third of the time of a test.
+typer.testing._get_command = cache(typer.testing._get_command)
+
+
 def pytest_configure() -> None:
-    """Workers share the cores, or their threads would wait for each other."""
+    """Workers share the cores, or their threads would wait for each other. Python's collector rests
+    until the tests are collected: it would look through what is imported again and again."""
+    gc.disable()
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, torch.get_num_threads() // workers)
     torch.set_num_threads(threads)
@@ -38,6 +46,7 @@ def pytest_collection_finish() -> None:
     that it looks for garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
@@ -111,13 +120,16 @@ def fresh_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 @pytest.fixture
 def saved_graphs(
-    fresh_graphs: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    fresh_graphs: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
 ) -> None:
-    """Like `fresh_graphs`, with the compiled steps on disk of other tests."""
+    """Like `fresh_graphs`, with the compiled steps of other tests, and of earlier runs in pytest's
+    cache: the name of a program says what it depends on, kvkeep's own sources included."""
     from kvkeep.hf import saved_steps
 
-    found = tmp_path_factory.getbasetemp() / "steps"
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        found = found.parent.parent / "steps"
+    cache = getattr(pytestconfig, "cache", None)
+    found = tmp_path_factory.getbasetemp() / "steps" if cache is None else cache.mkdir("steps")
     found.mkdir(exist_ok=True)
     monkeypatch.setattr(saved_steps, "directory", lambda: found)

@@ -1,4 +1,4 @@
-"""An extension of griffe: what it reads of this package's classes and docstrings."""
+"""An extension of griffe for this package's classes and docstrings."""
 
 from __future__ import annotations
 

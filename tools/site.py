@@ -28,7 +28,7 @@ EXAMPLES = "examples"
 COMMANDS = "reference/command-line.md"
 
 _EXAMPLES = re.compile(r"^\x08\n(Examples?):\n((?: +kvkeep .*\n)+)", re.MULTILINE)
-"""The end of a command's help, whose lines click leaves as they are."""
+"""The end of a command's help, whose line breaks click keeps."""
 
 _INCLUDED = {
     "README.md": "index.md",

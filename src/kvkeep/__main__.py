@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def _quiet() -> None:
-    """Keep what libraries warn of out of the output, unless Python or they are told otherwise."""
+    """Hide the warnings of libraries, unless options of Python or of the libraries ask for them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if "--debug" not in sys.argv and not sys.warnoptions:

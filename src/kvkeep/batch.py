@@ -1,7 +1,7 @@
 """The former name of `kvkeep.generate`."""
 
 raise ImportError(
-    "kvkeep.batch is now kvkeep.generate, whose SamplingParams holds what Settings and Sampling "
-    "held; import from there",
+    "kvkeep.batch is now kvkeep.generate, and Settings and Sampling are now SamplingParams; import "
+    "them from there",
     name="kvkeep.batch",
 )

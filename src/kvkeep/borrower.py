@@ -1,4 +1,4 @@
-"""Borrower: who uses the layers of a cache, such as the steps of a CUDA graph."""
+"""Borrower: a user of a cache's layers, such as the steps of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Borrower(Protocol):
-    """Uses the layers of a cache, which nobody else may touch meanwhile."""
+    """Uses the layers of a cache exclusively."""
 
     @property
     def fed(self) -> int:

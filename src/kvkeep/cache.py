@@ -68,13 +68,13 @@ class Cache:
     Layers may differ in policy, codec, storage, widths and device. Every forward feeds all layers.
 
     Args:
-        layers: the layers that attend.
-        carried: the states of layers that do not attend but are recurrent; None: there are none.
-            They are part of whatever is done to the cache. `crop` and `rewind` return them only to
-            points where `mark` was called.
+        layers: the attention layers.
+        carried: the states of recurrent layers; None: the model has none. All operations of the
+            cache include them. `crop` and `rewind` return them only to points where `mark` was
+            called.
 
     Attributes:
-        carried: these states; false if there are none.
+        carried: the recurrent states; false if there are none.
     """
 
     recurrent = Renamed("Cache.carried, which is never None")
@@ -159,8 +159,8 @@ class Cache:
                 layer.crop(tokens)
 
     def rewind(self, columns: int) -> None:
-        """Return to the state after `columns` columns. Also works after an interrupted forward,
-        which fed some layers more than others.
+        """Return to the state after `columns` columns. Also works after an interrupted forward, in
+        which not all layers were fed.
 
         Raises:
             RollbackError: a layer cannot return to it; nothing is changed.
@@ -235,9 +235,9 @@ class Cache:
         self._take_rows(index)
 
     def hide(self, shown: Tensor) -> None:
-        """Empty the slots of columns that were fed as tokens, such as the columns that `generate`
-        feeds to rows that have ended. No later query sees them. Later tokens keep the positions
-        that they would have had, so windows reach as far back.
+        """Empty the slots of fed columns, such as the columns that `generate` feeds to rows that
+        have ended. No later query sees them. The positions of later tokens do not change, so
+        windows reach as far back.
 
         Args:
             shown: bool (B, columns fed), False for the columns to empty.
@@ -380,8 +380,7 @@ class Cache:
 
     @property
     def tokens(self) -> Tensor | None:
-        """Token ids of the first columns fed, int64 (B, n), as far as they are known; None: none
-        are known."""
+        """The known token ids of the first columns fed, int64 (B, n); None: not known."""
         return self.layers[0].tokens if self.layers else None
 
     def note_tokens(self, tokens: Tensor, after: int = 0) -> None:

@@ -10,12 +10,12 @@ from kvkeep.errors import MissingPackageError
 
 @contextmanager
 def needed_by(feature: str, extra: str, package: str = "kvkeep") -> Iterator[None]:
-    """Wrap the imports of packages that are not among kvkeep's required dependencies.
+    """Wrap the imports of optional packages.
 
     Args:
-        feature: what the packages are for, as the start of a sentence.
+        feature: the feature that needs the packages, as the start of a sentence.
         extra: the name under `[project.optional-dependencies]` that installs them.
-        package: whose extra it is.
+        package: the distribution with this extra.
 
     Raises:
         MissingPackageError: a package is not installed or cannot be imported.

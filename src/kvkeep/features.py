@@ -1,4 +1,4 @@
-"""What not every model can do with a cache. Whatever is special about a model says why not."""
+"""Features that some models lack, with the reasons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Feature(Enum):
-    """Something that a model may lack. The value names it in messages."""
+    """A feature that a model may lack. The value names it in messages."""
 
     COMPILED = "a compiled graph"
     GRAPHED = "a CUDA graph"
@@ -33,5 +33,5 @@ Lacks = Mapping[Feature, str]
 
 
 def unsupported(clause: str, *features: Feature) -> Lacks:
-    """Features that do not support a model, because it is as the clause says."""
+    """Reasons why a model lacks features: a clause about the model for all of them."""
     return {one: f"{clause}, which {one.value} does not support" for one in features}

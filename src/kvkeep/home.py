@@ -1,4 +1,4 @@
-"""Where kvkeep keeps sessions and compiled steps, and packages the models that they fetch."""
+"""The directory of sessions, compiled steps and fetched models."""
 
 from __future__ import annotations
 

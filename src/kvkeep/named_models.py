@@ -21,14 +21,14 @@ class NamedModel(Protocol):
 
     @property
     def description(self) -> str:
-        """What it is, in one line."""
+        """One line about the model."""
 
     @property
     def directory(self) -> Path:
         """The directory of the model, which exists once it has been fetched."""
 
     def fetch(self, progress: Callable[[str, float | None], None]) -> Path:
-        """Fetch the model, unless that was done before, for transformers to load.
+        """Fetch the model, unless it is there, for transformers to load.
 
         Args:
             progress: see `kvkeep.host.progress.Progress`.
@@ -39,7 +39,7 @@ class NamedModel(Protocol):
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The entry points of models, by short name; none is imported."""
+    """The entry points of models by short name, without importing them."""
     return {one.name: one for one in entry_points(group=GROUP)}
 
 

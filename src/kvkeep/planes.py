@@ -69,7 +69,7 @@ class Reach(NamedTuple):
 
 
 class OwnWindow(int):
-    """A layer's own sliding window: a query sees the last so many tokens, its own included."""
+    """A layer's own sliding window, in tokens, the query's own included."""
 
     named: ClassVar[str] = "a sliding window"
 
@@ -93,16 +93,16 @@ class Chunks(OwnWindow):
         return query % self + 1
 
     def hides(self, kept: Reach | None, n: int, length: int | None, fed: int) -> bool:
-        """Whether it hides a slot from some query, in rows without padding. The arguments are those
-        of `limits`."""
+        """Whether the window hides a slot from a query, in rows without padding. See `limits` for
+        the arguments."""
         if length is None or fed <= self:
             return length is None
-        # A policy that only drops what lies before the chunk holds the newest tokens.
+        # A policy with the same reach holds the newest tokens.
         return n > 1 or kept != Reach(self) or length - 1 > (fed - 1) % self
 
 
 def own_window(size: int | None, chunked: bool = False) -> OwnWindow | None:
-    """The window of this size; None: there is none."""
+    """The window of a size; None: no window."""
     if size is None or isinstance(size, OwnWindow):
         return size
     return Chunks(size) if chunked else OwnWindow(size)

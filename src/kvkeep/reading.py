@@ -1,4 +1,4 @@
-"""Reads files safely, whatever is at the path."""
+"""Reads regular files safely."""
 
 from __future__ import annotations
 

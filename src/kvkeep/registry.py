@@ -1,5 +1,5 @@
 """Registries: the policies, codecs and storages that a spec can name. A class is imported when it
-is first used, and nothing here imports torch, so that shells complete specs quickly."""
+is first used, and this module does not import torch, so that shells complete specs quickly."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Part(NamedTuple):
 
     Args:
         kind: the name of its class.
-        suggested: the spec that a shell suggests; empty: none.
-        example: a spec for tests with small options; empty: none.
+        suggested: the spec that shell completion suggests; may be empty.
+        example: a spec with small options for tests; may be empty.
         error: of a codec, the largest error of one token's key or value, relative to its norm, for
             small widths and normally distributed elements. The distance of two different tokens
             is then 1.4.
@@ -35,8 +35,8 @@ def exports(
     others: Mapping[str, Sequence[str]],
     renamed: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], list[str]]:
-    """The `__getattr__` of a package, which imports a public name when it is first used, and its
-    `__all__`. `dir` lists all of them too.
+    """The `__getattr__` of a package, which imports a public name when it is first used, and the
+    `__all__`, which is also the result of `dir`.
 
     Args:
         module: the package's `globals()`.

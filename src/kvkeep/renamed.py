@@ -1,4 +1,4 @@
-"""Names of earlier versions, whose errors say what they are now."""
+"""Names of earlier versions, which raise errors with the new names."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def require_new_names(kind: type) -> None:
 
 
 def refuse_name(package: str, name: str, now: Mapping[str, str]) -> NoReturn:
-    """What a package's `__getattr__` does with a name that it does not have.
+    """Raise the error of a package's `__getattr__` for an unknown name.
 
     Args:
-        now: names of earlier versions -> where they are now, from the top-level package on.
+        now: names of earlier versions -> their present full names.
 
     Raises:
         ImportError: a name of an earlier version. An import statement would hide the text of an
             AttributeError.
-        AttributeError: any other.
+        AttributeError: any other name.
     """
     if name in now:
         raise ImportError(f"{package}.{name} is now {now[name]}", name=package)

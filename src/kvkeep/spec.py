@@ -361,7 +361,7 @@ def _names(kind: str) -> list[str]:
 
 
 def _elsewhere(kind: str, text: str, whole: str) -> str:
-    """What to write instead if `text`, given where a `kind` is expected, names another part of a
+    """A hint for an error, if `text` stands where a `kind` is expected but names another part of a
     spec; otherwise empty."""
     name = re.split("[:,/]", text, maxsplit=1)[0]
     for other, (_, sign) in _PARTS.items():

@@ -1,8 +1,8 @@
 """Threads for the cores that other processes leave idle, and that a container's limit allows.
 
 OpenMP's threads wait for each other at the end of every operation. If another process occupies the
-core of one, all others spin until the scheduler runs it again, and a decode step takes many times
-as long as on one thread. So the number of threads follows the load while text is generated.
+core of a thread, all other threads spin until it runs again, and a decode step takes many times as
+long as on one thread. So the number of threads follows the load while text is generated.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import NamedTuple
 import torch
 
 OFF = "KVKEEP_THREADS"
-"""The environment variable that, set to "fixed", leaves the number of threads alone."""
+"""The environment variable; "fixed" keeps the number of threads constant."""
 
 _STAT, _GROUPS = Path("/proc/stat"), Path("/sys/fs/cgroup")
 _LEAST_S = 0.15
 """The shortest time over which load is measured: ticks are 10 ms long."""
 
 _GIVE_UP, _TAKE_BACK = 0.35, 0.15
-"""A core is given up once others use more than this part of it, and taken back below the second."""
+"""A core is given up when other processes use more than the first share of it, and taken back when
+they use less than the second."""
 
 
 class Load(NamedTuple):
@@ -50,7 +51,7 @@ class Load(NamedTuple):
 
 
 def read_load() -> Load | None:
-    """The load now; None where the system does not tell."""
+    """The load now; None if the system does not report it."""
     try:
         lines = _STAT.read_text(encoding="ascii").splitlines()
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
@@ -124,7 +125,7 @@ class Governor:
         self._lock = Lock()
 
     def threads(self, most: int) -> int:
-        """How many threads each of the running generations should use, at most `most`."""
+        """The number of threads that each running generation should use, at most `most`."""
         with self._lock:
             self._measure()
             last = self._last
@@ -157,12 +158,12 @@ _followed = local()
 
 @contextmanager
 def following_load(governor: Governor | None = None) -> Iterator[Callable[[], None]]:
-    """Within this context, calls of the function that it gives set the number of threads of this
-    Python thread by the load; call it before each step. At the end the number is what it was.
+    """A context with a function that sets the number of threads of this Python thread by the load;
+    call it before each step. The context restores the number at the end.
 
-    The number that the user has set is the most. Where kvkeep computes, results do not depend on
-    it; torch's matrix products may round differently, so it stays where torch is asked for
-    deterministic algorithms.
+    The user's number of threads is the maximum. kvkeep's own results do not depend on the number,
+    but torch's matrix products may round differently; so with torch's deterministic algorithms the
+    number does not change.
     """
     governor = governor or _governor
     outer = getattr(_followed, "adapt", None)
@@ -192,11 +193,11 @@ def following_load(governor: Governor | None = None) -> Iterator[Callable[[], No
 
 
 def advised(most: int) -> int:
-    """How many threads a generation would use now, of at most `most`; measured in 0.2 seconds."""
+    """The number of threads that a generation would use now, at most `most`; takes 0.2 seconds."""
     governor = Governor()
     sleep(0.2)
     return governor.threads(most)
 
 
 def _nothing() -> None:
-    """Leaves the number of threads alone."""
+    """Do not change the number of threads."""

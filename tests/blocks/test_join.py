@@ -1,4 +1,4 @@
-"""Texts that were computed apart and joined: a forward under a block-diagonal mask."""
+"""Texts that were computed separately and joined: a forward under a block-diagonal mask."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_text_behind_a_gap_is_never_stored():
     with kvkeep.attach(model), torch.inference_mode():
         moved = join_at(host_of(model), [alone(model, text)], [4], 13)
         require_kept(join(model, [alone(model, text)]))
-    with pytest.raises(UnsupportedError, match="texts that were computed apart"):
+    with pytest.raises(UnsupportedError, match="texts that were computed separately"):
         require_kept(moved)
 
 

@@ -142,7 +142,7 @@ def test_joined_blocks_are_never_stored_as_what_reading_gives(tokenizer, tmp_pat
     cache.save(tmp_path / "joined.kv")
     for joined in (cache, kvkeep.load(tmp_path / "joined.kv", model), cache.freeze().fork()):
         assert store.learn(model, tokens, joined) == 0
-        with pytest.raises(UnsupportedError, match="computed apart"):
+        with pytest.raises(UnsupportedError, match="computed separately"):
             store.insert("m", tokens, joined)
     assert store.known(*text) == start
 

@@ -93,9 +93,7 @@ def test_bash(tmp_path):
     program.chmod(0o755)
     lines = [
         "kvkeep gene",
-        "kvkeep generate --model sm",
         "kvkeep generate --cache keep_all+in",
-        "kvkeep bench op --dtype b",
         "kvkeep models show gem",
         "kvkeep eval --tasks qa,nee",
     ]
@@ -115,9 +113,7 @@ def test_bash(tmp_path):
     )
     assert ran.stdout.splitlines() == [
         "generate",
-        "smollm2-135m",
         "keep_all+int8 keep_all+int4",
-        "bfloat16",
         "gemma3-270m",
         "qa,needle",
     ], ran.stderr

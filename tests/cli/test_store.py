@@ -163,6 +163,6 @@ def test_an_empty_store(tmp_path):
     [("2GB", 2 * 10**9), ("500MiB", 500 * 2**20), ("1.5k", 1500), ("77", 77), ("3 tb", 3 * 10**12)],
 )
 def test_byte_counts(text, count):
-    from kvkeep.cli.store import byte_count
+    from kvkeep.cli.output import size_in_bytes
 
-    assert byte_count(text) == count
+    assert size_in_bytes(text, "--budget") == count

@@ -38,9 +38,9 @@ def test_each_prompt_is_the_adapters_from_its_invocation_on(stored):
         (several, _) = batch.add(prompts[0], SamplingParams(5), n=2)
         for _ in range(2):
             batch.step()
-        batch.add([5, 6], SamplingParams(30, priority=1))  # puts others aside
+        batch.add([5, 6], SamplingParams(30, priority=1))  # preempts another
         batch.step()
-        assert any(answer.aside is not None for answer in answers)
+        assert any(answer.preempted is not None for answer in answers)
         list(batch)
         for answer, whole in zip([*answers, several], [*expected, expected[0]], strict=True):
             assert answer.ids.tolist() == whole[0].tolist()

@@ -103,7 +103,7 @@ def test_a_prompt_is_scored_by_what_its_chunks_saw(model, spec):
     given = host.new_cache()
     with torch.inference_mode():
         host.forward(prompt[None, :4], given)
-    with pytest.raises(UnsupportedError, match="prompt_logprobs of a prompt of which"):
+    with pytest.raises(UnsupportedError, match="prompt_logprobs with a cache that already holds"):
         list(stream(model, prompt, asked, cache=given))
 
 
@@ -137,7 +137,7 @@ def test_answers_do_not_depend_on_company(model, seed):
     host = host_of(model)
     most = host.new_cache().bytes_of(host.geometries(), 60)
     batch = Batch(model, max_bytes=most, chunk=8, step_tokens=rng.choice((8, 16, 64)))
-    left, found, asides = list(cases), [], 0
+    left, found, preempted = list(cases), [], 0
     cancelled = rng.sample(range(12), 2)
     while left or batch.running or batch.waiting:
         for _ in range(min(len(left), rng.randint(0, 2))):
@@ -147,7 +147,7 @@ def test_answers_do_not_depend_on_company(model, seed):
                 found[-1][0].cancel()
         batch.step()
         assert batch.promised_bytes <= most
-        asides += sum(answer.aside is not None for answers in found for answer in answers)
+        preempted += sum(answer.preempted is not None for answers in found for answer in answers)
     for i, (answers, (prompt, params, spec, n)) in enumerate(zip(found, cases, strict=True)):
         options = {"n": n, "spec": spec, "chunk": 8, "progress": False}
         (expected,) = generate_many(model, [prompt], params, **options)
@@ -158,11 +158,11 @@ def test_answers_do_not_depend_on_company(model, seed):
             assert answer.tokens == own.tokens
             for mine, theirs in zip(answer.top_logprobs, own.top_logprobs, strict=True):
                 assert dict(mine) == pytest.approx(dict(theirs), abs=1e-4)
-    assert asides
+    assert preempted
 
 
 @pytest.mark.parametrize("host_bytes", [None, 0])
-def test_what_was_put_aside_goes_on_exactly(model, host_bytes, tmp_path):
+def test_preempted_answers_resume_exactly(model, host_bytes, tmp_path):
     host = host_of(model)
     most = host.new_cache().bytes_of(host.geometries(), 30)
     offload = None if host_bytes is None else Offload(host_bytes, str(tmp_path))
@@ -180,7 +180,7 @@ def test_what_was_put_aside_goes_on_exactly(model, host_bytes, tmp_path):
         assert offload.file_bytes == offload.host_bytes == 0
 
 
-def test_without_memory_the_youngest_is_put_aside(model, monkeypatch):
+def test_without_memory_the_youngest_is_preempted(model, monkeypatch):
     batch = Batch(model)
     answers = [batch.add(tokens(6, i), SamplingParams(4))[0] for i in range(3)]
     batch.step()
@@ -440,7 +440,7 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
     list(batch)
     reasons = [answer.reason for answer in answers]
 
-    # One who is put aside stays so while memory lacks, though what it takes is not known.
+    # A preempted answer waits while memory is short, though its size is not known.
     def starves(ids, cache, **options):
         if batch.running > 1:
             raise OutOfMemoryError("no memory")
@@ -452,7 +452,7 @@ def test_models_that_cannot_be_packed_are_computed_one_by_one(kind, monkeypatch)
     for _ in range(60):
         batch.step()
     assert [answer.tokens for answer in again] == expected
-    if kind == "dynamic":  # alone, so nobody can be put aside
+    if kind == "dynamic":  # alone, so no answer can be preempted
         assert reasons == ["error", "length", "error", "length"]
     else:
         assert reasons == ["length", "length", "error", "length"]
@@ -646,7 +646,7 @@ def test_refused_before_anything_is_changed(model):
 
 
 @pytest.mark.parametrize("name", ["put", "get"])
-def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, monkeypatch, name):
+def test_no_memory_to_preempt_or_resume_an_answer(model, monkeypatch, name):
     expected = [alone(model, tokens(9, i), SamplingParams(30))[0] for i in range(3)]
     real, calls = getattr(Offload, name), itertools.count()
 
@@ -666,7 +666,7 @@ def test_memory_that_lacks_for_putting_an_answer_aside_or_taking_it_back(model, 
     assert (first.tokens, high.tokens) == (expected[0], expected[2][:3])
     if name == "put":
         assert isinstance(low.error, OutOfMemoryError)
-        assert batch._asides.offload.host_bytes == 0
+        assert batch._preemption.offload.host_bytes == 0
     else:
         assert low.tokens == expected[1]
 

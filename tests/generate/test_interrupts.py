@@ -59,7 +59,7 @@ def once(ids, logits):
 
 class Scenario:
     """A batch in the midst of what its steps do: answers that begin, from a store too, that share a
-    prompt, are put aside and taken back, evict, sample, have text, stop, and end."""
+    prompt, are preempted and resumed, evict, sample, have text, stop, and end."""
 
     def __init__(self, model):
         once.seen = set()
@@ -130,7 +130,7 @@ class Scenario:
                 assert own[4] == pytest.approx(wanted[4], abs=1e-4)
                 assert len(told) == len(answer.tokens)
         assert set(self.ended) == set(self.answers)
-        offload = self.batch._asides.offload
+        offload = self.batch._preemption.offload
         assert offload.host_bytes == offload.file_bytes == 0
         (new,) = self.batch.add(tokens(11, 0), warm(9, logprobs=True))
         list(self.batch)

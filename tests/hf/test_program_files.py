@@ -63,6 +63,7 @@ def test_files_that_are_none(saved, tmp_path):
 def test_flipped(saved, tmp_path):
     with zipfile.ZipFile(saved) as archive:
         members = [m for m in archive.infolist() if m.file_size > 8]
+    members = list({os.path.dirname(m.filename): m for m in members}.values())  # one of each kind
     target = tmp_path / "a.pt2"
     for member in members:
         data = bytearray(saved.read_bytes())

@@ -6,13 +6,14 @@ from copy import deepcopy
 
 import pytest
 import torch
+from support.pairwise import pairwise
 from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
 
 LENGTH, PADS = 80, 20
-WINDOWS = [(16, 0), (16, 4)]
+WINDOWS, STORAGES = [(16, 0), (16, 4)], ["growing", "fixed", "concat"]
 NEAR = {"atol": 2e-5, "rtol": 1e-5}
 """To the float64 logits. The tiny model's large weights enlarge rounding: transformers' own float32
 forward is off by 1.3e-5. SmolLM2 is held to 1e-5."""
@@ -46,10 +47,11 @@ def reference(model, ids, size, sinks):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk", [1, 7, 64, LENGTH])
-@pytest.mark.parametrize("storage", ["growing", "fixed", "concat"])
-@pytest.mark.parametrize(("size", "sinks"), WINDOWS)
-def test_one_row(model, exact, ids, size, sinks, storage, chunk):
+@pytest.mark.parametrize(
+    ("window", "storage", "chunk"), pairwise(WINDOWS, STORAGES, [1, 7, 64, LENGTH])
+)
+def test_one_row(model, exact, ids, window, storage, chunk):
+    size, sinks = window
     row = ids[:1, :LENGTH]
     expected = reference(exact, row, size, sinks)
     with kvkeep.attach(model):
@@ -63,10 +65,11 @@ def test_one_row(model, exact, ids, size, sinks, storage, chunk):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk", [1, 7, 64, LENGTH + PADS])
-@pytest.mark.parametrize("storage", ["growing", "fixed", "concat"])
-@pytest.mark.parametrize(("size", "sinks"), WINDOWS)
-def test_ragged_batch_equals_its_rows_alone(model, exact, ids, size, sinks, storage, chunk):
+@pytest.mark.parametrize(
+    ("window", "storage", "chunk"), pairwise(WINDOWS, STORAGES, [1, 7, 64, LENGTH + PADS])
+)
+def test_ragged_batch_equals_its_rows_alone(model, exact, ids, window, storage, chunk):
+    size, sinks = window
     mask = torch.ones_like(ids)
     mask[0, :PADS] = 0
     position = (mask.cumsum(dim=1) - 1).clamp(min=0)

@@ -130,7 +130,7 @@ def test_specs_of_several_layers():
         (7, [3], {}, "spec 7; give text"),
         ("kvzip:50%", [3], {}, "kvzip cannot be told"),
         ("kvzap:50%,scorer=none", [3], {}, "kvzap cannot be told"),
-        ("h2o:16,keep_from=2,keep_to=4", [3], {}, "2 to 4 are kept already"),
+        ("h2o:16,keep_from=2,keep_to=4", [3], {}, "2 to 4 are already kept"),
         ("snapkv:16,window=12", [4], {}, "keeps 16 tokens, but protects 17"),
     ],
 )

@@ -72,7 +72,7 @@ def test_what_does_not_fit_the_budget_is_refused_by_its_size(model):
 
 
 def joined(model, texts, again):
-    """The logits (V,) after the last token of texts that were computed apart, each followed by the
+    """The logits (V,) after the last token of texts computed separately, each followed by the
     next, when the tokens at the positions `again` were then computed knowing all before them.
 
     Those tokens stand twice in one forward: as their own text has them, then as they are later.

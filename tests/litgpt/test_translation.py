@@ -103,7 +103,7 @@ def test_what_is_a_number_of_no_config_is_computed(tmp_path):
     model, gpt = pair()
     continued(model, tmp_path / "a.kv", ids())
     gpt.transformer.h[1].mlp.register_forward_hook(lambda _, __, output: output * 2)
-    with pytest.raises(SavedCacheError, match="other keys in layer 2"):
+    with pytest.raises(SavedCacheError, match="different keys in layer 2"):
         kvkeep.load(tmp_path / "a.kv", gpt)
 
 
@@ -165,9 +165,9 @@ def sharper(gpt):
         [
             (nudge, "weights differ"),
             (faster, "its rope_parameters is"),
-            (turned, "rotates keys otherwise"),
-            (coarser, "other keys in layer 2"),
-            (wider, "other windows"),
+            (turned, "rotates keys differently"),
+            (coarser, "different keys in layer 2"),
+            (wider, "different windows"),
             (sharper, "of another library.* of this LitGPT model"),
         ],
     ),

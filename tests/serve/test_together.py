@@ -124,14 +124,14 @@ def test_a_failed_admission_ends_that_request_only(endless, tokenizer, monkeypat
         expected = [create(prompt=prompt, **short).choices[0].text for prompt in ("A", "B")]
         stream = create(prompt="A", **LONG)
         given = [next(iter(stream)).choices[0].text]
-        begin = engine.batch._asides.take_back
+        begin = engine.batch._preemption.resume
 
         def fails(answer):
             if answer.params.max_new_tokens == 7:
                 raise ValueError("no")
             begin(answer)
 
-        monkeypatch.setattr(engine.batch._asides, "take_back", fails)
+        monkeypatch.setattr(engine.batch._preemption, "resume", fails)
         error = refusal(lambda: create(prompt="Hello.", **short | {"max_tokens": 7}), 500)
         assert "its log says why" in error["message"]
         assert create(prompt="B", **short).choices[0].text == expected[1]

@@ -215,7 +215,7 @@ def test_bad_input():
         (ShapeError, "give integers", torch.rand(9), cache, 0),
         (ShapeError, "give integers", torch.zeros(2, 9, dtype=torch.int64), cache, 0),
         (UnsupportedError, "evicted some of them", torch.arange(9), evicted, 0),
-        (UnsupportedError, "other tokens in each head", torch.arange(9), ragged, 0),
+        (UnsupportedError, "different tokens in each head", torch.arange(9), ragged, 0),
     ]
     for kind, message, tokens, given, row in cases:
         with pytest.raises(kind, match=message):

@@ -152,7 +152,7 @@ def test_in_a_loop_of_your_own():
     cache = store.prefill_rows(model, PROMPTS, spec="tova:24")
     assert (cache.rows, cache.fed) == (3, 40)
     assert store.prefill_rows(model, [ids(10), ids(10)]) is None
-    with pytest.raises(ShapeError, match="at least one of each"):
+    with pytest.raises(ShapeError, match="at least one token"):
         store.prefill_rows(model, [SHARED, SHARED[:0]])
     with pytest.raises(UnsupportedError, match="by itself"):
         store.prefill_rows(model, PROMPTS, spec="kvzip:50%")

@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         "host-lands-after-a-truncation",
         "storage/host.py",
-        "self.write_pending()  # to slots that may be others after the truncation",
+        "self.write_pending()  # before the truncation moves or frees the slots",
         "pass",
         "storage/test_host.py",
     ),

@@ -132,7 +132,7 @@ def batched(model: PreTrainedModel) -> list[list[int]]:
 
 
 def joined(model: PreTrainedModel) -> dict[str, Any]:
-    """Logits after texts that were computed apart, some of whose tokens were computed again."""
+    """Logits after texts computed separately, some of whose tokens were then computed again."""
     parts = prompt()[0, :-1].split(CHUNK)
     with kvkeep.attach(model), torch.inference_mode():
         cache = prefill(model, parts, recompute="boundary:3")

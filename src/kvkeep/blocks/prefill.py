@@ -1,4 +1,4 @@
-"""Builds a cache of tokens, some spans of which were computed elsewhere, at other positions."""
+"""Builds a cache from texts that were computed at other positions."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def prefill(
     store: PrefixStore | None = None,
     namespace: str = "",
 ) -> ModelCache:
-    """A cache of several texts in sequence, each computed by itself.
+    """A cache of several texts in sequence, each computed separately.
 
     Args:
         model: the model; attached, if tokens are to be recomputed.
         texts: token ids, int64 (n,), none empty; only the first should begin with a BOS token.
         recompute: which tokens of the texts after the first are recomputed, attending to all tokens
-            before them. 0: none (block-diagonal attention). "boundary:k": the first k of each text.
-            A share, such as 0.15: the tokens whose keys and values would change most (CacheBlend).
-            "all": all, which equals a plain prefill.
+            before them. 0: no tokens (block-diagonal attention). "boundary:k": the first k tokens
+            of each text. A share, such as 0.15: the tokens whose keys and values would change most
+            (CacheBlend). "all": all tokens, which equals a plain prefill.
         spec: spec of the cache. With a budget, the next forward sees all tokens, then evicts.
         store: the store for computed texts.
         namespace: namespace of the store's entries.

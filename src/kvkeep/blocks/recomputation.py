@@ -132,8 +132,8 @@ class _LaterLayer(_LayerProxy):
 
 
 class _SecondLayer(_LayerProxy):
-    """The second layer: it gets all candidates, and chooses the certain ones and those that differ
-    most."""
+    """The second layer: it computes all candidates, and chooses the certain tokens and the tokens
+    whose keys and values differ most."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor, certain: Tensor, count: int) -> None:
         super().__init__(layer, candidates)

@@ -40,9 +40,9 @@ def tokenized(
 ) -> tuple[Tensor, list[BlockTokens]]:
     """Tokenize a text, and find the tokens of each block.
 
-    The text is tokenized once, as a whole, so its tokens are the plain prompt's. A block's tokens
-    are those within its mark; a token across its boundary is not one of them. A block whose
-    boundary falls within a word is refused.
+    The text is tokenized once, as a whole, so the tokens are the plain prompt's. A block has the
+    tokens within its mark, without tokens across its boundary. A block whose boundary falls within
+    a word is refused.
 
     Args:
         marks: locations of the blocks, nested blocks after their containers; or why a block is

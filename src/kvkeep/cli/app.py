@@ -1,4 +1,4 @@
-"""The command `kvkeep`: the list of its commands, those of other packages included."""
+"""The command `kvkeep`: its subcommands, and those of other packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ app = typer.Typer(
     cls=Commands,
     rich_markup_mode=None,  # rich would cut long words
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # errors.py says how commands end
+    pretty_exceptions_enable=False,  # errors.py prints errors
     epilog=examples('kvkeep generate "Why is the sky blue?" --cache window:1024,sinks=4'),
 )
 
@@ -89,7 +89,7 @@ app.add_typer(store, name="store")
 for entry in entry_points(group="kvkeep.commands"):
     try:
         entry.load()(app)
-    except Exception as error:  # of another package; the other commands work without it
+    except Exception as error:  # in another package; the other commands still work
         typer.echo(f"warning: the commands of {entry.value} cannot be loaded: {error}", err=True)
 
 __all__ = ["app"]

@@ -1,4 +1,4 @@
-"""`kvkeep chat`: a conversation in the terminal, which can be continued later."""
+"""`kvkeep chat`: a conversation in the terminal that can be continued later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /undo        remove the last turn
-/fork NAME   continue under another name, and leave this session as it is
+/fork NAME   continue under another name; this session does not change
 /save        save now (a session with a name is saved after every answer)
 /stats       show the cache's size
 /exit        quit; the end of input quits too
@@ -50,7 +50,7 @@ def chat(
     session: Annotated[
         str | None,
         typer.Option(
-            help="Save the conversation under this name, or continue the one saved.",
+            help="Save the conversation under this name, or continue the saved one.",
             autocompletion=completed,
         ),
     ] = None,
@@ -120,7 +120,7 @@ def _converse(talk: Session, **options: Any) -> None:
             typer.echo(f"{sign}{message['content']}\n")
     say(f"{_status(talk)}; /help lists commands\n", err=True)
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # require_utf8 reports it, for each line
+        sys.stdin.reconfigure(errors="surrogateescape")  # require_utf8 reports wrong lines
     while sys.stdin is not None:
         try:
             text = input("> ").strip()
@@ -151,7 +151,7 @@ def _converse(talk: Session, **options: Any) -> None:
 
 
 def _answered(talk: Session, text: str, **options: Any) -> Answer:
-    """Ask, and show the answer as it comes."""
+    """Ask, and show the answer while it is generated."""
     with Working("reading") as working:
 
         def show(piece: str) -> None:

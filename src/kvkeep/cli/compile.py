@@ -21,8 +21,8 @@ Compile = Annotated[
     bool | None,
     typer.Option(
         "--compile/--no-compile",
-        help="Compile decode steps first, or use none that are compiled; default: use them, and "
-        "compile them once the model has generated enough for that to pay.",
+        help="Compile decode steps first, or use no compiled steps; default: use compiled steps, "
+        "and compile them once the model has generated enough tokens to save time.",
         show_default=False,
     ),
 ]
@@ -31,11 +31,12 @@ Compile = Annotated[
 def compile_if_it_pays(
     model: Any, asked: bool | None, tokens: int, working: Working, sequences: int = 1
 ) -> None:
-    """Compile the steps of a loaded model, unless `asked` says what to do.
+    """Compile the steps of a loaded model if that saves time and the option is not given.
 
     Args:
-        tokens: the most that the command generates.
-        sequences: how many answers it generates at once.
+        asked: the option --compile or --no-compile; None: not given.
+        tokens: the most tokens that the command generates.
+        sequences: the number of answers that it generates at once.
     """
     from kvkeep.errors import UnsupportedError
     from kvkeep.hf.compile_ahead import compile_steps, note_tokens, pays
@@ -57,7 +58,7 @@ def compile_if_it_pays(
 def compile(
     model: ModelName = None,
     sequences: Annotated[
-        int, typer.Option(min=1, max=32, help="Also batches of up to this many sequences.")
+        int, typer.Option(min=1, max=32, help="Also compile batches of up to this many sequences.")
     ] = 1,
     dtype: ModelDtype = "auto",
     json: JsonFlag = False,

@@ -1,4 +1,4 @@
-"""What a shell suggests for the values of options. Nothing here imports torch."""
+"""Shell completion of option values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Completion = Callable[[str], list[str]]
 
 
 def specs(incomplete: str) -> list[str]:
-    """Specs with this prefix. After a semicolon another spec begins."""
+    """Specs with this prefix. A semicolon separates specs."""
     before, semicolon, spec = incomplete.rpartition(";")
     codecs, storages = _suggested(codec.PARTS), _suggested(storage.PARTS)
     policies = [*_suggested(policy.PARTS), *(f"{alias}:1024" for alias in policy.ALIASES)]
@@ -53,7 +53,7 @@ def one_of(*values: str) -> Completion:
 
 
 def several_of(*values: str) -> Completion:
-    """Completes the last of several values, which commas separate."""
+    """Completes the last of several comma-separated values."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -75,7 +75,7 @@ def _matching(beginning: str, names: Iterable[str]) -> list[str]:
 
 
 def _directories(incomplete: str, files: Iterable[str]) -> list[str]:
-    """Directories with this prefix that contain one of `files`."""
+    """Directories with this prefix that contain a file of `files`."""
     before, slash, _ = incomplete.rpartition("/")
     with suppress(OSError):
         return sorted(

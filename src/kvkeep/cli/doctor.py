@@ -1,4 +1,4 @@
-"""`kvkeep doctor`: this machine's versions and devices, and which backends it can use and why."""
+"""`kvkeep doctor`: this machine's versions and devices, and which attention backends it can use."""
 
 from __future__ import annotations
 

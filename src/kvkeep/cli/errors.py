@@ -1,4 +1,4 @@
-"""How a command ends: errors and interrupts as one line, and the exit code."""
+"""The end of a command: one line for errors and interrupts, and the exit code."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ OWN, OTHER = 2, 1
 """Exit codes of kvkeep's own errors and wrong usage, and of any other error."""
 
 _INTERRUPTED, _NOT_READ = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
-_OF_LAB = ("bench", "calibrate", "eval", "inspect")
+_LAB_COMMANDS = ("bench", "calibrate", "eval", "inspect")
 _DEBUG, _IMPORT = "--debug", "--import"
 
-# click's, or that of the copy of click inside typer
+# click's class, or the class of typer's copy of click
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """A command that has others, of which its help says all of their first paragraphs."""
+    """A group of commands whose help shows the first paragraph of each command's help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """See click's `Group.format_commands`."""
@@ -39,13 +39,13 @@ class Group(TyperGroup):
 
 
 def summary(command: Any) -> str:
-    """What the help of a command says first: its first paragraph."""
+    """The first paragraph of a command's help."""
     return " ".join((command.help or "").partition("\n\n")[0].split())
 
 
 class Commands(Group):
-    """The command `kvkeep`: all of its commands end as this module says, and take --debug and
-    --import anywhere before "--"."""
+    """The command `kvkeep`: handles the errors of all commands, and takes --debug and --import
+    anywhere before "--"."""
 
     def main(
         self,
@@ -71,7 +71,7 @@ class Commands(Group):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """See click's `Group.get_command`."""
         command = super().get_command(ctx, cmd_name)
-        if command is None and cmd_name in _OF_LAB and not ctx.resilient_parsing:
+        if command is None and cmd_name in _LAB_COMMANDS and not ctx.resilient_parsing:
             raise MissingPackageError(
                 f"kvkeep {cmd_name} is a command of kvkeep-lab; pip install kvkeep-lab"
             )
@@ -97,13 +97,13 @@ def reported(*, debug: bool) -> Iterator[None]:
     except (KeyboardInterrupt, typer.Abort):
         typer.echo(err=True)  # ends the line with ^C
         raise typer.Exit(_INTERRUPTED) from None
-    except BrokenPipeError:  # what reads the output needs no more, such as `head`
+    except BrokenPipeError:  # the reader of the output has ended, such as `head`
         _discard_output()
         raise typer.Exit(_NOT_READ) from None
     except Exception as error:
         if debug:
             traceback.print_exc()
-        message, code = _told(error)
+        message, code = _message(error)
         if message:
             print_error(message)
         raise typer.Exit(code) from None
@@ -115,8 +115,8 @@ def print_error(message: str) -> None:
     typer.echo(" ".join(message.split()), err=True)
 
 
-def _told(error: Exception) -> tuple[str, int]:
-    """What to say of an error, and the exit code."""
+def _message(error: Exception) -> tuple[str, int]:
+    """The message of an error, and the exit code."""
     if isinstance(error, KVKeepError):
         return str(error), OWN
     if not isinstance(error, _UsageError):
@@ -135,8 +135,8 @@ def _told(error: Exception) -> tuple[str, int]:
 
 
 def _with_value(usage: Any) -> str:
-    """The message of wrong usage. In newer versions of typer, pydantic's error has the value that
-    the message calls "Input"."""
+    """The message of wrong usage. Newer versions of typer call the value "Input"; pydantic's error
+    has it."""
     found: list[Any] = getattr(usage.__cause__, "errors", list)()
     if not found:
         return str(usage.message)
@@ -144,8 +144,7 @@ def _with_value(usage: Any) -> str:
 
 
 def _with_globals_first(args: Sequence[str]) -> list[str]:
-    """The arguments, with --debug and each --import at the beginning if they are among the
-    options, --debug first."""
+    """The arguments with --debug and each --import moved to the beginning, --debug first."""
     args = list(args)
     end = args.index("--") if "--" in args else len(args)
     debug, imports, others = list[str](), list[str](), list[str]()
@@ -163,7 +162,7 @@ def _with_globals_first(args: Sequence[str]) -> list[str]:
 
 
 def _discard_output() -> None:
-    """Let what is still written to stdout, when Python ends, go nowhere."""
+    """Discard what Python still writes to stdout at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

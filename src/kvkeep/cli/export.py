@@ -75,10 +75,10 @@ def export(
 
 
 def _require_writable(path: Path) -> None:
-    """Check, before anything is computed, that a file can be written at `path` afterwards.
+    """Check that a file can be written at `path`, before the computation.
 
     Raises:
-        BadParameter: its directory does not exist or cannot be written, or it is a directory.
+        BadParameter: the path is a directory, or its directory is missing or cannot be written.
     """
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a directory; give the name of a file")
@@ -87,5 +87,5 @@ def _require_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise typer.BadParameter(
-            f"{path} cannot be written: {error.strerror}; give a file in a directory that can"
+            f"{path} cannot be written: {error.strerror}; give a file in a writable directory"
         ) from error

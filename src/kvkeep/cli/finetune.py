@@ -1,4 +1,4 @@
-"""`kvkeep finetune`: train an adapter or a model with the cache that it will be served with."""
+"""`kvkeep finetune`: train an adapter or a model with the cache that will serve it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def finetune(
             from kvkeep.host.placement import device_named
 
             with launched(device_named(device), offload=options.offload) as place:
-                # What is wrong with these shows before the model is loaded.
+                # Check options and data before loading the model.
                 options = options.checked()
                 classify = options.task == "classify"
                 for file in (data, *([] if evaluation is None else [evaluation])):
@@ -145,7 +145,7 @@ def finetune(
 
 
 def _with_options(command: Callable[..., None]) -> inspect.Signature:
-    """The signature of a command whose other arguments are options of a run."""
+    """The signature of the command: its own parameters, then one for each field of `Options`."""
     own = [
         one
         for one in inspect.signature(command, eval_str=True).parameters.values()
@@ -166,10 +166,10 @@ def _with_options(command: Callable[..., None]) -> inspect.Signature:
 
 
 def _option(field: Field[Any]) -> Any:
-    """An option of the command for an option of a run."""
+    """The command's option for a field of `Options`."""
     told, flags = field.metadata, list[str]()
     if field.type == "bool":
-        flags = ["--" + field.name.replace("_", "-")]  # and none that says no
+        flags = ["--" + field.name.replace("_", "-")]  # without --no-...
     completing = specs if field.name == "cache" else one_of(*told["choices"])
     return typer.Option(*flags, help=told["help"], min=told["least"], autocompletion=completing)
 
@@ -194,7 +194,7 @@ def _print(model: str, result: dict[str, Any], json: bool) -> None:
 
 
 def _dtype(name: str, full: bool, offload: bool) -> str:
-    """The dtype to load a model in, on the CPU if it will be sharded."""
+    """The dtype for loading a model."""
     if name == "auto" and full:
         return "float32"  # small updates of all weights would be lost in bfloat16
     return "bfloat16" if name == "auto" and offload else name
@@ -202,8 +202,8 @@ def _dtype(name: str, full: bool, offload: bool) -> str:
 
 @contextmanager
 def _ended() -> Iterator[None]:
-    """A context at whose end a process of torchrun exits at once. Its group is not freed: Python
-    would wait for gloo's thread, and that thread, if it still holds a tensor, for Python's lock."""
+    """A context at whose end a process of torchrun exits immediately, without freeing its group:
+    Python would wait for gloo's thread, which may wait for Python's lock to free a tensor."""
     if "RANK" not in os.environ:
         yield
         return
@@ -224,7 +224,7 @@ def _ended() -> Iterator[None]:
 
 
 def _chunks(text: str | None) -> tuple[int | None, int | None]:
-    """The least number of tokens in a chunk, if it is drawn, and the greatest."""
+    """The least number of tokens in a chunk (None: the size is fixed), and the greatest."""
     if text is None:
         return None, None
     found = re.fullmatch(r"(?:([1-9][0-9]*)-)?([1-9][0-9]*)", text.strip())

@@ -1,4 +1,4 @@
-"""`kvkeep generate`: stream an answer to stdout, and print its speed and memory on stderr."""
+"""`kvkeep generate`: stream an answer to stdout, and print speed and memory on stderr."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kvkeep.cli.progress import Working
 Prompt = Annotated[
     str,
     typer.Argument(
-        help="The prompt; - reads it from stdin. What is piped in, or in --prompt-file, follows it "
-        "after an empty line. In a loop of a shell that reads its own stdin, add < /dev/null."
+        help="The prompt; - reads it from stdin. Text from a pipe or --prompt-file is appended "
+        "after an empty line. In a shell loop that reads stdin, add < /dev/null."
     ),
 ]
 PromptFile = Annotated[
@@ -63,8 +63,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Keep the prompt up to this text, such as the end of its instructions, whatever "
-            "else is evicted.",
+            help="Never evict the prompt up to this text, such as the end of its instructions.",
             show_default=False,
         ),
     ] = None,
@@ -75,7 +74,7 @@ def generate(
 ) -> None:
     """Answer a prompt with a kvkeep cache.
 
-    The answer comes on stdout as it is generated; all else is on stderr.
+    The answer is streamed to stdout; everything else goes to stderr.
     """
     model = model_for(model, adapter)
     from kvkeep.spec import parse_specs
@@ -96,7 +95,7 @@ def generate(
 
         def show(piece: str) -> None:
             nonlocal shown, pieces
-            pieces += 1  # about as many as tokens
+            pieces += 1  # about one per token
             if json:
                 working("answering", min(1.0, pieces / max_new_tokens))
             elif piece:
@@ -127,7 +126,7 @@ def generate(
                 typer.echo()
             raise
         used = str(spec)
-        if keep_until is not None:  # as `run` resolved it
+        if keep_until is not None:  # the spec that `run` used
             used = str(spec_keeping(spec, result.prompt, keep_until, tokenizer))
     held, tokens = result.stats, len(result.tokens)
     assert held is not None  # it is complete
@@ -160,8 +159,8 @@ def generate(
 
 
 def given_prompt(prompt: str, prompt_file: Path | None) -> str:
-    """The prompt: the argument, then the file's content or what is piped in, after an empty line.
-    If the argument is "-", stdin alone.
+    """The prompt: the argument, an empty line, and the content of the file or of piped stdin. If
+    the argument is "-", only stdin.
 
     Raises:
         BadParameter: there is no text, or it is not UTF-8; or "-" and a file are given.
@@ -186,16 +185,16 @@ def _is_piped() -> bool:
     """Whether stdin is a pipe or a file, not a terminal or a device such as /dev/null."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # it is closed, or not a file of the system's
+    except (OSError, ValueError):  # closed, or not a file of the operating system
         return not sys.stdin.closed and not sys.stdin.isatty()
     return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
 
 
 def require_utf8(text: str, source: str) -> None:
-    """Check that a text was valid before Python decoded it; what was not is lone surrogates now.
+    """Check that a text was valid UTF-8 before Python decoded it (to surrogates where not).
 
     Raises:
-        BadParameter: it was not.
+        BadParameter: it was not valid.
     """
     _decoded(text.encode("utf-8", "surrogateescape"), source)
 

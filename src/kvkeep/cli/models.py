@@ -22,7 +22,7 @@ from kvkeep.cli.progress import Working
 
 models = typer.Typer(
     cls=Group,
-    help="List, fetch and describe models. What is fetched or a directory needs no network.",
+    help="List, fetch and describe models. Fetched models and directories need no network.",
     invoke_without_command=True,
     epilog=examples("kvkeep models"),
 )
@@ -45,7 +45,7 @@ def default(context: typer.Context, json: JsonFlag = False) -> None:
 
 @models.command("list", epilog=examples("kvkeep models list --json"))
 def list_models(json: JsonFlag = False) -> None:
-    """List the models with short names, which installed packages bring."""
+    """List the models that installed packages provide under short names."""
     from kvkeep.named_models import installed, loaded
 
     rows = []
@@ -65,11 +65,9 @@ def list_models(json: JsonFlag = False) -> None:
         return
     if rows:
         print_table("Known models", [{k: x for k, x in row.items() if k != "path"} for row in rows])
-        say("\nThey are fetched when they are first used.", err=True)
+        say("\nA model is fetched when it is first used.", err=True)
     else:
-        say(
-            "No installed package brings models with short names; pip install kvkeep-lab.", err=True
-        )
+        say("No installed package has models with short names; pip install kvkeep-lab.", err=True)
     say("--model also takes a directory, a GGUF file, or a hub name (owner/name).", err=True)
 
 
@@ -77,10 +75,10 @@ def list_models(json: JsonFlag = False) -> None:
     epilog=examples("kvkeep models fetch smollm2-135m", "kvkeep models fetch Qwen/Qwen3-0.6B")
 )
 def fetch(name: AnyModel, json: JsonFlag = False) -> None:
-    """Have a model on this machine: download it unless it is there, check it, and print its path.
+    """Download a model unless it is on this machine, check it, and print its path.
 
-    A hub name is downloaded into the hub's own cache. Of an adapter, the base model is
-    downloaded and checked too.
+    A model from the hub goes to the hub's own cache. For an adapter, the base model is downloaded
+    and checked, too.
     """
     with Working(f"fetching {name}") as working:
         from kvkeep.hf.models import obtain
@@ -102,10 +100,10 @@ def show(
     device: DeviceName = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show what a model is, whether kvkeep can serve it, and what a cache of it takes.
+    """Describe a model: its size, whether kvkeep can serve it, and the memory of its cache.
 
-    A model with a short name is fetched first, as `kvkeep generate` does it; of a hub name the
-    config is downloaded. No weights are loaded.
+    A model with a short name is fetched first; for a hub name, only the config is downloaded. No
+    weights are loaded.
     """
     with Working(f"reading {name}") as working:
         from kvkeep.hf.describe import describe
@@ -114,18 +112,18 @@ def show(
     if json:
         print_json(found)
         return
-    for heading, value in _told(found).items():
+    for heading, value in _described(found).items():
         say(f"{heading:>12}  {value}")
 
 
-def _told(found: dict[str, Any]) -> dict[str, str]:
-    """A description in the words of a person."""
+def _described(found: dict[str, Any]) -> dict[str, str]:
+    """A description as lines of text, by heading."""
     heads, width = f"{found['query_heads']} heads", found["head_dim"]
     if found["kv_heads"] != found["query_heads"]:
         heads += f" share {found['kv_heads']} of keys and values"
     layers = " + ".join(f"{count} of {name}" for name, count in found["layers"].items())
     attention = {"kvkeep": "by kvkeep, with every spec", None: "cannot be attached"}
-    about = attention.get(found["attention"], "the model's own, with exact specs only")
+    about = attention.get(found["attention"], "by the model, with exact specs only")
     per_token, whole = found["bytes_per_token"], found["bytes_at_context"]
     if found["no_cache"]:
         size = f"none: {found['no_cache']}"

@@ -1,4 +1,4 @@
-"""Shared by the commands: common options, lists of numbers, and how results are printed."""
+"""Shared by the commands: common options, parsing of lists and sizes, and printing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AdapterName = Annotated[
     str | None,
     typer.Option(
         "--adapter",
-        help="An adapter's directory, e.g. one that `kvkeep finetune` wrote.",
+        help="An adapter's directory, e.g. the output of `kvkeep finetune`.",
         autocompletion=adapters,
     ),
 ]
@@ -49,8 +49,7 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")
 ]
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = " KMGT"  # of powers of 1000, or of 1024 with an i
 
 
 def model_for(model: str | None, adapter: str | None) -> str | None:
@@ -64,22 +63,23 @@ def titled(model: str | None, adapter: str | None) -> str:
 
 
 def size_in_bytes(text: str, option: str) -> int:
-    """Parse an option's size such as 500MB or 2GiB.
+    """Parse an option's size such as 500MB, 2GiB or 1000000.
 
     Raises:
         BadParameter: the text is not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-zA-Z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
         raise typer.BadParameter(f"{option} {text!r}: give a size such as 500MB, 2GB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _UNITS.index(unit.upper() or " "))
 
 
 def whole_numbers(text: str, option: str, least: int = 1) -> list[int]:
     """Parse an option's comma-separated whole numbers of at least `least`.
 
     Raises:
-        typer.BadParameter: some are not.
+        typer.BadParameter: a part is not a whole number, or too small.
     """
     found = [x for part in text.split(",") if (x := part.strip()).isdecimal() and int(x) >= least]
     if len(found) < text.count(",") + 1:
@@ -95,13 +95,13 @@ def listed(text: str, separator: str) -> list[str]:
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: how it may be called, a line for each."""
+    """Examples for the end of a command's help, one per line."""
     title = "Example" if len(lines) == 1 else "Examples"
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in lines)])  # \b: lines stay
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a text, on a terminal in lines that end between words."""
+    """Print a text; on a terminal, wrap lines between words."""
     console = Console(stderr=err)
     console.print(
         text, markup=False, highlight=False, emoji=False, soft_wrap=not console.is_terminal

@@ -1,4 +1,4 @@
-"""What a command shows on stderr while it works."""
+"""The progress of a command on stderr."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 
 
 class Working:
-    """Shows on stderr what is being done: on a terminal a bar, the time since the beginning and,
-    where the share done is known, the time left; otherwise a line for each activity.
+    """Shows the current activity on stderr: on a terminal with a bar, the elapsed time and, if the
+    completed share is known, the time left; otherwise as one line per activity.
 
     Args:
-        doing: the first activity, which is shown on terminals only.
-        shown: whether anything is shown.
+        doing: the first activity, shown on terminals only.
+        shown: False: show nothing.
 
-    `live` says whether it is a terminal.
+    Attributes:
+        live: whether stderr is a terminal.
     """
 
     def __init__(self, doing: str, *, shown: bool = True) -> None:
         self._console = Console(stderr=True)
         self._shown, self._doing = shown, doing
-        # FORCE_COLOR makes rich take any file for a terminal.
+        # With FORCE_COLOR rich treats any file as a terminal.
         self.live = self._console.is_interactive and self._console.file.isatty()
-        self._lock = RLock()  # rich draws in a thread of its own
+        self._lock = RLock()  # rich draws in another thread
         self._asked: Callable[[], float] | None = None
         self._bar = _Bar(self._ask, self._console, disable=not (shown and self.live))
         self._task = self._bar.add_task(doing, total=None)
@@ -51,24 +52,24 @@ class Working:
         self.stop()
 
     def __call__(self, doing: str, share: float | None = None) -> None:
-        """Show another activity, or another share of the whole, 0 to 1; None: not known."""
+        """Show an activity and the completed share, 0 to 1; None: not known."""
         with self._lock:
             self._asked = None
             self._show(doing, share)
 
     def reading(self, cache: ModelCache, tokens: int) -> None:
-        """Show how much of a prompt's `tokens` a cache has been fed, from now on."""
+        """Show the share of a prompt's `tokens` that a cache has been fed, from now on."""
         layers = max(1, len(cache.layers)) * max(1, tokens)
         with self._lock:
             self(f"reading {tokens:,} tokens", 0.0)
             self._asked = lambda: min(1.0, sum(layer.fed for layer in cache.layers) / layers)
 
     def stop(self) -> None:
-        """Remove what is shown, before other output."""
+        """Remove the bar, before other output."""
         self._bar.stop()
 
     def _ask(self) -> None:
-        # Blocking here could deadlock: rich holds a lock that `_show` may need.
+        # Do not block: rich holds a lock that `_show` may need.
         if self._lock.acquire(blocking=False):
             try:
                 if self._asked is not None:
@@ -78,7 +79,7 @@ class Working:
 
     def _show(self, doing: str, share: float | None) -> None:
         total = None if share is None else 1.0
-        if self._bar.tasks[0].total != total:  # another task, with times of its own
+        if self._bar.tasks[0].total != total:  # begin a task with new times
             self._bar.remove_task(self._task)
             self._task = self._bar.add_task(doing, total=total)
         self._bar.update(self._task, description=doing, completed=share or 0.0)
@@ -89,7 +90,7 @@ class Working:
 
 
 class _Bar(Progress):
-    """A progress bar that asks for the share done whenever it is drawn."""
+    """A progress bar that asks for the completed share whenever it is drawn."""
 
     def __init__(self, ask: Callable[[], None], console: Console, *, disable: bool) -> None:
         self._ask = ask

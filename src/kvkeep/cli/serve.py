@@ -44,7 +44,7 @@ def serve(
     ] = "2GB",
     store: Annotated[
         str | None,
-        typer.Option(help="Also keep them in a directory, redis://..., or s3://..."),
+        typer.Option(help="Also keep the prefixes in a directory, redis://..., or s3://..."),
     ] = None,
     store_budget: Annotated[
         str | None,
@@ -52,7 +52,7 @@ def serve(
     ] = None,
     namespace: Annotated[
         str,
-        typer.Option(help="Namespace in that store; entries of others are never found."),
+        typer.Option(help="Namespace in --store; entries of other namespaces are never found."),
     ] = "",
     dtype: ModelDtype = "auto",
     device: DeviceName = None,
@@ -125,16 +125,16 @@ def serve(
     model = model_for(model, adapter)
     name = model or str(adapter)
     if store_budget is not None and store is None:
-        raise typer.BadParameter("--store-budget needs --store; give both, or leave it out")
+        raise typer.BadParameter("--store-budget needs --store; give both or neither")
     if api_key is not None and not api_key.strip():
-        raise typer.BadParameter("--api-key is empty; leave it out, or give one")
+        raise typer.BadParameter("--api-key is empty; give a key, or leave the option out")
     if api_key is None and key_file is None and os.environ.get(_KEY_VARIABLE) == "":
-        # typer treats an empty variable as one that is not set.
+        # typer ignores an empty variable.
         raise typer.BadParameter(
-            f"{_KEY_VARIABLE} is empty; unset it to serve without a key, or give one"
+            f"{_KEY_VARIABLE} is empty; give a key, or unset it to serve without a key"
         )
     if api_key is not None and key_file is not None:
-        raise typer.BadParameter("--api-key and --key-file exclude each other; give one")
+        raise typer.BadParameter("--api-key and --key-file exclude each other; give only one")
     nbytes, most_stored = size_in_bytes(budget, "--budget"), _bytes(store_budget, "--store-budget")
     most_prompt, most_held = _bytes(prompt_bytes, "--prompt-bytes"), _bytes(memory, "--memory")
     from kvkeep.serve.gate import host_names, origin_names
@@ -142,7 +142,7 @@ def serve(
     from kvkeep.serve.limits import Limits
     from kvkeep.serve.listen import bind, is_loopback, run
 
-    # What is wrong with these shows before the model is loaded.
+    # Check the options before loading the model.
     limits = Limits(
         queue, wait, answer_tokens, most_prompt, timeout, connections, sequences, most_held
     )
@@ -156,7 +156,7 @@ def serve(
     bound = bind(host, port)
     if keys is None and not is_loopback(host):
         shared = (
-            "and find out what prompts others sent"
+            "and can find out other clients' prompts"
             if share
             else "and prompt prefixes are not shared without --share"
         )

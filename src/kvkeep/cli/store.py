@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli.errors import Group
-from kvkeep.cli.output import JsonFlag, examples, print_json, print_table, say
+from kvkeep.cli.output import (
+    JsonFlag,
+    examples,
+    print_json,
+    print_table,
+    say,
+    size_in_bytes,
+)
 from kvkeep.cli.progress import Working
 
 if TYPE_CHECKING:
     from kvkeep.store import Backend, Label, StoredBlock
 
 _PAGE = 64  # keys per request
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 StorePlace = Annotated[
     str,
@@ -126,14 +131,14 @@ def gc(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Then remove the least recently used blocks until the rest fits, e.g. 2GB or "
-            "500MiB; where the last use is unknown, the oldest."
+            help="Then remove the least recently used blocks (or the oldest, if uses are not "
+            "recorded) until the rest fits, e.g. 2GB or 500MiB."
         ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Remove abandoned writes, quarantined blocks, and blocks beyond a budget."""
-    most = None if budget is None else byte_count(budget)
+    most = None if budget is None else size_in_bytes(budget, "--budget")
     with Working("removing blocks"):
         backend = _opened(where)
         freed = backend.gc(older_than, most)
@@ -151,7 +156,7 @@ def export(
     target: Annotated[str, typer.Argument(metavar="TO", help="The other store.")],
     json: JsonFlag = False,
 ) -> None:
-    """Copy all blocks to another store and check each; exit code 1 if one was not copied."""
+    """Copy all blocks to another store and check them; exit code 1 if a block was not copied."""
     with Working("copying blocks") as working:
         from kvkeep.store import open_store
 
@@ -173,19 +178,6 @@ def export(
         )
     if left:
         raise typer.Exit(1)
-
-
-def byte_count(text: str) -> int:
-    """Parse a number of bytes, such as 2GB, 500MiB or 1000.
-
-    Raises:
-        BadParameter: the text is anything else.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise typer.BadParameter(f"{text!r}: give bytes, such as 2GB, 500MiB or 1000000")
-    number, unit, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
 
 
 def _opened(where: str) -> Backend:

@@ -18,8 +18,8 @@ _TEXT = 14  # least characters of a column with longer texts
 def tables(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
     """Rows with the same keys as a table; numbers have three significant digits, None is "-".
 
-    Wide headings are folded between words, wide texts after punctuation. If that is not enough, the
-    columns are divided into several tables, each with the first column.
+    Wide headings are folded between words, wide texts after punctuation. If the table is still too
+    wide, the columns are divided into several tables, each with the first column.
 
     Args:
         width: the terminal's, in characters.

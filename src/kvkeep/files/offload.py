@@ -93,7 +93,7 @@ class Offload:
             self.host_bytes -= count
 
     def retain(self, kept: Iterable[Kept]) -> None:
-        """After an interrupted `put` or `drop`: count these tensors as all that are kept."""
+        """After an interrupted `put` or `drop`: free all tensors except `kept`."""
         places = [one.place for one in kept]
         spilled = sorted((x for x in places if isinstance(x, Spilled)), key=lambda x: x.offset)
         gaps, end = defaultdict[int, list[int]](list), 0

@@ -158,8 +158,7 @@ class Saved:
         Args:
             cache: the cache to restore.
             devices: where each layer's tensors go; None: the CPU.
-            carried: what the states of the model's recurrent layers are like; None: there are
-                none.
+            carried: shape and dtype of the model's recurrent states; None: the model has none.
 
         Raises:
             SavedCacheError: the file does not fit the cache; nothing was changed.
@@ -200,7 +199,7 @@ class Saved:
     def _carried(
         self, tensors: Mapping[str, Tensor], specs: Mapping[str, StateSpec]
     ) -> dict[str, Tensor]:
-        """The states of recurrent layers, after checking that they are those of the model."""
+        """The recurrent states, after a check against the model's."""
         start = f"{_CARRIED}."
         found = {
             name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)
@@ -419,7 +418,7 @@ def _plane_specs(
 def _require_parts(
     parts: Mapping[str, Planes], layer: LayerCache, header: LayerHeader, where: str
 ) -> None:
-    """Check that a layer's parts are those of its spec."""
+    """Check a layer's parts against its spec."""
     known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
     # In chunked attention a layer holds no slot when a chunk has just begun.
     if (
@@ -438,12 +437,12 @@ def _require_tokens(
     *,
     padded: bool,
 ) -> None:
-    """Check that parts hold as many tokens as they can after the columns fed."""
+    """Check the number of tokens in a layer's parts against the columns fed."""
     block = {"bulk": layer.key_codec.block}
     counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
     held = counts if layer.policy.ragged else [sum(counts)]
     # All tokens must be there if nothing was evicted and no empty slot was freed.
-    bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget of its own
+    bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget
     whole = not header.floor or not (bounded or padded)
     if max(held) > header.columns or (whole and min(held) < header.columns):
         raise SavedCacheError(

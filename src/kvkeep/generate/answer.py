@@ -1,4 +1,4 @@
-"""Answer: a prompt and what the model continues it with, in a batch."""
+"""Answer: a prompt in a batch, and the model's continuation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from kvkeep.generate.reuse import Reuse
 
 STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
-_AT_ONCE = 32  # tokens of a prompt that are scored at once: each takes memory of the vocabulary
+_AT_ONCE = 32  # prompt tokens scored together; each takes memory for a row of logits
 
 
 class Likely(NamedTuple):
-    """A token, and the logarithm of its probability."""
+    """A token and its log probability."""
 
     token: int
     logprob: float
 
 
 class Score(NamedTuple):
-    """The logarithm of a token's probability, and the likeliest tokens in its place, the likeliest
-    first."""
+    """A token's log probability, and the likeliest tokens at its place, in descending order."""
 
     logprob: float
     top: list[Likely]
@@ -45,19 +44,19 @@ class Prompt:
 
     Args:
         ids: int64 (n,), on the CPU.
-        params: how to continue it.
-        answers: how many answers it has.
-        spec: what their caches keep.
-        queue: its answers are admitted in turn with those of other queues.
-        namespace: of the store's entries that it may begin with; None: none, and it leaves none.
-        reuse: begins its caches, and keeps what they were fed.
+        params: the sampling parameters of its answers.
+        answers: the number of its answers.
+        spec: the spec of their caches.
+        queue: queues are served in turn.
+        namespace: the namespace of the store to read from and write to; None: use no store.
+        reuse: begins its caches from a store, and stores them.
 
     Attributes:
-        scores: of each of its tokens but the first, if they were asked for and were read.
-        own_bytes: the most bytes that each answer may come to hold by itself.
-        shared_bytes: what its answers hold together: its tokens but the last, if they can share
-            these, and the copies of recurrent states for a store.
-        fetched: done when its store has asked its backend; None: that has not begun.
+        scores: the scores of its read tokens except the first, if requested.
+        own_bytes: the most bytes that each answer may hold by itself.
+        shared_bytes: the bytes that its answers hold together: its tokens but the last, if they
+            can be shared, and the copies of recurrent states for a store.
+        fetched: done when the store has asked its backend; None: not begun.
     """
 
     def __init__(
@@ -98,13 +97,13 @@ class Prompt:
 
 @dataclass
 class _Choice:
-    """What is known of the choice of an answer's next token, should it be interrupted.
+    """The progress of choosing an answer's next token, so that an interrupted choice can go on.
 
     Attributes:
-        index: of the token.
-        random: the state of the random numbers before it.
+        index: the token's index in the answer.
+        random: the state of the random generator before the choice.
         begun: whether logits processors have been called.
-        logits: what they returned, (1, V).
+        logits: the result of the processors, (1, V).
     """
 
     index: int
@@ -114,26 +113,25 @@ class _Choice:
 
 
 class Answer:
-    """One answer of a batch. Its tokens, and how many of them were fed and told, are the state from
-    which it goes on after an interrupt; each changes in one statement.
+    """One answer of a batch. After an interrupt it continues from its tokens and the numbers of
+    tokens fed and reported; each of these changes in one statement.
 
     Attributes:
         prompt: the prompt's token ids, int64 (n,).
-        index: which of the prompt's n answers it is.
-        params: as given.
+        index: its index among the prompt's n answers.
+        params: the sampling parameters.
         tokens: the new token ids so far.
-        logprobs: one for each of `tokens`, if they were asked for.
-        top_logprobs: for each of `tokens` the likeliest ones, the likeliest first, if they were
-            asked for.
-        text: the text so far; empty without a tokenizer. What may still become a stop string, or is
-            an incomplete character, is held back.
-        reason: why it ended: "stop", "length", "cancelled" or "error"; empty while it goes on.
-        error: what was raised, if the reason is "error". (A panic of a tokenizer written in Rust is
+        logprobs: the log probability of each token, if requested.
+        top_logprobs: for each token the likeliest tokens in descending order, if requested.
+        text: the text so far; empty without a tokenizer. A possible start of a stop string and an
+            incomplete character are held back.
+        reason: why it ended: "stop", "length", "cancelled" or "error"; empty before.
+        error: the exception, if the reason is "error". (A panic of a tokenizer written in Rust is
             no Exception.)
         cached: tokens of the prompt that were found in a store.
-        stats: of its cache, when it was complete; None before, and if it was cancelled or failed.
-        fed: how many of its tokens its cache holds between steps.
-        logits: (V,) of the last token fed, until the step has dealt with them.
+        stats: the statistics of its cache at a regular end; otherwise None.
+        fed: the number of its tokens that its cache holds between steps.
+        logits: (V,) of the last token fed, until the next token is chosen.
     """
 
     def __init__(
@@ -146,9 +144,9 @@ class Answer:
         self.text, self.reason, self.cached = "", "", 0
         self.error: BaseException | None = None
         self.stats: CacheStats | None = None
-        self.cache: ModelCache | None = None  # None: waiting, put aside or ended
-        self.begun = False  # its cache is from the store, if the store has its prompt
-        self.aside: Any = None  # what was put aside
+        self.cache: ModelCache | None = None  # None: waiting, preempted or ended
+        self.begun = False  # whether the store was asked for its prompt
+        self.preempted: Any = None  # the copy of its cache while it is preempted
         given = origin.reuse.given
         self.fed = 0 if given is None else given.fed
         self.logits: Tensor | None = None
@@ -161,7 +159,7 @@ class Answer:
         )
         self._processors = [*self.params.processors]
         self._processors += [make() for make in self.params.own_processors]
-        self._told = 0  # tokens that were told
+        self._told = 0  # tokens reported by steps
         self._added = self._first = self._last = perf_counter()
         self._choice = _Choice(-1, None)
         self._device = host.device
@@ -195,7 +193,7 @@ class Answer:
         return bool(self.reason)
 
     def cancel(self) -> None:
-        """End it: the batch frees its slots before the next step. What it has stays."""
+        """End it: the batch frees its slots before the next step. Its tokens and text stay."""
         if not self.reason:
             self.reason = CANCELLED
 
@@ -205,18 +203,17 @@ class Answer:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether its cache lacks tokens of the prompt that all of its answers share: all but the
-        last."""
+        """Whether its cache lacks tokens of the prompt, the last one not counted."""
         return (0 if self.cache is None else self.cache.fed) < len(self.prompt) - 1
 
     @property
     def reads_for_all(self) -> bool:
-        """Whether its next tokens are those of the prompt that all answers share."""
+        """Whether it reads the prompt on behalf of all its answers."""
         return self.origin.answers > 1 and self.origin.frozen is None and self.reads_prompt
 
     @property
     def forks(self) -> bool:
-        """Whether it can begin with what another answer read of the prompt."""
+        """Whether it can begin with a fork of another answer's cache."""
         return self.origin.frozen is not None and self.reads_prompt
 
     @property
@@ -231,7 +228,7 @@ class Answer:
 
     @property
     def unfed(self) -> int:
-        """How many of its tokens its cache does not hold."""
+        """The number of its tokens that its cache does not hold."""
         fed = 0 if self.cache is None else self.cache.fed
         return len(self.prompt) + len(self.tokens) - fed
 
@@ -254,28 +251,28 @@ class Answer:
         return Piece(ids, self.cache)
 
     def next_count(self, chunk: int) -> int:
-        """How many of its tokens to feed next, if its prompt is read in chunks of this many."""
+        """The number of tokens to feed next, if its prompt is read in chunks of `chunk` tokens."""
         assert self.cache is not None
         fed, activation = self.cache.fed, self.cache.activation
-        # The last token of a prompt that one reads for all is each answer's own.
+        # Of a shared prompt, each answer feeds the last token itself.
         borders = [self.unfed - self.reads_for_all, chunk - fed % chunk]
         if activation is not None and activation.start > fed:
-            borders.append(activation.start - fed)  # the adapter's forwards are its own
+            borders.append(activation.start - fed)  # a forward is with or without the adapter
         return min(borders)
 
     def begin(self) -> None:
-        """Begin with what the store has of its prompt."""
+        """Begin with the tokens of its prompt that the store holds."""
         self.hold(self.origin.reuse.begin(self))
         self.share()
 
     def fork(self) -> None:
-        """Begin with what another answer read of the prompt."""
+        """Begin with a fork of the cache of another answer to the prompt."""
         assert self.origin.frozen is not None
         self.hold(self.origin.frozen.fork())
         self.origin.filled(self.index)
 
     def share(self) -> None:
-        """Freeze what it read for all answers to its prompt, once that is complete."""
+        """Freeze its cache for the other answers to its prompt, once it holds the prompt."""
         cache, origin = self.cache, self.origin
         assert cache is not None
         if not self.reads_prompt:
@@ -285,8 +282,8 @@ class Answer:
                 origin.frozen = cache.freeze()
 
     def undo(self, error: BaseException) -> bool:
-        """Return its cache to what it held before the step; returns whether that was possible.
-        Otherwise it ends with the error."""
+        """Return its cache to the state before the step. Returns whether that was possible; if not,
+        the answer ends with the error."""
         assert self.cache is not None
         try:
             self.cache.rewind(self.fed)
@@ -296,7 +293,7 @@ class Answer:
         return True
 
     def hold(self, cache: ModelCache) -> None:
-        """Go on with a cache that holds its first tokens."""
+        """Continue with a cache that holds its first tokens."""
         self.cache, self.fed, self.begun = cache, cache.fed, True
 
     def advance(self, logits: Tensor) -> None:
@@ -305,11 +302,11 @@ class Answer:
         self.fed, self.logits = self.cache.fed, logits.to(self._device)
 
     def choose(self) -> None:
-        """Choose the next token, if that is due. It may be called again after it was interrupted.
+        """Choose the next token, if all tokens are fed. It may be called again after an interrupt.
 
         Raises:
             StateError: its logits processors were interrupted.
-            Exception: of a processor.
+            Exception: raised by a processor.
         """
         logits, at = self.logits, len(self.tokens)
         if logits is None or self.fed < len(self.prompt) + at:
@@ -332,8 +329,8 @@ class Answer:
             return row if choice.logits is None else choice.logits
         if choice.begun:
             raise StateError(
-                "the logits processors of this answer were interrupted, and may remember what they "
-                "were given; add its prompt again"
+                "the logits processors of this answer were interrupted and may have kept state; "
+                "add its prompt again"
             )
         choice.begun = True
         ids = self.ids[None].to(self._device)
@@ -344,18 +341,18 @@ class Answer:
 
     @property
     def untold(self) -> bool:
-        """Whether its newest token was not told."""
+        """Whether its newest token was not reported."""
         return self._told < len(self.tokens)
 
     @property
     def text_offset(self) -> int:
-        """Characters of its text before the newest token, those that are held back too; 0 without
+        """Characters of its text before the newest token, including characters held back; 0 without
         a tokenizer."""
         return 0 if self._text is None else self._text.offset
 
     def newest(self) -> tuple[int, str, str]:
-        """The newest token, the text that it completes, and why the answer ends with it; empty if
-        it does not. `tell` follows."""
+        """The newest token, the text that it completes, and the reason if it ends the answer
+        (otherwise empty). Call `tell` with them."""
         token, text, stopped = self.tokens[-1], "", False
         full, ends = len(self.tokens) == self.params.max_new_tokens, token in self._ends
         if self._text is not None:
@@ -365,7 +362,7 @@ class Answer:
         return token, text, reason
 
     def tell(self, text: str, reason: str) -> None:
-        """Note what `newest` found."""
+        """Add a text and a reason from `newest` to the answer."""
         self._last = perf_counter()
         self._first = self._first if self._told else self._last
         told, text = len(self.tokens), self.text + text
@@ -375,7 +372,7 @@ class Answer:
         params, at = self.params, len(self.tokens)
         if not params.logprobs and not params.top_logprobs:
             return
-        del self.logprobs[at:], self.top_logprobs[at:]  # of a choice that was interrupted
+        del self.logprobs[at:], self.top_logprobs[at:]  # from an interrupted choice
         (score,) = _scores(logits[None], [token], params)
         if params.logprobs:
             self.logprobs.append(score.logprob)
@@ -384,12 +381,12 @@ class Answer:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its next tokens are of the prompt, whose logits are asked for."""
+        """Whether its next tokens are prompt tokens to score."""
         return self.params.prompt_logprobs and self.fed < len(self.prompt) - 1
 
     def score(self, logits: Tensor) -> None:
-        """Record the scores of the prompt's next tokens; logits (n, V) of the n tokens that a
-        forward has fed. It may be called again with logits of the same tokens."""
+        """Record scores of prompt tokens from the logits (n, V) of the last n tokens fed. It may be
+        called again with the same tokens."""
         assert self.cache is not None
         ids, scores = self.prompt, self.origin.scores
         first, end = self.cache.fed - len(logits), min(self.cache.fed, len(ids) - 1)
@@ -412,7 +409,7 @@ def _scores(logits: Tensor, tokens: Sequence[int], params: SamplingParams) -> li
 
 
 def promised(answers: Sequence[Answer]) -> int:
-    """The most bytes that answers at work may come to hold together."""
+    """The most bytes that a set of answers may hold together."""
     prompts = {id(answer.origin): answer.origin for answer in answers}
     own = sum(answer.origin.own_bytes for answer in answers)
     return own + sum(prompt.shared_bytes for prompt in prompts.values())

@@ -16,8 +16,8 @@ from kvkeep.arguments import suggests
 from kvkeep.errors import OutOfMemoryError, SpecError, StateError
 from kvkeep.files.offload import Offload
 from kvkeep.generate.answer import LENGTH, STOP, Answer, Prompt, promised
-from kvkeep.generate.aside import Asides
 from kvkeep.generate.intake import Intake
+from kvkeep.generate.preemption import Preemption
 from kvkeep.generate.reuse import Reuse
 from kvkeep.generate.sampling import SamplingParams
 from kvkeep.generate.turns import Turns
@@ -26,8 +26,8 @@ from kvkeep.host.keep_until import keep_until as spec_keeping
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.threads import following_load
 
-_ASKED = 4  # prompts whose stores are asked at once
-_PATIENCE_S = 0.05  # how long a step waits for stores, if it has nothing else to do
+_FETCHES = 4  # prompts that a store fetches at once
+_PATIENCE_S = 0.05  # seconds that a step with nothing to compute waits for stores
 _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
@@ -40,41 +40,42 @@ class NewToken(NamedTuple):
 
 
 class Batch:
-    """Answers many prompts at once. They may come and go between steps; an answer does not depend
-    on the others, up to rounding.
+    """Continuous batching: answers many prompts at once. Prompts may be added between steps. Up to
+    rounding, an answer does not depend on other answers.
 
-    A step is one forward of the next token of each answer that is being generated, and of chunks of
-    the prompts that are being read. Each answer has a cache of its own, so specs may differ. If the
-    model cannot compute several sequences in one forward (`Host.unpackable`), a step has a forward
-    for each; if its rotary embedding follows the length of a text, there is one answer at a time.
+    A step is one forward of the next token of each answer that generates, and of chunks of the
+    prompts that are being read. Each answer has its own cache, so specs may differ. If the model
+    cannot compute several sequences in one forward (`Host.unpackable`), a step runs one forward per
+    sequence. If the model's rotary embedding depends on the length of the text, one answer runs at
+    a time.
 
-    Threads may add and cancel answers while one thread calls `step`. An answer whose store has to
-    ask a backend waits for that alone, before it is admitted.
+    Threads may add and cancel answers while one thread calls `step`. Before it is admitted, an
+    answer waits until its store has heard from its backend; other answers do not wait for it.
 
     Args:
-        model: attached; others are computed one by one.
-        tokenizer: turns prompts of text to token ids, and answers to text; None: prompts are token
-            ids, and answers have no text.
-        spec: what caches keep, unless `add` says otherwise.
-        store: prefixes of prompts are looked up here, and prompts and answers are stored; None: no
+        model: attached to pack sequences; sequences of other models run one by one.
+        tokenizer: encodes text prompts and decodes answers; None: prompts are token ids, and
+            answers have no text.
+        spec: the default spec of the answers' caches.
+        store: where prefixes of prompts are looked up, and prompts and answers are stored; None: no
             store.
-        sequences: most answers at work; None: no limit. Others wait. If it is 1, steps are the
-            model's own forwards.
-        max_bytes: most bytes of slots that the answers at work may come to hold, by what their
-            specs promise, and of recurrent states with their copies; None: no limit.
-        chunk: prompts are read in chunks of this many tokens, whoever else is there, because what a
-            policy evicts depends on them. So a long prompt delays others by one chunk. None: each
-            prompt is read at once.
-        step_tokens: most tokens of a step, but at least one of each answer that is being generated
-            and one chunk.
-        offload: where answers are put aside for others of higher priority, and nothing else is
-            kept; None: host memory.
-        on_end: called in `step` with each answer that ended, before its cache is freed; again after
-            an interrupt.
+        sequences: most answers that run at once; further ones wait; None: no limit. If it is 1,
+            steps are the model's own forwards.
+        max_bytes: most bytes that running answers may hold, in slots (by their specs) and in
+            recurrent states with their copies; None: no limit.
+        chunk: tokens of a prompt that are read at once; a long prompt delays other answers by one
+            chunk. It does not depend on the load, because evictions depend on it. None: the whole
+            prompt.
+        step_tokens: most tokens of a step; a step always has one token of each answer that
+            generates, and one chunk.
+        offload: where caches of answers preempted by a higher priority are held; it must hold
+            nothing else. None: host memory.
+        on_end: called in `step` with each ended answer before its cache is freed; after an
+            interrupt, it may be called again.
 
     Raises:
         SpecError: a number below 1.
-        UnsupportedError: `max_bytes` is given, but the model does not tell what its slots take; or
+        UnsupportedError: `max_bytes` is given, but the size of the model's slots is not known; or
             the spec's policy is `kvzip`.
     """
 
@@ -99,21 +100,21 @@ class Batch:
             if value is not None and value < 1:
                 raise SpecError(f"{name} is {value}; give at least 1")
         self.spec = spec
-        # Such a model's forwards may leave frequencies behind that the next text needs.
+        # If a model's frequencies change, a forward changes them for the next forward, too.
         self.sequences = 1 if self._host.changing_rotary else sequences
         self.max_bytes, self.step_tokens = max_bytes, step_tokens
         self.chunk = sys.maxsize if chunk is None else chunk
-        self._asides, self._on_end = Asides(offload), on_end
-        # Both are lowered when memory proves to be less.
+        self._preemption, self._on_end = Preemption(offload), on_end
+        # Lowered when memory runs out before these limits.
         self._limit, self._most = max_bytes, self.sequences
         self._intake = Intake(self._host, tokenizer, spec, max_bytes=max_bytes, chunk=self.chunk)
         self._packs = self.sequences != 1 and not self._host.unpackable
         self._reuse = Reuse(model, store)
         self._orders = count()
         self._admitted, self._read = Turns(), Turns()
-        self._suspects: set[Answer] = set()  # their forward failed; each is taken alone
-        self._answers: list[Answer] = []  # in the order of arrival; at work are those with a cache
-        # Of the last step: the answers that ended, the new tokens, and whether it is not complete.
+        self._suspects: set[Answer] = set()  # their common forward failed; each runs alone
+        self._answers: list[Answer] = []  # in order of arrival; an answer with a cache runs
+        # The last step's ended answers and new tokens, and whether it was interrupted.
         self._ended: list[Answer] = []
         self._found: dict[Answer, NewToken] = {}
         self._begun = _Begun()
@@ -138,22 +139,21 @@ class Batch:
 
         Args:
             prompt: text, or token ids (n,).
-            params: how to continue it; None: the defaults.
-            n: how many answers; they share the prompt's slots.
-            spec: what their caches keep; None: the batch's.
-            keep_until: they also keep the prompt up to this marker: see `kvkeep.keep_until`.
-            queue: answers of the same priority are admitted from each queue in turn. The batch
-                remembers each queue, so let them be few, such as the names of clients.
-            namespace: only entries of the same namespace are found in the store; None: none is, and
-                none is stored.
-            reuse: what its caches begin with, and where they are kept; None: the batch's store.
+            params: sampling parameters; None: the defaults.
+            n: number of answers; they share the prompt's slots.
+            spec: the spec of their caches; None: the batch's.
+            keep_until: keep the prompt up to this marker in the caches: see `kvkeep.keep_until`.
+            queue: among answers of one priority, queues are served in turn. The batch remembers
+                every queue name, so use few, such as client names.
+            namespace: the store's namespace to read from and write to; None: use no store.
+            reuse: begins and stores the caches; None: the batch's store does.
 
         Returns:
             The n answers, in order.
 
         Raises:
             ShapeError: no token, n below 1, or the answer could exceed the model's context.
-            CapacityError: an answer alone could exceed `max_bytes`, or its storage.
+            CapacityError: one answer could exceed `max_bytes`, or its storage.
             SpecError: the spec does not fit the model, or cannot keep the prompt up to the marker.
         """
         ids, spec = self._intake.ids(prompt), self.spec if spec is None else spec
@@ -180,28 +180,28 @@ class Batch:
 
     @property
     def running(self) -> int:
-        """Answers at work."""
-        return len(self._at_work())
+        """The number of running answers."""
+        return len(self._running())
 
     @property
     def waiting(self) -> int:
-        """Answers that wait for room or for a store, those put aside among them."""
+        """The number of answers that wait for room or for a store, including preempted ones."""
         with self._lock:
             return sum(answer.cache is None for answer in self._answers)
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes of slots that the answers at work may come to hold."""
-        return promised(self._at_work())
+        """The most bytes of slots that running answers may hold."""
+        return promised(self._running())
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the slots in use; those that answers share count once for each."""
+        """Bytes of the slots in use; shared slots count once per answer."""
         with self._lock:
             return sum(answer.cache.live_bytes for answer in self._answers if answer.cache)
 
     def __iter__(self) -> Iterator[Answer]:
-        """Take steps until all answers ended, and yield each when it has."""
+        """Run steps until all answers have ended, and yield each answer when it ends."""
         while self._answers or self._begun or self._ended:
             if self._begun or not self._ended:
                 self.step()
@@ -209,21 +209,21 @@ class Batch:
                 yield self._ended.pop(0)
 
     def flush(self) -> None:
-        """Wait until the store's backend has what was stored: steps do not wait for it."""
+        """Wait until the store's backend has received everything; steps do not wait for it."""
         self._reuse.flush()
 
     # -- a step -----------------------------------------------------------------------------
 
     def step(self) -> list[NewToken]:
-        """Admit answers and take one step; [] if no prompt was completed and no token is due.
+        """Admit answers and run one step. Returns the new tokens; [] while prompts are being read.
 
-        If the forward of several answers fails, each is taken alone, and one that fails again ends
-        with that error. For want of memory, the youngest is put aside instead.
+        If the forward of several answers fails, it is repeated answer by answer, and an answer that
+        fails alone ends with the error. If memory runs out, the youngest answer is preempted
+        instead.
 
         After an interrupt (KeyboardInterrupt), call it again: each answer's part of the interrupted
-        step is completed or undone, and the next step returns what the interrupted one had found.
-        If an answer's part cannot be undone, because its cache has evicted tokens, that answer ends
-        with a StateError.
+        step is completed or undone, and the next step also returns the tokens of the interrupted
+        one. An answer whose cache has evicted tokens cannot be undone, and ends with a StateError.
         """
         interrupted = bool(self._begun)
         if not interrupted:
@@ -239,7 +239,7 @@ class Batch:
     def _advance(self) -> None:
         while True:
             with self._lock:
-                self._finish()  # a step that was interrupted
+                self._finish()  # complete an interrupted step
                 self._leave()
                 if self._found:
                     return
@@ -259,7 +259,7 @@ class Batch:
                     with self._lock:
                         self._recover(group, error)
                     if isinstance(error, OutOfMemoryError):
-                        break  # others may have been put aside
+                        break  # answers of the other groups may have been preempted
                 else:
                     with self._lock:
                         for (answer, _), row in zip(group, logits, strict=True):
@@ -272,9 +272,9 @@ class Batch:
                 return
 
     def _mend(self) -> None:
-        """Undo what an interrupted step has begun and not completed. It may be interrupted too."""
+        """Undo the incomplete parts of an interrupted step. It may itself be interrupted."""
         with self._lock:
-            for answer in self._at_work():
+            for answer in self._running():
                 if not answer.ended:
                     answer.undo(
                         StateError(
@@ -283,14 +283,15 @@ class Batch:
                             "add its prompt again"
                         ),
                     )
-            self._asides.retain(self._answers)
+            self._preemption.retain(self._answers)
 
-    def _at_work(self) -> list[Answer]:
+    def _running(self) -> list[Answer]:
         with self._lock:
             return [answer for answer in self._answers if answer.cache is not None]
 
     def _groups(self, planned: Sequence[_Planned]) -> list[list[_Planned]]:
-        """Divide a step into forwards: one of all that can be packed, and one each of the rest."""
+        """Divide a step into forwards: one for all answers that can be packed, and one for each of
+        the rest."""
         together, groups = [], []
         for one in planned:
             if self._packs and one.answer.packs and one.answer not in self._suspects:
@@ -317,15 +318,15 @@ class Batch:
         return logits
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
-        """After a forward failed: end what cannot go back or failed alone, put an answer aside for
-        want of memory, or suspect each."""
+        """Handle a failed forward: end answers that cannot be undone; then preempt an answer if
+        memory ran out, end the answer if it was alone, or run each alone from now on."""
         undone = [answer.undo(error) for answer, _ in group if answer.cache is not None]
-        running = self._at_work()
+        running = self._running()
         left = [answer for answer in running if not answer.ended]
         if isinstance(error, OutOfMemoryError) and len(running) > 1:
             if left and all(undone):
-                self._put_aside(max(left, key=lambda answer: answer.rank))
-            going = [answer for answer in self._at_work() if not answer.ended]
+                self._preempt(max(left, key=lambda answer: answer.rank))
+            going = [answer for answer in self._running() if not answer.ended]
             self._limit, self._most = promised(going), max(1, len(going))
         elif len(group) == 1:
             group[0].answer.fail(error)
@@ -333,7 +334,7 @@ class Batch:
             self._suspects |= {answer for answer, _ in group}
 
     def _finish(self) -> None:
-        """Choose the next tokens of the answers that were just fed all of theirs."""
+        """Choose the next token of each answer whose forward is complete."""
         for answer in [answer for answer in self._answers if answer.logits is not None]:
             self._suspects.discard(answer)
             if not answer.ended:
@@ -342,7 +343,7 @@ class Batch:
 
     def _take(self, answer: Answer) -> None:
         if not answer.tokens and not answer.reads_prompt and answer.origin.frozen is None:
-            answer.origin.reuse.keep(answer)  # now: others find it while this one goes on
+            answer.origin.reuse.keep(answer)  # now, so that other answers find it soon
         answer.choose()
         if answer.untold:
             token, text, reason = answer.newest()
@@ -350,10 +351,10 @@ class Batch:
             answer.tell(text, reason)
 
     def _leave(self) -> None:
-        """Free what ended, or was cancelled."""
+        """Remove ended and cancelled answers, and free their slots."""
         for answer in [x for x in self._answers if x.ended]:
             self._suspects.discard(answer)
-            self._asides.drop(answer)
+            self._preemption.drop(answer)
             answer.origin.filled(answer.index)
             if answer not in self._ended:
                 if answer.reason in (STOP, LENGTH) and answer.cache is not None:
@@ -380,16 +381,16 @@ class Batch:
         return self._limit is None or promised(answers) <= self._limit
 
     def _admit(self) -> None:
-        """Admit answers as long as what all promise fits: those of the highest priority first, of
-        each queue in turn. For an answer of higher priority, the youngest of the lowest priority is
-        put aside. An answer that waits for its store takes nobody's place."""
+        """Admit answers while the promised bytes of all fit: the highest priority first, queues in
+        turn. An answer of higher priority preempts the youngest of the lowest priority, but not
+        while it waits for its store."""
         waiting = [x for x in self._answers if x.cache is None and not x.ended]
         fetching = {x.origin for x in waiting if x.origin.fetching}
-        if not self._at_work():
+        if not self._running():
             self._limit, self._most = self.max_bytes, self.sequences
         while waiting:
             first = self._admitted.next(waiting)
-            running = self._at_work()
+            running = self._running()
             stay = list(running)
             while not self._fits([*stay, first]):
                 youngest = max(stay, key=lambda answer: answer.rank, default=None)
@@ -399,48 +400,48 @@ class Batch:
             waiting.remove(first)
             if not first.begun:
                 origin = first.origin
-                if not origin.reuse.ready(first, ask=len(fetching) < _ASKED):
+                if not origin.reuse.ready(first, ask=len(fetching) < _FETCHES):
                     fetching |= {origin} if origin.fetching else set()
                     continue
             for answer in [x for x in running if x not in stay]:
-                self._put_aside(answer)
+                self._preempt(answer)
                 waiting += [] if answer.ended else [answer]
             try:
-                self._asides.take_back(first)
+                self._preemption.resume(first)
             except _INTERRUPTS:
                 raise
             except BaseException as error:
-                others = self._at_work()
+                others = self._running()
                 if not others or not isinstance(error, OutOfMemoryError):
                     first.fail(error)
                     continue
-                # What it holds stays aside.
+                # The answer stays preempted.
                 self._limit, self._most = promised(others), len(others)
                 return
             self._admitted.took(first)
 
     def _await_stores(self) -> None:
-        """Where nothing can be computed, wait a little for the stores that are being asked."""
+        """Wait briefly for stores, when there is nothing to compute."""
         with self._lock:
             asked = {answer.origin.fetched for answer in self._answers if answer.origin.fetching}
         if asked:
             wait(filter(None, asked), _PATIENCE_S, FIRST_COMPLETED)
 
-    def _put_aside(self, answer: Answer) -> None:
-        """Let an answer wait. If there is no room for what it holds, it ends with that error."""
+    def _preempt(self, answer: Answer) -> None:
+        """Preempt an answer. If its cache cannot be copied, it ends with the error."""
         try:
-            self._asides.put(answer)
+            self._preemption.preempt(answer)
         except Exception as error:
             answer.fail(error)
             self._leave()
 
     def _planned(self) -> list[_Planned]:
-        """The answers of the next step, and how many tokens each is fed."""
-        running = [x for x in self._at_work() if self._try(x, Answer.share)]
+        """The answers of the next step, with the number of tokens to feed each."""
+        running = [x for x in self._running() if self._try(x, Answer.share)]
         ready = [answer for answer in running if answer.begun and answer.unfed == 1]
         planned = [_Planned(answer, 1) for answer in ready]
         generating, tokens = len(planned), len(planned)
-        reading: set[Prompt] = set()  # that one answer reads for all
+        reading: set[Prompt] = set()  # prompts that one answer reads for all
         for answer in self._read.in_order([x for x in running if x not in ready]):
             origin = answer.origin
             if answer.forks:
@@ -448,7 +449,7 @@ class Batch:
                     continue
             elif origin in reading:
                 continue
-            # The store is asked as late as possible: what others read may be there by then.
+            # Ask the store as late as possible: other answers may store the prefix meanwhile.
             if (
                 tokens + answer.next_count(self.chunk) > self.step_tokens
                 and len(planned) > generating
@@ -465,7 +466,7 @@ class Batch:
         return planned
 
     def _try(self, answer: Answer, change: Callable[[Answer], None]) -> bool:
-        """Change an answer; returns whether it goes on. An error ends it, and no other."""
+        """Change an answer; returns whether it goes on. An error ends only this answer."""
         try:
             change(answer)
         except _INTERRUPTS:
@@ -476,15 +477,14 @@ class Batch:
 
 
 class _Planned(NamedTuple):
-    """An answer, and how many of its tokens a step feeds."""
+    """An answer, and the number of its tokens that a step feeds."""
 
     answer: Answer
     tokens: int
 
 
 class _Begun:
-    """Whether a step has begun that did not return: its context, which ends only without an
-    error."""
+    """A context for a step; true while the step has not returned, which an error leaves so."""
 
     def __init__(self) -> None:
         self._is = False

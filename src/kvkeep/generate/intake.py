@@ -1,4 +1,4 @@
-"""Intake: checks a batch's prompts, and says what their answers may come to hold."""
+"""Intake: checks a batch's prompts, and computes the most bytes of their answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Intake:
     """The checks of a batch's prompts; see `Batch` for the arguments.
 
     Raises:
-        UnsupportedError: `max_bytes` is given, but the model does not tell what its slots take; or
+        UnsupportedError: `max_bytes` is given, but the size of the model's slots is not known; or
             the spec's policy is `kvzip`.
     """
 
@@ -39,7 +39,7 @@ class Intake:
         """The token ids of a prompt, int64 (n,) on the CPU.
 
         Raises:
-            ShapeError: there is none, or it is not one of the model's.
+            ShapeError: there is no id, or an id is not in the model's vocabulary.
         """
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -64,11 +64,11 @@ class Intake:
         """Check a prompt, and set its `own_bytes` and `shared_bytes`.
 
         Raises:
-            ShapeError: it has no answer, or the model's context is too short; or its cache does not
-                continue it.
-            CapacityError: an answer alone could exceed `max_bytes`, or its storage.
+            ShapeError: fewer than 1 answer, the model's context is too short, or the given cache
+                cannot continue the prompt.
+            CapacityError: one answer could exceed `max_bytes`, or its storage.
             SpecError: the spec does not fit the model.
-            UnsupportedError: its policy is `kvzip`.
+            UnsupportedError: the policy is `kvzip`.
         """
         if origin.answers < 1:
             raise ShapeError(f"n is {origin.answers}; ask for at least 1 answer")
@@ -92,9 +92,9 @@ class Intake:
         _require_one_reading(cache)
         shares = origin.answers > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, tokens - 1) if shares else 0
-        # Of the states, one copy that a failed step returns to. For a store, one after each chunk
-        # of the prompt, and one at the end, until the store has them; those of an answer's end are
-        # copied when the prompt's are gone.
+        # Recurrent states are copied for a failed step to return to. For a store, they are also
+        # copied after each chunk of the prompt and at its end, until the store has the copies. The
+        # copy at an answer's end comes when the prompt's copies are gone.
         copies = tokens // self._chunk + 1 if origin.reuse.stores(origin) else 0
         origin.shared_bytes = shared + copies * self._state_bytes
         origin.own_bytes = self._bytes_of(cache, longest) - shared + 2 * self._state_bytes
@@ -113,12 +113,12 @@ class Intake:
             if self._max_bytes is None:
                 return None
             raise UnsupportedError(
-                f"max_bytes is {self._max_bytes}, but it is not known what answers of "
-                f"{self._host.name} take: {error}; leave it out, and limit sequences"
+                f"max_bytes is {self._max_bytes}, but the size of {self._host.name}'s slots is not "
+                f"known: {error}; leave max_bytes out, and limit sequences"
             ) from error
 
     def _bytes_of(self, cache: ModelCache, tokens: int) -> int:
-        """The most bytes that a cache takes until that many tokens have been fed."""
+        """The most bytes that a cache takes while `tokens` tokens are fed."""
         if self._geometries is None:
             return 0
         if any(layer.policy.share is not None for layer in cache.layers):
@@ -129,7 +129,7 @@ class Intake:
 def _require_one_reading(cache: ModelCache) -> None:
     if compresses(cache):
         raise UnsupportedError(
-            "kvzip reads a prompt twice, which a batch does not; use another policy, or "
+            "kvzip reads a prompt twice, and a batch reads it once; use another policy, or "
             "kvkeep.generate.stream for one prompt"
         )
 
@@ -138,12 +138,12 @@ def _require_continued(cache: ModelCache, origin: Prompt) -> None:
     tokens = len(origin.ids)
     if origin.params.prompt_logprobs and cache.fed:
         raise UnsupportedError(
-            f"prompt_logprobs of a prompt of which a cache holds {cache.fed} tokens already; give "
-            "an empty cache"
+            f"prompt_logprobs with a cache that already holds {cache.fed} tokens of the prompt; "
+            "give an empty cache"
         )
     if origin.answers > 1 or cache.rows > 1 or cache.fed >= tokens:
         raise ShapeError(
-            f"{origin.answers} answers to a prompt of {tokens} tokens, of which a cache of "
-            f"{cache.rows} rows holds {cache.fed}; give a cache of one row, for one answer, and at "
-            "least one token that it does not hold"
+            f"{origin.answers} answers to a prompt of {tokens} tokens with a cache of {cache.rows} "
+            f"rows that holds {cache.fed} tokens; ask for one answer, with a cache of one row and "
+            "a prompt that is longer than the cache"
         )

@@ -32,17 +32,17 @@ def generate_many(
     Args:
         model, tokenizer, options: see `Batch`.
         prompts: texts, or token ids.
-        params: for all prompts, or one for each.
+        params: sampling parameters for all prompts, or one object for each.
         n: answers to each prompt.
         keep_until, namespace: see `Batch.add`.
         progress: show a progress bar; None: on a terminal.
 
     Returns:
-        For each prompt, its n answers.
+        The n answers to each prompt.
 
     Raises:
-        ShapeError: there are not as many params as prompts; see also `Batch.add`.
-        Exception: whatever ended an answer, such as a logits processor's error.
+        ShapeError: `params` and `prompts` differ in length; see also `Batch.add`.
+        Exception: the error that ended an answer, such as a logits processor's.
     """
     batch = Batch(model, tokenizer, **options)
     if isinstance(params, Sequence) and len(params) != len(prompts):

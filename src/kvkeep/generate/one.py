@@ -1,4 +1,4 @@
-"""stream: one answer, token by token, through a cache that the caller keeps."""
+"""stream: generate one answer token by token, through the caller's cache."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ def stream(
     chunk: int | None = None,
 ) -> Iterator[NewToken]:
     """Continue a prompt, and yield each token when it is chosen. To stop early, call
-    `new.answer.cancel()`. If a forward fails, the cache returns to what it held before that
-    forward, unless it evicted tokens.
+    `new.answer.cancel()`. If a forward fails, the cache returns to its state before the forward,
+    unless it evicted tokens.
 
     Args:
         model: attached.
-        prompt: text, or token ids, (n,) or (1, n). Of these, the cache may hold the first.
-        params: how to continue it; None: the defaults.
-        cache: from `Host.new_cache`; it has one row. At the end it holds the text but its last
-            token. With the policy `kvzip`, the prompt but its last token is compressed first.
-        tokenizer: turns a prompt of text to token ids, and the answer to text; None: there is no
-            text.
+        prompt: text, or token ids, (n,) or (1, n). The cache may hold its first tokens.
+        params: sampling parameters; None: the defaults.
+        cache: from `Host.new_cache`, of one row. At the end it holds the whole text except the last
+            token. With the policy `kvzip`, the prompt except its last token is compressed first.
+        tokenizer: encodes a text prompt and decodes the answer; None: the answer has no text.
         chunk: read the prompt in chunks of this many tokens; None: at once.
 
     Raises:
         ShapeError: no token, several rows, or the cache holds all of the prompt.
         CapacityError: the answer could exceed the cache's storage.
         SpecError: `chunk` is below 1.
-        Exception: whatever ended the answer, such as a logits processor's error.
+        Exception: the error that ended the answer, such as a logits processor's.
     """
     batch = Batch(model, tokenizer, sequences=1, chunk=chunk)
     (answer,) = batch.add(prompt, params, reuse=Given(model, cache, chunk))

@@ -1,4 +1,4 @@
-"""Reuse: what the answers of a batch take from a prefix store, and what they leave there."""
+"""Reuse: begin the answers of a batch from a prefix store, and store their prompts and texts."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ _LOG = logging.getLogger("kvkeep.generate")
 
 
 class Reuse:
-    """Begins the caches of answers, from a store where there is one. A store that refuses a prompt,
-    or fails, costs the answer nothing but time.
+    """Begins the caches of answers from a store. If the store fails or refuses a prompt, the prompt
+    is computed.
 
     Args:
-        model: of the answers.
-        store: None: every prompt is computed.
+        model: the model of the answers.
+        store: None: compute every prompt.
     """
 
     given: ModelCache | None = None
-    """The cache of a prompt's only answer, if its owner keeps it."""
+    """The caller's cache for the only answer to a prompt."""
 
     def __init__(self, model: Any, store: PrefixStore | None) -> None:
         self._model, self._host, self._store = model, host_of(model), store
 
     def new_cache(self, spec: Specs) -> ModelCache:
-        """A cache for an answer: empty, or that which its owner gave."""
+        """A cache for an answer: empty, or the caller's."""
         return self._host.new_cache(spec) if self.given is None else self.given
 
     def stores(self, origin: Prompt) -> bool:
-        """Whether a prompt is to be stored."""
+        """Whether a prompt will be stored."""
         return self._store is not None and origin.namespace is not None
 
     def ready(self, answer: Answer, *, ask: bool) -> bool:
-        """Whether `begin` need not wait for the store's backend. Otherwise a thread of the store
-        asks it meanwhile, from now on if it may `ask`."""
+        """Whether `begin` can run without waiting for the store's backend. If not, and if `ask`, a
+        thread of the store starts to ask the backend."""
         origin = answer.origin
         if self._store is None or origin.namespace is None:
             return True
         if origin.fetched is None and ask:
             try:
-                origin.fetched = self._store.fetch(self._model, **self._asked(answer))
+                origin.fetched = self._store.fetch(self._model, **self._query(answer))
             except Exception as error:
                 self._give_up(answer, error)
                 return True
         return origin.fetched is not None and origin.fetched.done()
 
-    def _asked(self, answer: Answer) -> dict[str, Any]:
+    def _query(self, answer: Answer) -> dict[str, Any]:
         ids, origin = answer.prompt, answer.origin
-        about = {"spec": origin.spec, "namespace": origin.namespace}
-        return {"tokens": ids[:-1], "prompt": ids, **about}
+        place = {"spec": origin.spec, "namespace": origin.namespace}
+        return {"tokens": ids[:-1], "prompt": ids, **place}
 
     def begin(self, answer: Answer) -> ModelCache:
-        """A cache for an answer, which holds the beginning of its prompt if that is stored. Sets
-        `answer.cached`. It waits for no backend, see `ready`.
+        """A cache for an answer, with the stored beginning of its prompt. Sets `answer.cached`. It
+        does not wait for a backend, see `ready`.
 
         Raises:
-            UnsupportedError: other adapters are active beside an activated one.
+            UnsupportedError: an activated adapter and other adapters are active.
         """
         ids, origin = answer.prompt, answer.origin
         if self._store is not None and origin.namespace is not None:
             try:
                 if origin.fetched is not None:
                     origin.fetched.result()
-                found = self._store.find(self._model, **self._asked(answer), fetch=False)
+                found = self._store.find(self._model, **self._query(answer), fetch=False)
                 cache, answer.cached = found
                 return cache
             except Exception as error:
@@ -78,12 +78,12 @@ class Reuse:
         return cache
 
     def mark(self, answer: Answer) -> None:
-        """Copy the states of recurrent layers, at a point where stored prompts may end."""
+        """Copy the recurrent states at a point where a stored prompt may end."""
         if answer.cache is not None and self.stores(answer.origin):
             answer.cache.mark()
 
     def keep(self, answer: Answer) -> None:
-        """Store what an answer's cache was fed. A thread of the store writes it to the backend."""
+        """Store the tokens in an answer's cache. A thread of the store writes to the backend."""
         namespace, cache = answer.origin.namespace, answer.cache
         if self._store is None or namespace is None or cache is None or cache.fed <= answer.cached:
             return
@@ -96,27 +96,26 @@ class Reuse:
             cache.carried.unmark()
 
     def flush(self) -> None:
-        """Wait until the store's backend has what was stored."""
+        """Wait until the store's backend has received everything."""
         if self._store is not None:
             self._store.flush()
 
     def _give_up(self, answer: Answer, error: Exception) -> None:
         answer.origin.namespace = None
-        if isinstance(error, UnsupportedError):  # its spec or model, not a fault
+        if isinstance(error, UnsupportedError):  # expected for some specs and models
             _LOG.info("a prompt is computed without the store: %s", error)
         else:
-            _LOG.warning("the store failed, so a prompt does without it", exc_info=error)
+            _LOG.warning("the store failed; a prompt is computed without it", exc_info=error)
 
 
 @final
 class Given(Reuse):
-    """Gives the only answer to a prompt a cache that its owner keeps.
+    """Begins the only answer to a prompt with the caller's cache.
 
     Args:
         cache: holds the first tokens of the prompt, or nothing. With the policy `kvzip`, the prompt
-            but its last token is compressed.
-        chunk: the prompt is read in chunks of this many tokens before it is compressed; None: at
-            once.
+            except its last token is compressed.
+        chunk: tokens that are read at once before compression; None: the whole prompt.
     """
 
     def __init__(self, model: Any, cache: ModelCache, chunk: int | None = None) -> None:

@@ -22,25 +22,23 @@ class SamplingParams:
 
     Args:
         max_new_tokens: most tokens of the answer.
-        temperature: the logits are divided by it; 0 chooses the likeliest token.
-        top_k: choose among the k likeliest tokens; 0: among all.
-        top_p: choose among the fewest likeliest tokens whose probabilities sum to at least this.
-        min_p: choose among tokens at least this times as probable as the likeliest.
-        seed: of random numbers of its own; None: an arbitrary one. The n answers to one prompt draw
-            from seeds seed, seed + 1, and so on.
+        temperature: divides the logits; 0 chooses the likeliest token.
+        top_k: sample from the k likeliest tokens; 0: from all.
+        top_p: sample from the smallest set of likeliest tokens with at least this probability.
+        min_p: sample from tokens with at least this share of the likeliest token's probability.
+        seed: random seed of the answer; answer i of a prompt uses seed + i; None: arbitrary.
         processors: change the logits first, in this order.
-        own_processors: each makes a further processor, one for each answer, which may remember what
-            it was given.
+        own_processors: functions that make a new processor for each answer; the processors may have
+            state.
         stop: strings that end the answer; they are not part of its text.
-        end_tokens: tokens that end the answer, and are no part of its text; None: the model's own.
-        shown_tokens: special tokens that are part of the text all the same.
-        logprobs: record the logarithm of each token's probability, before anything but
-            `logprob_temperature` changed it.
-        top_logprobs: also record the logarithms of this many of the likeliest tokens.
-        prompt_logprobs: record both of the prompt's tokens too; such a prompt takes nothing from a
-            store.
-        logprob_temperature: the temperature of these probabilities.
-        priority: answers of higher priority are admitted first, and may put others aside.
+        end_tokens: tokens that end the answer and are not part of its text; None: the model's.
+        shown_tokens: special tokens to show in the text.
+        logprobs: record each token's log probability, by the logits before processors and sampling.
+        top_logprobs: also record the log probabilities of this many likeliest tokens.
+        prompt_logprobs: record log probabilities of the prompt's tokens, too; the prompt is then
+            not taken from a store.
+        logprob_temperature: divides the logits of log probabilities.
+        priority: answers of higher priority are admitted first, and may preempt others.
 
     Raises:
         SpecError: a number out of its range.
@@ -82,9 +80,9 @@ class SamplingParams:
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The probabilities that tokens are drawn with, float32 (B, V), from logits (B, V), at a
-    temperature above 0. As in transformers, temperature, top_k, top_p and min_p apply in this
-    order, and the likeliest token always stays."""
+    """Sampling probabilities, float32 (B, V), of logits (B, V), at a temperature above 0. As in
+    transformers, temperature, top_k, top_p and min_p apply in this order, and the likeliest token
+    always stays."""
     x = logits.float() / params.temperature
     if 0 < params.top_k < x.shape[-1]:
         x = x.masked_fill(x < x.topk(params.top_k).values[:, -1:], -math.inf)
@@ -105,7 +103,7 @@ def likeliest(logits: Tensor) -> Tensor:
     """The token of the largest logit, the first among equals, int64 (B, 1), from logits (B, V)."""
     if not logits.is_cpu:
         return logits.argmax(dim=-1, keepdim=True)
-    # On the CPU numpy takes a tenth of the time of torch, and more so in half precision.
+    # On the CPU numpy takes a tenth of torch's time, or less in half precision.
     return torch.from_numpy(logits.detach().float().numpy().argmax(axis=-1))[:, None]
 
 
@@ -119,8 +117,8 @@ def sample(
 
 
 def penalty(prompt: int, *, presence: float = 0.0, frequency: float = 0.0) -> Processor:
-    """A processor that lowers the logits of tokens that the answer has already, as OpenAI defines
-    it: by `presence`, and by `frequency` for each time.
+    """A processor of OpenAI's penalties: lowers the logit of each token in the answer by
+    `presence`, and by `frequency` times its count.
 
     Args:
         prompt: tokens of the prompt, which do not count.
@@ -136,7 +134,7 @@ def penalty(prompt: int, *, presence: float = 0.0, frequency: float = 0.0) -> Pr
 
 
 def bias(added: Mapping[int, float]) -> Processor:
-    """A processor that adds numbers to the logits of tokens."""
+    """A processor that adds a number to the logit of each given token."""
     tokens, values = torch.tensor(list(added)), torch.tensor(list(added.values()))
 
     def biased(ids: Tensor, logits: Tensor) -> Tensor:
@@ -146,8 +144,8 @@ def bias(added: Mapping[int, float]) -> Processor:
 
 
 def repetition(penalty: float) -> Processor:
-    """A processor that divides positive logits of tokens that the text has already, and multiplies
-    negative ones, by `penalty`, as transformers does."""
+    """A processor that lowers the logits of tokens in the text, as in transformers: divides
+    positive and multiplies negative logits by `penalty`."""
 
     def lowered(ids: Tensor, logits: Tensor) -> Tensor:
         had = logits.gather(1, ids)
@@ -157,11 +155,11 @@ def repetition(penalty: float) -> Processor:
 
 
 def at_least(tokens: int, prompt: int, ends: Sequence[int]) -> Processor:
-    """A processor that excludes tokens that would end an answer before it has `tokens` tokens.
+    """A processor that forbids end tokens until an answer has `tokens` tokens.
 
     Args:
-        prompt: tokens of the prompt.
-        ends: the tokens that end it.
+        prompt: the number of tokens in the prompt.
+        ends: the end tokens.
     """
     excluded = torch.tensor(ends, dtype=torch.int64)
 

@@ -8,10 +8,9 @@ from typing import final
 
 @final
 class Stops:
-    """Passes text on up to the first stop string, however the text is divided into pieces.
+    """Passes on text that arrives in pieces, up to the first complete stop string.
 
-    The stop string that is complete first ends the text. Characters that may be the start of a stop
-    string are held back until that is decided.
+    Characters that may begin a stop string are held back until the next pieces decide.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -20,7 +19,7 @@ class Stops:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Add a piece of text; returns what can be passed on now, or nothing once `found`."""
+        """Add a piece of text; returns the text to pass on now, "" once `found`."""
         if self.found:
             return ""
         text = self._held + text
@@ -34,7 +33,7 @@ class Stops:
         return text[:given]
 
     def rest(self) -> str:
-        """The text that was held back; call it at the end of the text."""
+        """The held-back characters; call it at the end of the text."""
         held, self._held = self._held, ""
         return held
 

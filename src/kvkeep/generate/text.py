@@ -1,4 +1,4 @@
-"""Text of token ids that grow: in complete characters, or token by token."""
+"""Incremental decoding: the text of a growing list of tokens."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _INCOMPLETE = "\ufffd"
 """The replacement character, which a tokenizer returns for an incomplete character."""
 
 _LONGEST_PIECE = 16
-"""Tokens after which a piece ends all the same: no character has so many, so the replacement
-character belongs to the text."""
+"""Most tokens of a piece. No character has more, so a replacement character then belongs to the
+text."""
 
 
 class _Pieces:
     """A growing text, in pieces that end with complete characters.
 
-    A tokenizer may decode a token differently at the start of a text. So the text of new tokens is
-    found by decoding them together with the previous piece and removing that piece's text. The cost
-    of a token does not depend on the text's length.
+    A tokenizer may decode a token differently at the start of a text. So new tokens are decoded
+    together with the previous piece, whose text is then removed. The cost of a token does not
+    depend on the text's length.
 
     Args:
-        shown: special tokens that are pieces of their own, whatever the options say.
-        options: of the tokenizer's `decode`.
+        shown: special tokens to show; each is a piece.
+        options: options of the tokenizer's `decode`.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[int] = (), **options: bool) -> None:
         self._decode, self._shown, self._options = tokenizer.decode, shown, options
         self._last: list[int] = []  # the ids of the previous piece
-        self._new: list[int] = []  # those after it
+        self._new: list[int] = []  # the ids after it
 
     def push(self, token: int) -> str:
         """Take the next token id. Returns the next piece, or "" while it is not complete."""
@@ -53,9 +53,8 @@ class _Pieces:
 
 
 class TokenTexts:
-    """The text of each token of a growing text, special tokens as they are written. Together they
-    are the text; a character that several tokens make is the last one's, and the others have
-    ""."""
+    """The text of each token of a growing text, special tokens included. A character of several
+    tokens belongs to the last of them; the others have "". Joined, they are the text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._pieces = _Pieces(tokenizer, clean_up_tokenization_spaces=False)
@@ -71,9 +70,9 @@ class TextStream:
     string.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         stop: strings that end the text.
-        shown: special tokens that are part of it.
+        shown: special tokens to show in the text.
     """
 
     def __init__(
@@ -95,22 +94,21 @@ class TextStream:
 
     @property
     def offset(self) -> int:
-        """Characters of the text before the newest token, those that were held back too."""
+        """Characters of the text before the newest token, including held-back characters."""
         return self._offset
 
     def take(self, tokens: Sequence[int], *, last: bool, ends: bool = False) -> str:
-        """Take the newest of the tokens; those before it have been taken. It may be called again
-        with the same tokens after an interrupt.
+        """Take the newest token. After an interrupt it may be called again with the same tokens.
 
         Args:
-            tokens: all of the answer.
-            last: whether no other follows; an incomplete character is then dropped.
-            ends: whether the newest token ends the answer, and is no part of its text.
+            tokens: all tokens of the answer; all but the newest have been taken.
+            last: whether no token follows; an incomplete character is then dropped.
+            ends: whether the newest token is an end token, which is not part of the text.
 
         Returns:
             The text that the token completes.
         """
-        if self._taken != len(tokens) - 1:  # it was interrupted
+        if self._taken != len(tokens) - 1:  # after an interrupt
             self._begin()
             for token in tokens[:-1]:
                 self._push(token)

@@ -1,4 +1,4 @@
-"""Turns: the answers of several queues take turns."""
+"""Turns: serve the queues of answers in turn."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvkeep.generate.answer import Answer
 
 @final
 class Turns:
-    """Remembers when each queue had its last turn."""
+    """Remembers when each queue was last served."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
         self._last: dict[str, int] = {}
 
     def took(self, answer: Answer) -> None:
-        """Note that an answer had its queue's turn."""
+        """Note that an answer's queue was served."""
         self._last[answer.origin.queue] = next(self._numbers)
 
     def next(self, answers: Sequence[Answer]) -> Answer:
-        """The answer that is next: of the highest priority, of the queue that was served longest
-        ago, the oldest."""
+        """The next answer: by highest priority, then by the queue served longest ago, then the
+        oldest."""
         return min(answers, key=lambda x: (-x.params.priority, self._of(x), x.order))
 
     def in_order(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Answers by priority, then the first of each queue, the second of each, and so on; the
-        queue that was served longest ago is first."""
+        """Answers by priority; within one, the first of each queue, the second of each, and so on,
+        beginning with the queue served longest ago."""
         of_queue, keys = Counter[str](), dict[Answer, tuple[int, int, int]]()
         for answer in answers:
             queue = answer.origin.queue

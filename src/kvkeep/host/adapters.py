@@ -66,8 +66,8 @@ def invoked_adapter(model: nn.Module) -> InvokedAdapter | None:
     """The activated adapter (aLoRA) that is active in the forward; None if there is none.
 
     Raises:
-        UnsupportedError: other adapters or modules are active beside it, so that tokens before its
-            invocation are not computed by the base model.
+        UnsupportedError: other adapters or modules are active too, so the base model alone does not
+            compute the tokens before the invocation.
     """
     _, active = active_adapters(model)
     configs: Any = getattr(model, "peft_config", {})
@@ -82,9 +82,9 @@ def invoked_adapter(model: nn.Module) -> InvokedAdapter | None:
     others = [m for m in model.modules() if isinstance(m, auxiliary.AuxiliaryTrainingWrapper)]
     if len(active) > 1 or others:
         raise UnsupportedError(
-            f"adapters {sorted(active)} and {len(others)} modules saved with them are active, one "
-            "of them by an invocation, so tokens before it are not computed by the base model "
-            "alone; use that adapter by itself"
+            f"an activated adapter is active together with other adapters ({sorted(active)}) or "
+            f"with saved modules ({len(others)}), so the base model alone does not compute the "
+            "tokens before the invocation; use the activated adapter by itself"
         )
     ((name, tokens),) = invoked.items()
     return InvokedAdapter(name, tokens)
@@ -105,23 +105,23 @@ def learns_prompts(model: nn.Module) -> bool:
 
 
 def learns_prefixes(model: nn.Module) -> bool:
-    """Whether these tokens are keys and values, in a cache that PEFT makes (prefix tuning)."""
+    """Whether PEFT puts learned keys and values before a prompt (prefix tuning)."""
     kind = getattr(_prompt_config(model), "peft_type", None)
     return getattr(kind, "value", kind) in ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def _prompt_config(model: nn.Module) -> Any:
-    """PEFT's config of the adapter that prepares the inputs of `generate()`; None: none does."""
+    """PEFT's config of the adapter that prepares the inputs of `generate()`; None if no adapter
+    does."""
     prepared = model.__dict__.get("prepare_inputs_for_generation")
     return getattr(getattr(prepared, "__self__", None), "active_peft_config", None)
 
 
 def activate(model: Any, activation: Activation | None, position: Tensor) -> None:
-    """Set, for this thread's next forward of tokens at `position`, (n,), which of them an activated
-    adapter computes: those from `activation.start` on. None leaves that to PEFT.
+    """Make an activated adapter compute the tokens from `activation.start` on in this thread's next
+    forward, of tokens at `position`, (n,). With None, PEFT decides.
 
-    PEFT counts from the end of the tokens that it is given, and does not take into account those
-    that a cache holds.
+    PEFT counts from the end of a forward's tokens, and ignores the tokens that a cache holds.
     """
     if activation is None:
         _OFFSET.set(None)

@@ -37,14 +37,14 @@ class ModelCache(Cache):
         rotaries: returns each layer's rotary embedding; called only if a policy needs it.
         identity: identifies the model's weights, as `kvkeep.host.fingerprint.sampled` does; called
             only if a policy was calibrated for a model. None: the model is not known.
-        carried: the states of the other layers; None: there are none.
+        carried: the states of the recurrent layers; None if the model has none.
 
     Attributes:
         specs: each layer's spec.
-        places: each layer's place among all layers of the model, which also counts those that do
-            not attend.
-        activation: that of the activated adapter that computed some of the tokens held; None if
-            there is none.
+        places: each layer's index among all layers of the model, including layers without
+            attention.
+        activation: where the activated adapter started that computed some of the held tokens; None
+            without an activated adapter.
 
     Raises:
         SpecError: a spec does not exist or does not fit the model.
@@ -90,7 +90,7 @@ class ModelCache(Cache):
         Cache.__init__(self, layers, carried)
 
     def begin(self, columns: int) -> None:
-        """Check, before a forward of so many columns, that it may begin."""
+        """Check that a forward of `columns` columns may begin."""
         self.admit(columns)
 
     def token_limit(self, layer: int | None = None) -> int | None:
@@ -103,7 +103,7 @@ class ModelCache(Cache):
         """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            geometries: those of each layer's keys and values; their `rows` are not used.
+            geometries: of each layer's keys and values; `rows` is not used.
         """
         return sum(
             promised_bytes(
@@ -117,7 +117,7 @@ class ModelCache(Cache):
         )
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
-        """Use other layers, of these specs, from now on."""
+        """Replace all layers; `specs` are the specs of the new ones."""
         with self._turns():
             self.layers, self.specs = list(layers), list(specs)
             self._share()

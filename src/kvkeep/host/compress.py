@@ -36,24 +36,24 @@ def compress(
     spec: Specs | None = None,
     tick: Tick = lambda tokens: None,
 ) -> None:
-    """Evict all but a share of the slots of a cache, whatever will be asked of the text later.
+    """Keep only a share of a cache's slots, chosen without knowing the later questions.
 
-    The model reads the text once more, in parts, of which each attends to the cache's slots of the
-    same part. Slots that get little attention are freed, more in some layers and heads than in
-    others. Layers with a sliding window are left as they are. Each row is compressed by itself, but
-    a head of several rows frees the slots only that no row needs.
+    The model reads the text once more, in parts; each part attends to the cache's slots of the same
+    part. Slots that get little attention are freed; the share may differ between layers and heads.
+    Layers with a sliding window do not change. Rows are scored separately; memory is freed for the
+    slots of a head that no row keeps.
 
     Args:
         host: of the model, which is attached.
         cache: holds every token that it was fed, without padding.
-        ids: those tokens, int64 (B, n), or (n,) for one row.
-        spec: of the policy `kvzip`, which the cache has from then on; None: the cache's own.
+        ids: the tokens that the cache was fed, int64 (B, n), or (n,) for one row.
+        spec: the cache's new spec, of policy `kvzip`; None: the cache's own.
 
-    Raises:
+    Raises, before anything changes:
         SpecError: a layer's policy is not `kvzip`, or its codec encodes blocks of tokens.
-        ShapeError: the ids are not as many as the cache's tokens, or some row has padding.
+        ShapeError: the shape of `ids` is not that of the cache's tokens, or a row has padding.
         StateError: some tokens are not held.
-        UnsupportedError: the model cannot attend so. In all of these cases nothing has changed.
+        UnsupportedError: the model cannot attend to given layers.
     """
     ids = (ids if ids.dim() > 1 else ids[None]).to(host.device)
     specs = cache.specs if spec is None else per_layer(spec, host.kinds)
@@ -64,7 +64,7 @@ def compress(
 
 
 def compresses(cache: ModelCache) -> bool:
-    """Whether the policy of a cache is to compress what it holds, which was not done yet."""
+    """Whether a cache's policy compresses, and the cache is not compressed yet."""
     return any(layer.policy.compression and not layer.history.floor for layer in cache.layers)
 
 
@@ -76,7 +76,8 @@ def compressed_tokens(cache: ModelCache) -> int:
 
 @torch.inference_mode()
 def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> None:
-    """Feed a cache of policy `kvzip` what it lacks of ids (B, n), in chunks, and compress it."""
+    """Feed a cache of policy `kvzip` the tokens of ids (B, n) that it lacks, in chunks; then
+    compress it."""
     left = ids[:, cache.fed :]
     for piece in torch.split(left, chunk or left.shape[1], dim=1) if left.numel() else ():
         host.feed(piece, cache)
@@ -91,7 +92,7 @@ def _chosen(
     if tuple(ids.shape) != (cache.rows, tokens):
         raise ShapeError(
             f"token ids {tuple(ids.shape)} for a cache that was fed {(cache.rows, tokens)}; give "
-            "those that it was fed"
+            "the ids that it was fed"
         )
     if cache.layers[0].padded:
         raise ShapeError("compress a cache of rows with padding; feed each row without padding")
@@ -140,8 +141,8 @@ def reread(
 
     Args:
         cache: holds every token of the row.
-        ids: those tokens, int64 (n,).
-        policies: of the layers to compress, by index.
+        ids: the row's tokens, int64 (n,).
+        policies: the policies of the layers to compress, by layer index.
     """
     chunk = min(policy.chunk for policy in policies.values())
     sinks = max(policy.sinks for policy in policies.values())
@@ -184,7 +185,8 @@ def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[
 
 
 def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor]) -> None:
-    """Keep these slots, bool (B, H, n) of each layer to compress, in layers of these specs."""
+    """Replace the layers to compress by layers of `specs` that hold the kept slots, bool (B, H, n)
+    for each layer."""
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
@@ -203,8 +205,9 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
 def _kept(
     scores: dict[int, Tensor], policies: dict[int, Compression], tokens: int
 ) -> dict[int, Tensor]:
-    """Which slots to keep, bool (1, H, n) for each layer: those of greatest score in all layers of
-    the same policy, of equal scores the newest; if the policy is `uniform`, in each head."""
+    """Which slots to keep, bool (1, H, n) for each layer: the slots with the greatest scores, the
+    newest among equals. All layers of one policy compete; if it is `uniform`, only the slots of one
+    head do."""
     kept: dict[int, Tensor] = {}
     for policy in dict.fromkeys(policies.values()):
         some = [index for index in scores if policies[index] == policy]
@@ -225,7 +228,7 @@ def _kept(
 
 
 def _encoded(layer: LayerCache, new: LayerCache) -> Planes:
-    """All slots of a layer, encoded as those of the new one."""
+    """All slots of a layer, in the encoding of `new`."""
     planes = layer.slots.evictable()
     position = planes[POSITION]
     if (layer.key_codec, layer.value_codec) == (new.key_codec, new.value_codec):
@@ -242,7 +245,7 @@ def _encoded(layer: LayerCache, new: LayerCache) -> Planes:
 
 
 def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:
-    """Some slots of one head, bool (B, n); rows that keep fewer end with empty slots."""
+    """The kept slots, bool (B, n), of one head; shorter rows end with empty slots."""
     own = {
         name: plane[:, head : head + 1] if plane.shape[1] > 1 else plane
         for name, plane in ((name, planes[name]) for name in planes)

@@ -30,8 +30,8 @@ from kvkeep.rotary import Rotary
 
 
 class Narrowed(NamedTuple):
-    """The tokens of a forward that later layers compute: their indices among the tokens that were
-    fed, and their positions, int64 (m,) each, ascending."""
+    """The tokens of a forward that later layers compute: their indices among the fed tokens, and
+    their positions, int64 (m,) each, ascending."""
 
     indices: Tensor
     positions: Tensor
@@ -66,7 +66,7 @@ class Host(ABC):
         """The type and sliding window of each layer that attends.
 
         Raises:
-            UnsupportedError: a layer caches something else than keys and values of its own or a
+            UnsupportedError: a layer caches something other than its own keys and values or a
                 recurrent state.
         """
 
@@ -93,14 +93,14 @@ class Host(ABC):
         """
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
-        """What the states of recurrent layers are like, by the names that
-        `RecurrentStates.tensors` of a new cache gives them; empty if the model has none."""
+        """Shape and dtype of each recurrent state, by its name in `RecurrentStates.tensors` of a
+        new cache; empty if the model has none."""
         return {}
 
     @property
     def changing_rotary(self) -> str:
-        """The type of the rotary embedding if its frequencies, and with them a token's keys, depend
-        on the length of the text; otherwise empty."""
+        """The type of the rotary embedding, if its frequencies (and so the keys) depend on the
+        length of the text; empty if they do not."""
         return ""
 
     @property
@@ -134,7 +134,7 @@ class Host(ABC):
 
     @abstractmethod
     def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
-        """What the keys and values of the model depend on, as hashes and text by name.
+        """Everything that the model's keys and values depend on, as hashes and text by name.
 
         Args:
             tokenizer: the model's tokenizer, to hash too.
@@ -145,10 +145,10 @@ class Host(ABC):
         """
 
     def as_transformers(self, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The weights, with the names and layout of transformers' models of a type, such as
-        "llama", and the fields of transformers' config that the model decides: at least every
-        number that no shape of a weight shows. `kvkeep.load` finds by them whether a cache was made
-        with the same model. None: the layout, or one of these fields, is not known."""
+        """The weights in the names and layout of a model type of transformers, such as "llama", and
+        the fields of its config that the model determines: at least every number that the weights'
+        shapes do not show. `kvkeep.load` uses them to find whether a cache of a transformers model
+        was made with this model. None if the layout or a field is not known."""
         return None
 
     # -- attention through a cache ----------------------------------------------------------
@@ -162,18 +162,22 @@ class Host(ABC):
         self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool | None = None
     ) -> AbstractContextManager[object]:
         """Route the model's attention through kvkeep's caches until the returned context manager
-        exits or `detach` is called; with `linears`, its linear layers through `kvkeep.linears`
-        too; with `compile`, run steps of one token in compiled programs (None: if an earlier
-        process has compiled them). The default does nothing, for models that are always
-        attached."""
+        exits or `detach` is called. The default does nothing, for models that are always attached.
+
+        Args:
+            linears: also route linear layers through `kvkeep.linears`.
+            compile: run steps of one token in compiled programs; None: only in programs that an
+                earlier process compiled.
+        """
         return nullcontext()
 
     def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
-        """Do now what steps of one token of up to so many sequences, packed if there are several,
-        would do when they first come, such as compiling them. The default does nothing.
+        """Do the work of the first steps of one token now, such as compiling them. The default does
+        nothing.
 
         Args:
-            progress: told how much of that is done.
+            sequences: the most sequences in a step; several are packed.
+            progress: told how much is done.
 
         Raises:
             UnsupportedError: the model cannot be compiled.
@@ -233,14 +237,14 @@ class Host(ABC):
 
     def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
         """Feed the next tokens of several sequences in one forward, without padding. A sequence's
-        result is what it would be alone, up to rounding. If the forward fails, every cache returns
-        to what it held, unless it evicted tokens.
+        result equals that of a separate forward, up to rounding. If the forward fails, every
+        cache that evicted nothing returns to its state before.
 
         Args:
             pieces: each sequence's next tokens, and its cache from `new_cache`, of one row.
 
         Returns:
-            Logits (sequences, V), of each one's last token.
+            Logits (sequences, V), of each sequence's last token.
 
         Raises:
             UnsupportedError: the model cannot compute them in one forward.
@@ -251,8 +255,8 @@ class Host(ABC):
         )
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
-        """Run the decoder on a row of tokens, without logits; each layer's attention is that of
-        `layers[i].run`.
+        """Run the decoder on a row of tokens, without logits; `layers[i].run` computes the
+        attention of layer i.
 
         Args:
             ids, position: int64 (n,).
@@ -300,11 +304,11 @@ class Host(ABC):
     # -- training --------------------------------------------------------------------------
 
     def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
-        """A context manager that runs the model layer by layer on these texts.
+        """A context manager that runs the model layer by layer on a batch of texts.
 
         Args:
             input_ids: (B, T).
-            attention_mask: (B, T), 0 for padding; None: there is none.
+            attention_mask: (B, T), 0 for padding; None: no padding.
 
         Raises:
             UnsupportedError: the model's layers cannot be run one by one.

@@ -1,4 +1,4 @@
-"""Fingerprints: hashes of what a model's keys and values depend on, and how two of them differ."""
+"""Fingerprints: hashes of everything that a model's keys and values depend on."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _IRRELEVANT_ATTRIBUTES = {
 _Tensors = Sequence[tuple[str, Tensor]]
 
 LIBRARY = "library"
-"""The part that names the model's library, unless that is transformers."""
+"""The part that names the model's library; absent for transformers."""
 
 HOOKS = "hooks"
 """The part that lists foreign hooks, if there are any; see `kvkeep.host.hooks`."""
 
 _NUMBERS = {bool, int, float, torch.dtype}
 _SAMPLE = 16  # most elements sampled from a tensor
-_COMPARED = 64  # elements of a tensor that `sampled` hashes, at least, if it has so many
+_COMPARED = 64  # fewest elements of a larger tensor that `sampled` hashes
 _SHOWN = 60  # most characters shown of a field's value
 
 _settled: WeakSet[nn.Module] = WeakSet()
@@ -55,7 +55,7 @@ def fingerprint_of(
     several gigabytes of weights per second.
 
     Args:
-        described: parts to add as text, by name, such as those from the model's config.
+        described: further parts, text by name, such as the model's config.
         tokenizer: the model's tokenizer, to hash too.
         glance: skip reading weights that appear unchanged: the same tensors, with the same version
             counters in torch, and the same values in one element of each row of an embedding and in
@@ -65,16 +65,15 @@ def fingerprint_of(
             then left out.
 
     Returns:
-        `weights` (parameters, persistent buffers, and what quantised layers keep beside them),
-        `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric
-        attributes, such as a norm's epsilon), and `adapter` ("none", or the active adapters), as
-        hashes; `dtype`, as text; `described`; `hooks`, the functions that the user has set in the
-        model, if any, which no other model and no other process has; and `tokenizer`, hashes of its
-        parts, if one is given.
+        As hashes: `weights` (parameters, persistent buffers and further tensors of quantised
+        layers), `buffers` (the non-persistent ones, such as rotary frequencies), `modules` (classes
+        and numeric attributes, such as a norm's epsilon) and `adapter` ("none", or the active
+        adapters). As text: `dtype`, `described`, `hooks` (functions that the user has set in the
+        model; they differ between models and processes) and `tokenizer` (hashes of its parts).
+        `hooks` and `tokenizer` are absent if there are none.
 
     Raises:
-        UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
-            kind.
+        UnsupportedError: a weight cannot be read: it is on the meta device or of an unknown kind.
     """
     found = {**_of_tensors(model, glance=glance, changing=changing), **described}
     hooks = foreign_hooks(model)
@@ -86,9 +85,9 @@ def fingerprint_of(
 
 
 def sampled(model: nn.Module) -> str:
-    """A hash by which what was calibrated for a model's weights is found to be another's: of 64
-    elements of each weight, rounded to bfloat16, so that it is the same in float32 and bfloat16.
-    Weights of adapters are left out."""
+    """A hash that identifies the weights a policy was calibrated for. It reads at least 64 elements
+    of each weight, rounded to bfloat16, so it is the same in float32 and bfloat16. Weights of
+    adapters are left out."""
     layers, _ = active_adapters(model)
     found = xxhash.xxh3_128()
     modules = list(model.named_modules())
@@ -108,7 +107,7 @@ def sampled(model: nn.Module) -> str:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe the differences of two fingerprints; tokenizers are compared if both have one."""
+    """Describe the differences of two fingerprints; tokenizers count if both name one."""
     found = []
     for part in sorted(then.keys() | now.keys()):
         if part == HOOKS:
@@ -158,8 +157,8 @@ def _of_tensors(model: nn.Module, *, glance: bool, changing: bool) -> dict[str, 
 
 
 def _settle(model: nn.Module, modules: Modules) -> None:
-    """Feed one token to a model whose layers may arrange their weights anew in the first forward,
-    as bitsandbytes' 4-bit layers do on a CPU, so that its fingerprint is then the same as later."""
+    """Feed one token to a model whose layers may rearrange their weights in the first forward, as
+    bitsandbytes' 4-bit layers do on a CPU, so that the fingerprint does not change later."""
     if model in _settled or model.training:
         return
     _settled.add(model)

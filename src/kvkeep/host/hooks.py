@@ -1,6 +1,6 @@
 """Foreign hooks: functions set in a model by its user, which may change keys and values.
 
-What such a function computes cannot be hashed, because it may depend on anything.
+A hook's results cannot be hashed, because they may depend on anything.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LIBRARIES = {
     "torchao",
     "transformers",
 }
-"""Packages whose hooks follow from a model's weights, buffers, modules, config or adapters, which a
-fingerprint covers, or which change no result."""
+"""Packages whose hooks change no result, or depend only on weights, buffers, modules, config and
+adapters, which a fingerprint covers."""
 
 _PROCESS = token_hex(4)
-"""Distinguishes this process's hooks from those of any other."""
+"""Distinguishes this process's hooks from other processes' hooks."""
 
 _next = count(-1, -1)
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -41,12 +41,11 @@ _ACCELERATE = "_hf_hook"
 
 def foreign_hooks(model: nn.Module) -> dict[str, str]:
     """The hooks of a model's forwards that no known library has set: forward hooks and pre-hooks of
-    its modules, those that torch calls for all modules, and forwards that were set in place of a
-    module's own.
+    its modules, torch's global ones, and forwards that replace a module's own.
 
     Returns:
-        By the module's name, which kind of hook it has, its function, and a number that no other
-        hook has, in this process or another.
+        By the module's name, a description of its hooks: kind, function, and a number unique among
+        all hooks of all processes.
     """
     found = dict[str, str]()
 
@@ -87,8 +86,8 @@ def foreign_hooks(model: nn.Module) -> dict[str, str]:
 
 
 def _number_of(call: Any) -> int:
-    """A negative number of a function that torch has given none; a new one each time if the
-    function cannot be remembered."""
+    """A negative number for a function that torch has not numbered; a new one each time if the
+    function cannot be hashed."""
     try:
         return _numbers.setdefault(call, next(_next))
     except TypeError:
@@ -100,8 +99,8 @@ def _is_foreign(call: Any, module: nn.Module | None) -> bool:
 
 
 def _definers(call: Any, module: nn.Module | None) -> Iterator[str]:
-    """The names of the Python modules that define a hook of a module and what it calls: functions
-    that it wraps, and hooks that accelerate joins. The module's own forward is none of these."""
+    """The names of the Python modules that define a hook, the functions that it wraps, and the
+    hooks that accelerate joins in it. The forward of the module's own class is left out."""
     if isinstance(call, partial):
         parts: list[Any] = [call.func, *call.args, *call.keywords.values()]
         inner: list[Any] = [x for x in parts if _is_function(x)]

@@ -1,4 +1,4 @@
-"""keep_until: keep the beginning of a prompt, up to a text in it, whatever else is evicted."""
+"""keep_until: never evict the beginning of a prompt, up to a marker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.host.specs import Specs
-from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
+from kvkeep.host.specs import Specs, changed, each
+from kvkeep.spec import CacheSpec
 
 Marker = str | Tensor | Sequence[int]
 """Where the beginning of a prompt ends: a text in the prompt, or token ids."""
@@ -29,18 +29,18 @@ def keep_until(
     *,
     most: float = 0.5,
 ) -> Specs:
-    """A spec that keeps the beginning of one prompt, such as its instructions, up to the first
-    place of a marker, the marker included.
+    """A spec that keeps the beginning of one prompt, such as its instructions, through the first
+    occurrence of a marker.
 
-    A budget in tokens stays the same, and the beginning is part of it; a budget that is a share is
-    never too small for the beginning. Specs that keep all tokens stay as they are. keys_values'
-    cache `smart-lastrec` does this for a window.
+    A budget in tokens does not change; the beginning is part of it. A budget that is a share grows
+    to hold the beginning if necessary. Specs that keep all tokens do not change. keys_values' cache
+    `smart-lastrec` does the same for a window.
 
     Args:
-        spec: of a policy with the option `keep_to`, perhaps inside `adakv` or `pyramid`: one for
+        spec: of a policy with the option `keep_to`, possibly inside `adakv` or `pyramid`: one for
             all layers, for each, or for each type of layer.
         ids: the prompt's token ids, (n,) or (1, n), from position 0 on.
-        marker: a text may begin and end within tokens; the token in which it ends is kept whole.
+        marker: a text or token ids. A text may end within a token, which is then kept.
         tokenizer: decodes ids; needed if the marker is a text.
         most: the greatest share of the budget that the beginning may take, above 0 and below 1.
 
@@ -50,35 +50,29 @@ def keep_until(
     Raises:
         SpecError: the marker is empty or not in the prompt; the beginning takes more than `most` of
             a budget; or no policy evicts, or one has no `keep_to`.
-        ShapeError: the ids are of several prompts, or a text is given without a tokenizer.
+        ShapeError: `ids` holds several prompts, or the marker is a text and there is no tokenizer.
     """
     if not 0 < most < 1:
         raise SpecError(f"most is {most}; give a share of the budget above 0 and below 1")
     ids = torch.as_tensor(ids)
     if ids.dim() != 1 and (ids.dim() != 2 or len(ids) != 1):
-        raise ShapeError(f"ids {tuple(ids.shape)}; give those of one prompt, (n,) or (1, n)")
+        raise ShapeError(f"ids {tuple(ids.shape)}; give the ids of one prompt, (n,) or (1, n)")
     tokens = ids.flatten().tolist()
     stop = _end_of(marker, tokens, tokenizer)
-    spec = parse_specs(spec) if isinstance(spec, str) else spec
-    if isinstance(spec, CacheSpec):
-        each = [spec]
-    elif isinstance(spec, Mapping | Sequence) and spec:
-        each = list(map(as_spec, spec.values() if isinstance(spec, Mapping) else spec))
-    else:
+    if not isinstance(spec, str | CacheSpec | Mapping | Sequence) or not spec:
         raise SpecError(f"spec {spec!r}; give text such as 'window:1024', a list or a mapping")
-    found = [_keeping(one, stop, len(tokens), most) for one in each]
-    if not any(one.policy.evicts for one in each):
+    found = changed(spec, lambda one: _keeping(one, stop, len(tokens), most))
+    given = each(spec)
+    if not any(one.policy.evicts for one in given):
         raise SpecError(
-            f"{each[0]} keeps every token, so there is nothing to protect; give a policy that "
+            f"{given[0]} keeps every token, so there is nothing to protect; give a policy that "
             "evicts, such as window:1024, or no marker"
         )
-    if isinstance(spec, Mapping):
-        return PerType(dict(zip(spec, found, strict=True)))
-    return found[0] if isinstance(spec, CacheSpec) else found
+    return found
 
 
 def _end_of(marker: Marker, tokens: list[int], tokenizer: Any) -> int:
-    """How many of a prompt's tokens there are up to the end of the first place of a marker."""
+    """The number of a prompt's tokens through the first occurrence of a marker."""
     wanted = marker if isinstance(marker, str) else torch.as_tensor(marker).flatten().tolist()
     if not len(wanted):
         raise SpecError("the marker is empty; give a text of the prompt, or some of its token ids")
@@ -91,17 +85,19 @@ def _end_of(marker: Marker, tokens: list[int], tokenizer: Any) -> int:
         text = repr(wanted)
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise SpecError(
-            f"the marker {shown} is not in the prompt of {len(tokens)} tokens; give a text that "
-            "is, as the chat template and the tokenizer write it"
+            f"the marker {shown} is not in the prompt of {len(tokens)} tokens; give a text as the "
+            "chat template and the tokenizer write it"
         )
     return stop
 
 
 def _end_of_text(text: str, tokens: list[int], tokenizer: Any) -> int | None:
     if tokenizer is None:
-        raise ShapeError("the marker is a text, but there is no tokenizer; give one, or token ids")
-    # A token may hold characters of the marker and others, so texts are compared. The text of more
-    # tokens begins with that of fewer.
+        raise ShapeError(
+            "the marker is a text, but there is no tokenizer; give a tokenizer, or token ids"
+        )
+    # The marker may begin and end within tokens, so decoded texts are compared. Each prefix's text
+    # begins with that of a shorter prefix.
     counts = range(1, len(tokens) + 1)
     index = bisect_left(counts, True, key=lambda count: text in tokenizer.decode(tokens[:count]))
     return counts[index] if index < len(counts) else None
@@ -109,7 +105,7 @@ def _end_of_text(text: str, tokens: list[int], tokenizer: Any) -> int | None:
 
 def _keeping(spec: CacheSpec, stop: int, prompt: int, most: float) -> CacheSpec:
     """A spec that keeps the first `stop` tokens of a prompt."""
-    spec.policy.keeping(0)  # raises if the policy cannot, whatever its budget
+    spec.policy.keeping(0)  # raises if the policy has no `keep_to`
     budget = spec.policy.at(prompt).budget
     if budget is not None and stop > most * budget:
         raise SpecError(

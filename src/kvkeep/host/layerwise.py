@@ -1,4 +1,4 @@
-"""Layerwise: run a model layer by layer, which training asks of a model library."""
+"""Layerwise: run a model layer by layer, for training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class LayerStep(Protocol):
 
 
 class Embedded(NamedTuple):
-    """What a model computed before its first layer.
+    """The results of a model before its first layer.
 
     `hidden` (B, n, width) is the first layer's input. `calls` has one entry for each layer: its
-    other arguments, in nested tuples, lists and dicts, through which no gradients flow. `outputs`
-    are further results that must receive a gradient of zero in a backward (FSDP2 waits for a
-    gradient of the whole model's output).
+    remaining arguments, in nested tuples, lists and dicts, without gradients. `outputs` are further
+    results that must receive a gradient of zero in a backward (FSDP2 waits for a gradient of the
+    whole model's output).
     """
 
     hidden: Tensor
@@ -38,17 +38,17 @@ class Embedded(NamedTuple):
 class Layerwise(ABC):
     """A model run layer by layer, for one batch of texts whose columns are fed a chunk at a time.
 
-    A context manager, which undoes on exit what it changed in the model.
+    A context manager that undoes its changes to the model on exit.
 
     Args:
         model: the module whose parameters are trained.
         input_ids: token ids (B, T).
-        attention_mask: (B, T), 0 for padding; None: there is none.
+        attention_mask: (B, T), 0 for padding; None: no padding.
         layers: the model's layers, in order.
         vocabulary: logits per token, V.
 
     Attributes:
-        attention_mask: the one given; None if there is no padding.
+        attention_mask: as given; None if no token is padding.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class Piece(NamedTuple):
 
 class Packed(NamedTuple):
     """The tokens of a packed forward: ids and positions, int64 (1, tokens), the index of each
-    sequence's last token, int64 (sequences,), the layers that attend, and the states of those that
-    do not."""
+    sequence's last token, int64 (sequences,), the attention layers, and the states of the recurrent
+    layers."""
 
     ids: Tensor
     positions: Tensor
@@ -41,15 +41,15 @@ class Packed(NamedTuple):
 @contextmanager
 def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
     """Begin a forward of every cache, and pack the tokens. If the body raises, the caches return to
-    what they held, except those that evicted tokens: they raise until they are reset.
+    their state before; a cache that has evicted tokens raises until it is reset.
 
     Args:
         device: where the model takes token ids.
 
-    Raises:
-        ShapeError: there is no piece, or one is not a row of token ids with a cache of one row.
+    Raises (nothing was fed then):
+        ShapeError: there is no piece, or a piece is not a row of token ids with a cache of one row.
         StateError: two pieces have the same cache, or a cache cannot be fed now.
-        CapacityError: a cache has no room. Nothing was fed in any of these cases.
+        CapacityError: a cache has no room.
     """
     _check(pieces)
     counts = [len(piece.ids) for piece in pieces]
@@ -113,14 +113,14 @@ def _check(pieces: Sequence[Piece]) -> None:
         raise ShapeError("a packed forward of no sequence; give at least one piece")
     if len({id(piece.cache) for piece in pieces}) < len(pieces):
         raise StateError(
-            "two pieces of a packed forward have the same cache; give each sequence a cache of its "
-            "own, or a fork"
+            "two pieces of a packed forward have the same cache; give each sequence its own cache "
+            "or a fork"
         )
     for index, (ids, cache) in enumerate(pieces):
         if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
             raise ShapeError(
                 f"piece {index} of a packed forward has token ids {tuple(ids.shape)} of "
-                f"{ids.dtype}; give at least one, int64 (n,)"
+                f"{ids.dtype}; give at least one id, int64 (n,)"
             )
         if cache.rows > 1 or (cache.rows and cache.layers[0].padded):
             raise ShapeError(

@@ -1,4 +1,4 @@
-"""The dtype and the device of a model, by their names."""
+"""Dtypes and devices by name."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def device_named(name: str | None) -> torch.device:
 
 
 def dtype_on(device: str | None, dtype: str = "auto") -> tuple[torch.dtype, torch.device]:
-    """The dtype in which a model is loaded, and the device, of their names. "auto" is float32 on
-    the CPU, bfloat16 elsewhere.
+    """The dtype and the device for loading a model, by name. The dtype "auto" is float32 on the
+    CPU and bfloat16 elsewhere.
 
     Raises:
         ModelError: there is no such dtype, or no such device here.

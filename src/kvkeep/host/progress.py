@@ -1,4 +1,4 @@
-"""How functions that take long tell how far they are."""
+"""Progress reports of long functions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Callable
 from kvkeep.host.cache import ModelCache
 
 Progress = Callable[[str, float | None], None]
-"""Called with the current activity, and the share of the whole that is done, 0 to 1; None where it
-is not known."""
+"""Called with the current activity and the completed share, 0 to 1 (None: not known)."""
 
 OnStart = Callable[[ModelCache, int], None]
-"""Called before a prompt is read, with the cache that will hold it and the number of its tokens."""
+"""Called before a prompt is read, with its cache and the number of its tokens."""
 
 
 def silent(doing: str, share: float | None = None) -> None:
-    """Progress that nobody follows."""
+    """Progress that is not shown."""
 
 
 class Work:
-    """Stages of known costs, which follow each other. A stage that ends early counts as complete.
+    """Consecutive stages of known costs. A stage that ends early counts as complete.
 
     Args:
         total: the costs of all stages, in any unit.
@@ -38,10 +37,10 @@ class Work:
         self.tick(0)
 
     def tick(self, cost: float) -> None:
-        """Add what was done of the stage."""
+        """Add a completed part of the stage's cost."""
         self._done = min(self._done + cost, self._end)
         self._progress(self._doing, min(1.0, self._done / self._total))
 
     def part(self, share: float) -> None:
-        """The same, as a share of the stage, 0 to 1."""
+        """Add a completed share of the stage, 0 to 1."""
         self.tick(share * (self._end - self._begin))

@@ -1,4 +1,4 @@
-"""Finds the host of a model, by the classes that the model's type derives from."""
+"""Find the host of a model by the base classes of its type."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _KNOWN = {
 the host's class."""
 
 HOSTS = {"transformers": "kvkeep.hf.models", "litgpt": "kvkeep.litgpt.checkpoint"}
-"""The libraries whose models can be loaded -> the module with `load`."""
+"""The name of a library -> the module whose `load` loads its models."""
 
 _registered: dict[type, Callable[[Any], Host]] = {}
 
 
 def register(models: type[nn.Module], host: Callable[[Any], Host]) -> None:
-    """Register a host for the models of a class and of its subclasses.
+    """Register a host for a class of models and its subclasses; it replaces an earlier
+    registration.
 
     Args:
-        host: creates a host from a model, such as a subclass of `Host`. It replaces the one that
-            was registered for the class before.
+        host: creates a host from a model, such as a subclass of `Host`.
     """
     _registered[models] = host
 
@@ -58,13 +58,14 @@ def host_of(model: Any) -> Host:
                 return host
     known = ", ".join([name for name, _, _ in _KNOWN.values()])
     raise UnsupportedError(
-        f"{type(model).__name__} is not a model of {known}; give one, or write a subclass of "
-        "kvkeep.host.Host and call kvkeep.host.register(type(model), YourHost)"
+        f"{type(model).__name__} is not a model of {known}; give a model of these libraries, or "
+        "write a subclass of kvkeep.host.Host and call kvkeep.host.register(type(model), YourHost)"
     )
 
 
 def require_host(host: str) -> None:
-    """Raise SpecError if there is no such library, UnsupportedError if it is not installed."""
+    """Raise SpecError if kvkeep does not know a library, UnsupportedError if it is not
+    installed."""
     if host not in HOSTS:
         raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
     if find_spec(host) is None:
@@ -78,7 +79,7 @@ def load_model(
 
     Args:
         name, dtype, options: see `kvkeep.hf.models.load` and `kvkeep.litgpt.checkpoint.load`.
-        host: the library of the model, of `HOSTS`.
+        host: the model's library, a key of `HOSTS`.
     """
     require_host(host)
     loaded: tuple[Any, Any] = import_module(HOSTS[host]).load(name, dtype, **options)

@@ -1,4 +1,4 @@
-"""Save a model's cache to a file, and load it for the same model again."""
+"""Save a model's cache to a file, and load it again for the same model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def save(
 
     Args:
         model: the model of the cache, of any library that kvkeep knows.
-        tokens: the token ids that were fed, (B, columns), to store with it.
-        notes: texts to store with it, by name.
-        tokenizer: the tokenizer, which `load` can compare.
+        tokens: the fed token ids, (B, columns), to store in the file.
+        notes: texts to store in the file, by name.
+        tokenizer: the tokenizer, whose hashes `load` can compare.
         sync: fsync the file, so that it survives a loss of power.
         private: make a new file readable by its owner only.
 
@@ -74,8 +74,8 @@ def load(
     differing = [] if force else _differing(saved.header.fingerprint, host, tokenizer)
     if differing:
         raise SavedCacheError(
-            f"{path} was made with another model: {'; '.join(differing)}; load the model it was "
-            "made with, or give force=True to use another model's keys and values"
+            f"{path} was made with another model: {'; '.join(differing)}; load the original model, "
+            "or give force=True to use another model's keys and values"
         )
     layers, expected = len(saved.header.specs), len(host.kinds)
     if layers != expected:
@@ -87,7 +87,7 @@ def load(
     except SavedCacheError:
         raise
     except (SpecError, CapacityError, UnsupportedError, *SHORTAGE) as error:
-        remedy = "save it again" if scorer is None else "give the scorer it was made with"
+        remedy = "save it again" if scorer is None else "give the original scorer"
         raise SavedCacheError(f"{path} cannot be loaded: {error}; {remedy}") from error
     fed = saved.tokens
     if fed is not None:
@@ -97,7 +97,7 @@ def load(
 
 
 def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[str]:
-    """How a model differs from the one of a recorded fingerprint; empty if it does not."""
+    """How a model differs from the model of a recorded fingerprint; empty if it does not."""
     now = host.fingerprint(tokenizer)
     found = differences(recorded, now)
     if not found:

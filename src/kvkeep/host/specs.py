@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvkeep.errors import SavedCacheError, SpecError
@@ -16,11 +16,17 @@ text: `full_attention=keep_all;sliding_attention=window:512`."""
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The attention of a layer with keys and values of its own: the model library's name for its
-    type, its sliding window in tokens (None: it has none; in chunked attention
-    `kvkeep.planes.Chunks`), its place among all layers of the model, which also counts the others
-    (None: the same as among those with keys and values), how many layers without them reuse its
-    own, and its slopes (None: its attention has no bias; see `kvkeep.LayerCache`)."""
+    """The attention of a layer with its own keys and values.
+
+    Attributes:
+        name: the model library's name for the type of layer.
+        window: the sliding window in tokens, or `kvkeep.planes.Chunks` for chunked attention; None:
+            no window.
+        place: the layer's index among all layers of the model; None: its index among the layers
+            with keys and values.
+        readers: how many later layers reuse its keys and values.
+        slopes: of its ALiBi bias, see `kvkeep.LayerCache`; None: no bias.
+    """
 
     name: str
     window: int | None
@@ -82,7 +88,7 @@ def file_in(spec: Specs) -> str | None:
     Raises:
         SpecError: the text is not a spec.
     """
-    return next((one.policy.file for one in _each(spec) if one.policy.file), None)
+    return next((one.policy.file for one in each(spec) if one.policy.file), None)
 
 
 def from_saved(
@@ -107,15 +113,23 @@ def from_saved(
             "that a file names; give the scorer: load(..., scorer=FILE), or for a session the "
             "cache kvzap:25%,scorer=FILE"
         )
-    read = [replace(x, policy=x.policy.reading(os.fspath(scorer))) for x in _each(spec)]
+    file = os.fspath(scorer)
+    return changed(spec, lambda one: replace(one, policy=one.policy.reading(file)))
+
+
+def changed(spec: Specs, change: Callable[[CacheSpec], CacheSpec]) -> Specs:
+    """The specs after a change of each, for the same layers."""
     if isinstance(spec, str):
         spec = parse_specs(spec)
+    if isinstance(spec, CacheSpec):
+        return change(spec)
     if isinstance(spec, Mapping):
-        return PerType(dict(zip(spec, read, strict=True)))
-    return read[0] if isinstance(spec, CacheSpec) else read
+        return PerType({name: change(as_spec(one)) for name, one in spec.items()})
+    return [change(as_spec(one)) for one in spec]
 
 
-def _each(spec: Specs) -> list[CacheSpec]:
+def each(spec: Specs) -> list[CacheSpec]:
+    """The specs as a list: one for all layers, for each layer, or for each type of layer."""
     if isinstance(spec, str):
         spec = parse_specs(spec)
     if isinstance(spec, CacheSpec):

@@ -1,6 +1,6 @@
-"""A model's weights and buffers, read where they lie.
+"""Read a model's weights and buffers in place.
 
-No method is called that a library may replace: bitsandbytes changes weights in place when a state
+This calls no method that a library may replace: bitsandbytes changes weights in place when a state
 dict is made.
 """
 
@@ -26,15 +26,15 @@ _RESULTS = {"idx", "subB"}
 """Attributes of bitsandbytes' 8-bit layers that hold the columns of the last call."""
 
 _WRITERS = ("state_dict", "_save_to_state_dict", "get_extra_state")
-_DEEPEST = 4  # objects inside of objects that are searched for tensors
+_DEEPEST = 4  # levels of nested objects that are searched for tensors
 
 
 def weights(modules: Modules) -> list[tuple[str, Tensor]]:
-    """The parameters and persistent buffers of modules, and the tensors that quantised ones keep
-    beside them; each once.
+    """The parameters and persistent buffers of modules, and the further tensors of quantised
+    modules; each once.
 
     Raises:
-        UnsupportedError: one has no data, or is of an unknown kind.
+        UnsupportedError: a tensor has no data, or is of an unknown kind.
     """
     seen, found = set(), list[tuple[str, Tensor]]()
     for module_name, module in modules:
@@ -49,8 +49,8 @@ def weights(modules: Modules) -> list[tuple[str, Tensor]]:
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model, with the names of its state dict; tensors
-    that are tied have several names."""
+    """The parameters and persistent buffers of a model by the names of its state dict; tied tensors
+    have several names."""
     return {
         f"{module_name}.{name}" if module_name else name: value
         for module_name, module in model.named_modules(remove_duplicate=False)
@@ -59,7 +59,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffers(modules: Modules, *, changing: bool) -> list[tuple[str, Tensor]]:
-    """Buffers that are not persistent; without rotary frequencies if those are `changing`.
+    """Non-persistent buffers; without rotary frequencies if `changing`.
 
     Raises:
         UnsupportedError: see `weights`.
@@ -82,9 +82,9 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _beside(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors that a quantised module keeps beside its parameters and buffers: as attributes of
-    these, and, if it writes a state dict of its own, as attributes of the module. The name is that
-    within the attribute, because a library may move an object from one to the other."""
+    """The tensors of a quantised module that are neither parameters nor buffers: in attributes of
+    its parameters and buffers, and, if it writes its own state dict, in attributes of the module.
+    Names begin inside the attribute, because a library may move an object between the two."""
     own = [vars(x) for _, x in _named(module) if not is_traceable_wrapper_subclass(x)]
     held = [(name, x) for named in own for name, x in named.items() if not name.startswith("_")]
     if writes_its_state(module):
@@ -98,16 +98,16 @@ def _beside(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def writes_its_state(module: nn.Module) -> bool:
-    """Whether a state dict has, or may have, other tensors of a module than its parameters and
-    buffers; so it is with some libraries' quantised layers."""
+    """Whether a module may add tensors to a state dict that are neither parameters nor buffers, as
+    quantised layers of some libraries do."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks) or any(
         getattr(type(module), name) is not getattr(nn.Module, name) for name in _WRITERS
     )
 
 
 def _inside(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, which is an attribute of that name. An object's own name is left out
-    of theirs if it is the outermost."""
+    """The tensors in an attribute `name`, with their names. The name of the outermost object is
+    left out."""
     parts: Any = ()
     if isinstance(value, Tensor):
         yield name, value
@@ -125,7 +125,7 @@ def _inside(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor
 
 
 def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a tensor.
+    """The plain tensors that a tensor consists of.
 
     Raises:
         UnsupportedError: the value is of an unknown kind, or has no data.

@@ -26,22 +26,22 @@ _SAME_FREQUENCY = 1e-6
 
 _CLOSE = 1e-3
 _CLOSE_IN_HALF = 0.05
-"""Largest relative differences of what two libraries compute, by rounding."""
+"""Largest relative differences between the results of two libraries, by rounding."""
 
 
 def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> list[str] | None:
-    """How a model differs from the model of transformers that gave a fingerprint, although their
-    weights are laid out otherwise.
+    """How a model of another library differs from the transformers model with a recorded
+    fingerprint.
 
     The config in the fingerprint must have the fields that the host knows, with equal values. Then
-    the model of transformers is built again: with that config, and the host's weights. It is the
-    same if its whole fingerprint is the recorded one, if its windows and rotary frequencies are
-    those of the host's model, and if both compute the same keys and values of a few tokens. The
-    last is a check of what the fields do not say, with the tolerance of the weights' dtype.
+    the transformers model is rebuilt from that config and the host's weights. The models are the
+    same if the rebuilt model has the recorded fingerprint, and if both models have the same
+    windows, rotary frequencies, and keys and values of a few tokens (within the tolerance of the
+    weights' dtype).
 
     Returns:
-        The differences; empty if there are none. None if the fingerprint is not of a model of
-        transformers, or if the host does not know its layout.
+        The differences; empty if there are none. None if the fingerprint is not of a transformers
+        model, or if the host does not know its layout.
     """
     kind = _kind(saved)
     known = None if kind is None else host.as_transformers(kind)
@@ -59,13 +59,13 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
         raise
     except KVKeepError as error:
         return [str(error)]
-    except Exception as error:  # what the model of a file computes may fail in any way
+    except Exception as error:  # a model built from a file may fail in any way
         reason = " ".join(str(error).split())[:200]
         return [f"its model cannot compute: {type(error).__name__}: {reason}"]
 
 
 def _kind(saved: Mapping[str, str]) -> str | None:
-    """The type of the model of transformers that gave a fingerprint; None: it was none."""
+    """The model type in the fingerprint of a transformers model; None for other models."""
     try:
         kind = json.loads(saved["config"])["model_type"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -74,7 +74,7 @@ def _kind(saved: Mapping[str, str]) -> str | None:
 
 
 def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[str]:
-    """Which fields of a recorded config differ from those that a model has."""
+    """Which fields of a recorded config differ from a model's fields."""
     try:
         recorded = {**json.loads(saved["config"]), "rope_parameters": json.loads(saved["rope"])}
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -87,22 +87,22 @@ def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[s
 
 
 def _computed(one: Host, other: Host) -> list[str]:
-    """What two models compute differently."""
+    """Which results of two models differ."""
     windows, others = (
         [(k.window, isinstance(k.window, Chunks)) for k in host.kinds] for host in (one, other)
     )
     if windows != others:
-        return ["its layers have other windows"]
+        return ["its layers have different windows"]
     turns = zip(one.rotaries(), other.rotaries(), strict=True)
     if not all(_same_rotary(mine, theirs) for mine, theirs in turns):
-        return ["it rotates keys otherwise"]
+        return ["it rotates keys differently"]
     half = one.geometries()[0].dtype.itemsize < torch.float32.itemsize
     most = _CLOSE_IN_HALF if half else _CLOSE
     pairs = zip(_keys_and_values(one), _keys_and_values(other), strict=True)
     for index, (of_one, of_other) in enumerate(pairs):
         for name, x, y in zip(("keys", "values"), of_one, of_other, strict=True):
             if x.shape != y.shape or not float((x - y).norm()) <= most * float(y.norm()):
-                return [f"it computes other {name} in layer {index}"]
+                return [f"it computes different {name} in layer {index}"]
     return []
 
 

@@ -20,9 +20,9 @@ from kvkeep.policy.wrapper import Wrapper
 @final
 @dataclass(frozen=True)
 class AdaKV(Wrapper):
-    """Compares the scores of `inner` over all heads of a layer: one head may keep more than the
-    budget if others keep less, but each keeps at least the share `floor` of it. Heads have lengths
-    of their own, so the memory of heads with few slots is freed. Source: AdaKV (arXiv 2407.11550).
+    """Compares the scores of `inner` over all heads of a layer: a head may keep more than the
+    budget if other heads keep less; each keeps at least the share `floor` of the budget. Heads
+    differ in length, and the memory of freed slots is returned. Source: AdaKV (arXiv 2407.11550).
     """
 
     inner: Scored

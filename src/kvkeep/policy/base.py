@@ -19,7 +19,7 @@ from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 from kvkeep.rotary import Rotary
 
-_OBSERVED_AGAIN = 64  # queries, for policies that observe those of all tokens
+_OBSERVED_AGAIN = 64  # queries, for policies that observe all queries
 
 
 class Need(Enum):
@@ -32,10 +32,15 @@ class Need(Enum):
 
 
 class Arrivals(NamedTuple):
-    """New tokens, as the model computed them: `keys` (B, H, n, Dk), `values` (B, H, n, Dv),
-    `position` (n,) or (B, n) with -1 for padding. `error`, fp32 (B, H, n), is the norm of what
-    encoding changed, and `rotary` the embedding by which keys were rotated; None if the policy does
-    not need them, or the keys have none."""
+    """New tokens, as the model computed them.
+
+    Attributes:
+        keys: (B, H, n, Dk).
+        values: (B, H, n, Dv).
+        position: (n,) or (B, n) with -1 for padding.
+        error: the norm of the encoding error, fp32 (B, H, n); None unless the policy needs it.
+        rotary: the keys' rotary embedding; None unless the policy needs it, or without one.
+    """
 
     keys: Tensor
     values: Tensor
@@ -45,16 +50,16 @@ class Arrivals(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a policy is shown of a step and of its layer.
+    """A policy's view of a step and of its layer.
 
     Args:
         mass: fp32 (B, H, S) over all slots; None if not needed.
         queries: the chunk's queries (B, Hq, n, Dk); None if the caller computed attention itself.
         position: the chunk's positions, (n,), or (B, n) with -1 for padding.
         newest: the newest position, one int for all rows, or int64 (B, 1, 1) if rows differ.
-        window: the layer's own sliding window; None: it has none.
+        window: the layer's own sliding window; None: no window.
         scale: the factor on q . k; None if the caller computed attention itself.
-        rotary: the model's rotary embedding; None if its keys have none.
+        rotary: the model's rotary embedding; None without one.
         state: tensors (B, ...) that the policy keeps for each row, by name; it may replace them,
             but must not write to them.
         keys, values: functions that decode the slots of given planes to fp32 (B, H, S, D).
@@ -125,7 +130,7 @@ class Policy:
     (B, H, S) of the slots to evict, and the budget is the average over heads."""
 
     weighs_values: ClassVar[bool] = False
-    """Whether its scores depend on values. A cache of latents has none."""
+    """Whether its scores depend on values. A cache of latents has no values."""
 
     counts_empty: ClassVar[bool] = False
     """Whether its choices count empty slots, which must then not be freed separately."""
@@ -150,25 +155,25 @@ class Policy:
 
     @property
     def compression(self) -> Compression | None:
-        """How a cache of this policy is compressed, once it holds a whole text; see
-        `kvkeep.host.compress`. None: it is not."""
+        """How a cache of this policy is compressed once it holds a whole text; see
+        `kvkeep.host.compress`. None: never."""
         return None
 
     @property
     def calibrated_for(self) -> str | None:
-        """The model that it was calibrated for, as `kvkeep.host.fingerprint.sampled` identifies it;
-        None: it fits any model."""
+        """The model that it was calibrated for, by `kvkeep.host.fingerprint.sampled`; None: it fits
+        any model."""
         return None
 
     @property
     def file(self) -> str | None:
-        """The path of the file that it reads; None: it reads none. A policy that reads a file opens
-        it in `in_layer` or `calibrated_for`, never when its spec is parsed: a spec may come from a
-        saved cache, whose paths are replaced by `reading`."""
+        """The path of the file that it reads; None: no file. The file is opened in `in_layer` or
+        `calibrated_for`, never when a spec is parsed: a spec may come from a saved cache, whose
+        paths are replaced by `reading`."""
         return None
 
     def reading(self, file: str) -> Policy:
-        """Itself with another path for `file`."""
+        """The policy with another path for `file`."""
         return self
 
     @property
@@ -177,8 +182,8 @@ class Policy:
         return self.budget is not None or self.share is not None
 
     def at(self, fed: int) -> Policy:
-        """The policy to use once `fed` tokens have been fed: one with a budget in tokens, if the
-        budget of this one is a share of them."""
+        """The policy once `fed` tokens have been fed. A budget that is a share becomes a number of
+        tokens."""
         return self
 
     def budget_at(self, fed: int) -> int | None:
@@ -187,9 +192,9 @@ class Policy:
 
     @property
     def rule(self) -> Rule | None:
-        """What it does in a step of one token, as data for the native library; None: Python does
-        it. A class that overrides a method which the rule describes, such as `score`, must
-        override this too, or its rule is not used."""
+        """Its decode step as data for the native library; None: it runs in Python. A class that
+        overrides a method described by the rule, such as `score`, must also override the rule, or
+        the rule is not used."""
         return None
 
     @property
@@ -226,15 +231,15 @@ class Policy:
 
     @property
     def observed_again(self) -> int:
-        """How many of the last tokens of a stored text a cache that begins with its slots is fed
-        again, because the policy needs to see their queries; 0: it needs none."""
+        """The number of a stored text's last tokens that are fed again to a cache that begins with
+        the text, because the policy needs their queries; 0: it needs no queries."""
         needs_queries = self.needs & {Need.MASS, Need.QUERIES}
         return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0
 
     @property
     def step(self) -> int | None:
-        """The most tokens of a step, after which slots are evicted; a layer makes several steps of
-        a larger chunk. None: a chunk is one step."""
+        """The most tokens of a step; a larger chunk is divided into steps. None: a chunk is one
+        step."""
         return None
 
     @property
@@ -304,7 +309,8 @@ _RULED = ("enter", "observe", "score", "worth", "victims")
 
 
 def rule_of(policy: Policy) -> Rule | None:
-    """The rule of a policy; None if it has none, or overrides a method that its rule describes."""
+    """The rule of a policy; None without a rule, or if the class overrides a method that the rule
+    describes."""
     kind = type(policy)
     owner = next(base for base in kind.__mro__ if "rule" in vars(base))
     same = all(getattr(kind, x, None) is getattr(owner, x, None) for x in _RULED)

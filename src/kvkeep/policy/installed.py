@@ -12,8 +12,8 @@ GROUP = "kvkeep.policies"
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The entry points of policies, by the policy's name; none is imported. kvkeep's own names
-    cannot be taken."""
+    """The entry points of policies by name, without importing them. Entry points cannot take
+    kvkeep's own names."""
     return {one.name: one for one in entry_points(group=GROUP) if one.name not in POLICIES}
 
 

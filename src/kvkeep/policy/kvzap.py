@@ -16,20 +16,19 @@ from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
 
 _MARKS = ",:;+@"
-"""What separates the parts of a spec."""
+"""Separators of the parts of a spec."""
 
 
 @final
 @dataclass(frozen=True)
 class KVzap(Policy):
-    """Keeps a share of the slots of all layers: those that, as a scorer predicts, the model needs
-    to repeat its text, as `kvzip` measures it. The scorer sees each token's key and value once,
-    when they are written, so a prompt is compressed while it is read, and an answer while it is
-    generated.
+    """Keeps a share of the slots of all layers. A scorer predicts the scores of `kvzip` from each
+    token's key and value when they are written, so a prompt is compressed while it is read, and an
+    answer while it is generated.
 
-    The scorer, a file that `kvkeep calibrate` makes for one model, says too how the share is
-    divided among layers; the heads of a layer compete. The first `sinks` and the newest `recent`
-    tokens are always kept.
+    `kvkeep calibrate` makes the scorer, a file for one model, which also divides the share among
+    layers; the heads of a layer compete. The first `sinks` and the newest `recent` tokens are
+    always kept.
 
     Source: KVzap (arXiv 2601.07891), whose scorers see the layer's input instead.
     """
@@ -99,7 +98,7 @@ class KVzap(Policy):
 @final
 @dataclass(frozen=True)
 class Predicted(Scored):
-    """Score: what `scorer` predicts when a token is written."""
+    """Score: the prediction of `scorer` when a token is written."""
 
     scorer: LayerScorer | None = None
 

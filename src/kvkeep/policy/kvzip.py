@@ -15,15 +15,14 @@ from kvkeep.policy.window import Window
 @final
 @dataclass(frozen=True)
 class KVzip(Policy):
-    """Holds every token, until `compress` evicts all but a share of the slots.
+    """Holds every token until `compress` evicts all but a share of the slots.
 
     A slot's score is the largest attention that it gets while the model reads the text again, in
-    parts of at most `chunk` tokens, of which each attends to the first `sinks` tokens, the same
-    part of the text, and itself. The scores of all layers and heads are compared, so that each head
-    keeps what it needs; with `uniform` all heads keep equally many. The first `sinks` tokens and
-    the newest `recent`, but at most as many as half of the share, are always kept. Source: KVzip
-    (arXiv 2505.23416); there the repetition attends to the whole text, and only its weights are
-    computed over the part.
+    parts of at most `chunk` tokens. Each part attends to the first `sinks` tokens, the same part of
+    the text, and itself. Scores are compared over all layers and heads; with `uniform`, all heads
+    keep the same number of slots. The first `sinks` and the newest `recent` tokens (at most half of
+    the share) are always kept. Source: KVzip (arXiv 2505.23416), where the repetition attends to
+    the whole text, and only its weights are computed over the part.
     """
 
     tokens: Share

@@ -9,8 +9,8 @@ from kvkeep.planes import Reach
 
 
 class Protection(NamedTuple):
-    """Positions that are never evicted: the newest `recent` of a row, its first `sinks`, and those
-    from `keep_from` to `keep_to` (exclusive)."""
+    """Positions that are never evicted: the newest `recent` of a row, its first `sinks`, and
+    `keep_from` to `keep_to` (exclusive)."""
 
     recent: int = 0
     sinks: int = 0
@@ -19,18 +19,18 @@ class Protection(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """How many of them do not move as tokens are fed."""
+        """The number of positions that do not move as tokens are fed."""
         return Reach(0, *self[1:]).fixed
 
     def until(self, stop: int) -> int:
-        """`keep_to` of a protection of the first `stop` positions too.
+        """The value of `keep_to` that also protects the first `stop` positions.
 
         Raises:
-            SpecError: positions are kept already, and not the first ones.
+            SpecError: a range that does not begin at 0 is already kept.
         """
         if self.keep_from and self.keep_to > self.keep_from:
             raise SpecError(
-                f"positions {self.keep_from} to {self.keep_to} are kept already, and a policy "
+                f"positions {self.keep_from} to {self.keep_to} are already kept, and a policy "
                 f"keeps one range; leave out keep_from={self.keep_from} or the range"
             )
         return max(stop, self.keep_to)

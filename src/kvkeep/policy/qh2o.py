@@ -56,8 +56,8 @@ class QH2O(H2O):
 
 
 def _unit(x: Tensor, live: Tensor) -> Tensor:
-    """x scaled so that the live slots of a head span 0..1, or all 0 if they are equal. NaNs stay
-    NaN and are ignored for the scaling of the others."""
+    """x scaled so that the live slots of a head span 0..1, or all 0 if they are equal. NaN stays
+    NaN and does not affect the scaling."""
     counted = live & ~x.isnan()
     low = x.masked_fill(~counted, torch.inf).amin(dim=-1, keepdim=True)
     span = x.masked_fill(~counted, -torch.inf).amax(dim=-1, keepdim=True) - low

@@ -1,11 +1,10 @@
-"""The ranking by which all evicting policies choose the slots of least worth.
+"""The ranking with which all evicting policies choose the slots of least worth.
 
 Slots are ordered by worth, then by position, the oldest first. Ties are not broken by slot index,
-because that depends on earlier evictions, including those in other rows of a batch.
+which depends on earlier evictions in all rows of a batch.
 
-Scores are compared to 16 significant bits. Kernels add in an order that depends on the number of
-rows, tokens and threads, so tokens of equal worth may get scores that differ in their last bits,
-differently in a batch than alone. Rounding makes such scores equal.
+Scores are compared to 16 significant bits. Kernels add in an order that depends on the numbers of
+rows, tokens and threads, so equal scores may differ in their last bits. Rounding makes them equal.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MOST = torch.tensor(0x7F7FFFFF & ~_NOISE, dtype=torch.int32).view(torch.float32
 
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:
-    """Scores as they are ranked, fp32 (B, H, S): see `rounded`; infinity for protected slots, minus
+    """The worth of slots, fp32 (B, H, S): the rounded score; infinity for protected slots; minus
     infinity for slots that are empty, outside the layer's window, or have a score of NaN. A `score`
     of None counts as 0 everywhere."""
     position = planes[POSITION]
@@ -52,8 +51,8 @@ def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protect
 
 
 def rounded(score: Tensor) -> Tensor:
-    """Scores rounded to the nearest fp32 of 16 significant bits; infinity becomes the largest
-    finite such number, NaN minus infinity."""
+    """Scores rounded to 16 significant bits, fp32; infinity becomes the largest finite value, NaN
+    minus infinity."""
     held = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=_MOST)
     return ((held.view(torch.int32) + (_NOISE + 1) // 2) & ~_NOISE).view(torch.float32)
 

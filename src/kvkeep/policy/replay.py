@@ -20,9 +20,8 @@ _CURSOR = "replayed"
 @final
 @dataclass(frozen=True, eq=False)
 class ReplayPolicy(Wrapper):
-    """Evicts the tokens that `inner` evicted when the same chunks were fed in the same calls,
-    regardless of what the slots hold now, so it needs neither mass nor queries. Queries see what
-    `inner` lets them see.
+    """Evicts the tokens that `inner` evicted when the same chunks were fed in the same calls. It
+    ignores the slots' contents, so it needs neither mass nor queries. The reach is that of `inner`.
 
     Args:
         decisions: the positions that each call evicted, int32 (B, 1|H, count), or for a ragged
@@ -88,7 +87,7 @@ def _slots_of(position: Tensor, chosen: Tensor, count: int) -> Tensor:
         )
     ordered, slots = position.sort(dim=2, stable=True)
     wanted = chosen.sort(dim=2).values
-    # Equal positions are those of empty slots, which are taken one after the other.
+    # Only empty slots have equal positions; they are taken one after the other.
     rank = torch.arange(count, device=wanted.device) - torch.searchsorted(wanted, wanted)
     at = (torch.searchsorted(ordered, wanted) + rank).clamp(max=position.shape[2] - 1)
     if not ordered.gather(2, at).equal(wanted):

@@ -1,4 +1,4 @@
-"""Rule: what a policy does in a step of one token a row, as data that the native library reads."""
+"""Rule: a policy's decode step (one token per row), as data for the native library."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Enter(IntEnum):
-    """What a plane of the policy holds for a new token; KvEnter of native/abi.h."""
+    """The value of a policy's plane for a new token; KvEnter of native/abi.h."""
 
     ZERO = 0
     KEY_NORM = 1  # minus the norm of its key
     VALUE_NORM = 2
     ERROR = 3  # the encoding error of its key and its value, see `Arrivals`
-    GIVEN = 4  # what `Policy.enter` returns
+    GIVEN = 4  # from `Policy.enter`
     HASH = 5  # a hash of its position, its head and `Rule.seed`, see `Random`
 
 
@@ -29,10 +29,10 @@ class Learn(IntEnum):
 
 
 class Rule(NamedTuple):
-    """A policy's decode step: its planes of the new token, what it learns, how it ranks slots.
+    """A policy's decode step: the planes of the new token, the update of scores, and the ranking.
 
-    A layer whose policy has a rule makes such a step by one native call. `Policy.enter`, `observe`
-    and `victims` do the same in Python, for chunks and without the library.
+    A layer whose policy has a rule runs the step in one native call. `Policy.enter`, `observe` and
+    `victims` do the same in Python, for chunks and without the library.
 
     Args:
         enter: each plane of the policy; the score first, the error of `mix` second.
@@ -45,10 +45,9 @@ class Rule(NamedTuple):
             see `Enter.ERROR`. None: by the score.
         seed: see `Enter.HASH`.
         floor: heads compete for the slots of a layer, and each keeps this share of the budget.
-            None: they do not.
-        interval: the policy observes the token at every position p of which p + 1 is a multiple of
-            this, in Python, and no other token of a step of one token a row. 0: the rule describes
-            all steps.
+            None: heads do not compete.
+        interval: the policy observes, in Python, only the tokens at positions p where p + 1 is a
+            multiple of this. 0: the rule describes all steps.
     """
 
     enter: Mapping[str, Enter] = {}

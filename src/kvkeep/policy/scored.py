@@ -22,18 +22,18 @@ SCORE = "score"
 
 @dataclass(frozen=True)
 class Scored(Policy):
-    """Keeps `tokens` slots: the protected ones, and of the others those with the highest scores.
+    """Keeps `tokens` slots: protected slots, then the slots with the highest scores.
 
     A budget that is a share of the tokens fed grows with them; at least `least` slots are kept.
     Protected are the first `sinks` tokens, positions `keep_from` to `keep_to` (exclusive), and the
-    newest `protected_recent`. Of equal scores the oldest token is evicted first. A score of NaN
-    counts as the lowest.
+    newest `protected_recent`. Among equal scores the oldest token is evicted first. NaN is the
+    lowest score.
 
-    Without `recent`, a policy protects its `newest` tokens, but at most half of what
-    is left of the budget.
+    If `recent` is None, the `newest` tokens are protected, but at most half of the budget that
+    sinks and kept positions leave.
 
-    With `step`, a layer makes steps of at most that many tokens. So a chunk keeps what it would
-    keep if it were fed in such pieces.
+    With `step`, a layer makes steps of at most that many tokens, so a chunk keeps the same slots as
+    if it were fed in pieces of that size.
     """
 
     tokens: int | Share
@@ -46,7 +46,7 @@ class Scored(Policy):
 
     per_head: ClassVar[bool] = True
     newest: ClassVar[int] = 0
-    """How many of the newest tokens are protected by default."""
+    """The number of newest tokens protected by default."""
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, Share):
@@ -130,11 +130,11 @@ class Scored(Policy):
 
     def score(self, planes: Planes, seen: Observation) -> Tensor:
         """The score of each slot, floating point (B, H, S), or (B, 1, S) unless `per_head`; by
-        default what the plane `score` holds."""
+        default the plane `score`."""
         return planes[SCORE]
 
     def worth(self, planes: Planes, seen: Observation) -> Tensor:
-        """The score as it is ranked, see `ranking.worth`."""
+        """The worth of each slot, see `ranking.worth`."""
         return worth(self.score(planes, seen), planes, seen, self.protection)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:

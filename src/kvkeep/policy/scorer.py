@@ -23,11 +23,11 @@ _UNSEALED = "kvkeep-scorer-1"  # the format of earlier versions, which has no ch
 _MOST_BYTES = 1 << 30  # of a file
 _CHECKSUM = "checksum"
 LEVELS = 101
-"""The shares of a model for which those of its layers are stored: 0, 1, ... 100 %."""
+"""The number of shares of a model (0, 1, ... 100 %) for which its layers' shares are stored."""
 
 
 def features(keys: Tensor, values: Tensor, position: Tensor, rotary: Rotary | None) -> Tensor:
-    """What a scorer sees of each token: its key before the rotary embedding, and its value.
+    """A scorer's input for each token: its key before the rotary embedding, and its value.
 
     Args:
         keys, values: (B, H, n, Dk), after the rotary embedding, and (B, H, n, Dv).

@@ -35,15 +35,15 @@ class Share(float):
 
     def budget(self, fed: int, least: int) -> int:
         """The budget once `fed` tokens have been fed: this share of them, but at least `least`. It
-        is applied at each multiple of 32 tokens, and those fed since then are added to it, so that
-        single steps need not evict each time."""
+        is computed at each multiple of 32 tokens; tokens since then are added, so that single steps
+        do not evict each time."""
         since = fed % _EVERY
         return max(self.of(fed - since), least) + since
 
     @staticmethod
     def fullest(fed: int) -> int:
-        """The number of tokens, `fed` or somewhat more, at which a budget is greatest: before it is
-        applied again."""
+        """The number of tokens, at least `fed`, before the budget is next computed, where it is
+        greatest."""
         return fed - fed % _EVERY + _EVERY - 1
 
     def times(self, factor: float) -> Share:
@@ -51,5 +51,5 @@ class Share(float):
         return Share(min(1.0, self * factor))
 
     def of(self, tokens: int) -> int:
-        """This share of so many tokens, rounded down, but at least one."""
+        """This share of `tokens` tokens, rounded down, but at least one."""
         return max(1, int(self * tokens + 1e-9))

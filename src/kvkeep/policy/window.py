@@ -23,8 +23,8 @@ class Window(Policy):
     positions `keep_from` to `keep_to` (exclusive).
 
     The result does not depend on how the tokens are split into chunks, unless the size is a share
-    of the tokens fed: then it is that of the last chunk, but at least `least`. Sources: Mistral 7B
-    (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
+    of the tokens fed: then the size at the last chunk counts, but at least `least`. Sources:
+    Mistral 7B (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
     """
 
     size: int | Share

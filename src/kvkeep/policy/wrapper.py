@@ -1,4 +1,4 @@
-"""The base of policies that change what another policy does."""
+"""The base of policies that modify another policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvkeep.policy.share import Share
 
 @dataclass(frozen=True)
 class Wrapper(Policy):
-    """Does what `inner` does, except for what a subclass overrides. In a spec its name and options
-    stand before the inner policy: `name:options(inner)`."""
+    """Behaves as `inner`, except for the members that a subclass overrides. In a spec its name and
+    options come before the inner policy: `name:options(inner)`."""
 
     inner: Policy
 
@@ -72,7 +72,7 @@ FORWARDED = (
     *("shows_padding", "observed", "observed_again", "observes"),
     *("compression", "calibrated_for", "file"),
 )
-"""Members of `Policy` that are the inner policy's; their types are those that `Policy` declares."""
+"""Members of `Policy` that return the inner policy's value."""
 
 for _name in FORWARDED:
     setattr(Wrapper, _name, property(attrgetter(f"inner.{_name}")))

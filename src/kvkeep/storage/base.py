@@ -20,15 +20,15 @@ from kvkeep.renamed import Renamed, require_new_names
 class Storage(ABC):
     """A run of slots [0, length). Each slot is one entry of every plane of a layer.
 
-    The planes' names, dtypes and row and head counts are those of the first append.
+    The first append sets the planes' names, dtypes and row and head counts.
     """
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
-    """Whether gradients flow through what was stored."""
+    """Whether gradients flow through stored planes."""
     lasting: ClassVar[bool] = True
     """Whether the result of `read` stays valid until this storage changes, even if other storages
-    are read in between. Only such slots can be frozen, or attended to with slots of others."""
+    are read in between. Only then can slots be frozen, or read together with other storages'."""
 
     fixed_addresses: ClassVar[bool] = False
     """Whether all `limit` slots are allocated at the first append and keep their addresses until
@@ -169,7 +169,7 @@ class Storage(ABC):
         return type(self)()
 
     def behind(self, slots: int) -> Storage:
-        """A new, empty storage for what follows `slots` slots that are frozen."""
+        """A new, empty storage for the slots after `slots` frozen ones."""
         return self.empty_copy()
 
     def share(self, common: dict[str, Any]) -> None:  # noqa: B027
@@ -187,8 +187,8 @@ class Storage(ABC):
         raise NotImplementedError(f"{self.name} storage reserves no slots: it moves them")
 
     def adopt(self, planes: Planes, length: int) -> None:
-        """Use these planes, (B, H|1, capacity, ...), of which `length` slots are in use. They were
-        read after `reserve`."""
+        """Use planes (B, H|1, capacity, ...) that were read after `reserve`; the first `length`
+        slots are in use."""
         raise NotImplementedError(f"{self.name} storage cannot adopt planes: it moves its slots")
 
     @abstractmethod

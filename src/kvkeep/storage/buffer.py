@@ -254,7 +254,7 @@ class Buffer(Storage):
             if plane.shape[2] > capacity:
                 try:
                     self._move(name, plane, capacity)
-                except SHORTAGE:  # keep the larger buffer, of which a part is used
+                except SHORTAGE:  # keep the larger buffer
                     self._planes[name] = plane.narrow(2, 0, capacity)
 
 

@@ -17,8 +17,8 @@ _HOST = torch.device("cpu")
 class CopyStream:
     """Makes copies between a device and the host, in the order they are requested.
 
-    On CUDA the copies run on a stream of their own and host memory is pinned. On other devices each
-    copy is made at once.
+    On CUDA the copies run on a separate stream and host memory is pinned. On other devices each
+    copy is synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -137,7 +137,7 @@ class Host(Storage):
         self._give_back()
 
     def truncate(self, length: int) -> None:
-        self.write_pending()  # to slots that may be others after the truncation
+        self.write_pending()  # before the truncation moves or frees the slots
         self.small_planes.truncate(length)
         self._length = length
         self._give_back()

@@ -92,11 +92,11 @@ class _StagingBuffer:
 
 
 class StagingBuffers:
-    """Two staging buffers on one device: for the storage in use, and for the one expected next.
+    """Two staging buffers on one device: for the storage in use, and for the next storage, which is
+    predicted from the last pass.
 
-    The storage expected next is the one that followed the last time. All reads of one storage's
-    copy must be queued before another storage is requested: then the copy may be overwritten, after
-    the work that was queued on the device until then.
+    Queue all reads of a storage's copy before requesting another storage: the copy may then be
+    overwritten, after the work queued so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,8 +189,8 @@ class StagingBuffers:
 
 @final
 class Prefetcher:
-    """The staging buffers that the storages of one cache share, a pair for each device. A copy of a
-    cache has buffers of its own."""
+    """The staging buffers of a cache's storages, a pair for each device. A copy of a cache has
+    separate buffers."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, StagingBuffers] = {}

@@ -1,4 +1,4 @@
-"""Split: storage in parts of different lengths, each for some of the rows, one head, or both."""
+"""Split: storage in parts of different lengths, by groups of rows, by heads, or both."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ class Padded(Planes):
 @final
 class Split(Storage):
     """One storage for each group of rows of similar lengths, for each kv head, or both. `length` is
-    that of the longest part.
+    the length of the longest part.
 
     New slots are appended to all parts; each part frees slots independently.
 
     Args:
         each: an empty storage; each part gets a new one like it.
-        by_head: whether each head has parts of its own.
+        by_head: whether each head has separate parts.
     """
 
     name: ClassVar[str] = "split"
@@ -173,7 +173,7 @@ class Split(Storage):
 
     @property
     def heads(self) -> range:
-        """The heads that have parts of their own."""
+        """The heads with separate parts."""
         return range(max((part.head or 0 for part in self.parts), default=-1) + 1)
 
     def load(self, heads: Sequence[Planes]) -> None:
@@ -227,8 +227,8 @@ class Split(Storage):
         return self.parts[0].storage if one else None
 
     def surplus(self, budget: int) -> int:
-        """Slots beyond `budget` per head, in the longest part of each head. The counts of heads
-        that have parts of their own are added up."""
+        """Slots beyond `budget` per head, in the longest part of each head, summed over heads with
+        separate parts."""
         longest: dict[int | None, int] = {}
         for part in self.parts:
             longest[part.head] = max(longest.get(part.head, 0), part.storage.length)

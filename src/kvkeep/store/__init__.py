@@ -1,26 +1,25 @@
-"""Stores: what was computed for one prompt, reused by prompts that begin alike.
+"""Stores: slots computed for one prompt, reused by prompts with the same beginning.
 
-- The radix tree's keys are token ids. A hash only says where a backend looks; tokens and
-  checksums of the block are compared. The tokens before a block are known by a chained SHA-256
-  alone; XXH3 is a checksum.
-- The planes of a block and their shapes come from the model, never from a backend. A block that
-  disagrees is a miss.
-- An identity is everything else that slots depend on: weights, adapters, rotary parameters,
+- The keys of the radix tree are token ids. A hash only tells where to look in a backend; the
+  block's tokens and checksums are then compared. Only the tokens before a block are identified by
+  a hash, a chained SHA-256. XXH3 is a checksum.
+- The model determines a block's planes and their shapes. A block that differs is a miss.
+- An identity covers everything else that slots depend on: weights, adapters, rotary parameters,
   dtypes, autocast, codecs, whether attention is kvkeep's, and a namespace. A model with hooks of
   its user has no identity and is refused.
-- Slots of `keep_all` are stored, plain or in a codec that encodes each token for itself. A cache
-  with a budget begins with the plain slots (`beginning`); a policy that needs mass or queries is
-  fed the last tokens itself.
-- `generate()` asks a store where transformers would build a plain `DynamicCache`, and nowhere
-  else. Rows of a batch share the tokens with which all begin.
-- A model with recurrent layers stores their states at some tokens; a hit ends at the last of
-  these points.
-- A hit is a list of frozen runs, so a cache filled by it copies nothing and outlives the entry.
-  An entry that a hit locks, or that other entries begin with, is not evicted. Bytes and locks are
-  looked up, never counted, so an interrupt leaves them right.
-- A text compressed by `kvzip` is one entry outside the tree: its heads keep different tokens.
-- An activated adapter (aLoRA) computes tokens from its invocation on; their keys carry 32 bits of
-  the adapter's hash, so the base model and all adapters share the tokens before it.
+- Slots of `keep_all` are stored, plain or in a codec that encodes single tokens. A cache with
+  a budget begins with plain slots (`beginning`). A policy that needs mass or queries is fed the
+  last tokens again.
+- `generate()` uses a store only where transformers would build a plain `DynamicCache`. Rows of a
+  batch share their common beginning.
+- The states of recurrent layers are stored after some tokens; a hit ends at one of these tokens.
+- A hit is a list of frozen runs: filling a cache with it copies nothing, and the cache may outlive
+  the entry. Entries that a hit locks, or that begin other entries, are not evicted. Bytes and locks
+  are derived from the entries, never counted, so an interrupt cannot make them wrong.
+- A text compressed by `kvzip` is one entry outside the tree, because its heads keep different
+  tokens.
+- An activated adapter (aLoRA) computes tokens from its invocation on. Their keys carry 32 bits of
+  the adapter's hash; the tokens before it are shared by the base model and all adapters.
 """
 
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Backend: storage for blocks of tokens outside the process, behind five required methods."""
+"""Backend: storage for blocks of tokens outside the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.storage.allocate import free_bytes
 from kvkeep.store.block import Label, StoredBlock
 
 MOST_BYTES = 1 << 32
-"""Largest block that is read, in bytes."""
+"""Bytes of the largest block that is read."""
 
 ABANDONED_S = 3600.0
 """Files in `new/` older than this many seconds are abandoned writes."""
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 
 
 def most_bytes() -> int:
-    """Largest block that may be read now, in bytes; a larger one would not fit in free memory."""
+    """Bytes of the largest block that may be read now and fits in free memory."""
     free = free_bytes(torch.device("cpu"))
     return MOST_BYTES if free is None else min(MOST_BYTES, free)
 
@@ -39,13 +39,12 @@ def require_budget(budget: int | None) -> None:
 
 
 class Backend(ABC):
-    """Storage for blocks. Several processes may share one, and threads may call it at the same
-    time. A failure of the storage is reported as a miss and counted in `failures`; it never raises
-    in the caller.
+    """Storage for blocks. Processes may share a storage, and threads may call a backend at the same
+    time. A failure counts in `failures` and is a miss; it raises no error in the caller.
 
-    The methods that are not abstract are implemented with the five that are; a backend whose calls
-    cost a network round trip each should override them. `open_store` finds a class by its `schemes`
-    and calls it with the URL, and with keyword arguments such as `budget=` if they are given.
+    Five methods are abstract. The others have defaults that call them; override the defaults if
+    each call costs a network round trip. `open_store` finds a class by its `schemes` and calls it
+    with the URL and given keyword arguments such as `budget=`.
     """
 
     name: ClassVar[str]
@@ -70,11 +69,11 @@ class Backend(ABC):
 
     @abstractmethod
     def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        """The block of a key, verified, or None. `used=False` does not count as a use of it."""
+        """The verified block of a key, or None. `used=False` does not count as a use."""
 
     @abstractmethod
     def put(self, block: StoredBlock) -> bool:
-        """Store a block unless it exists already. Returns False if that failed."""
+        """Store a block unless it exists. Returns False on failure."""
 
     @abstractmethod
     def contains(self, key: str) -> bool:
@@ -89,18 +88,18 @@ class Backend(ABC):
         """Iterate over the keys that start with `prefix`."""
 
     def as_one_call(self) -> AbstractContextManager[None]:
-        """A context in which all calls of this thread share the deadline of one call. The default
-        has no deadline."""
+        """A context in which all calls of this thread share one deadline. The default has no
+        deadline."""
         return nullcontext()
 
     def quarantine(self, key: str) -> None:
-        """Move a block that is damaged or does not match its key out of reach, so that it is never
-        returned again. The default deletes it."""
+        """Move a block that is damaged or does not match its key, so that it is never returned
+        again. The default deletes it."""
         self.damaged += 1
         self.delete(key)
 
     def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
-        """The blocks of `keys` in order, up to the first that is missing."""
+        """The blocks of `keys` in order, up to the first missing one."""
         found: list[StoredBlock] = []
         for key in keys:
             block = self.get(key)
@@ -114,7 +113,7 @@ class Backend(ABC):
         return [key for key in keys if not self.contains(key)]
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
-        """Store blocks that were missing; returns how many are stored now."""
+        """Store missing blocks; returns how many are stored now."""
         return sum(map(self.put, blocks))
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
@@ -173,7 +172,7 @@ class Remote(Backend):
 
     @property
     def resting(self) -> bool:
-        """Whether calls return a miss at the moment, because one failed shortly before."""
+        """Whether calls are misses now, after a recent failure."""
         return time.monotonic() < self._paused_until
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
@@ -191,5 +190,5 @@ class Remote(Backend):
             return otherwise
 
     def _is_unavailable(self, error: Exception) -> bool:
-        """Whether an error means that the next calls would fail too."""
+        """Whether further calls would fail after this error."""
         return True

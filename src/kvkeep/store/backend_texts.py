@@ -1,4 +1,4 @@
-"""BackendTexts: texts that a backend keeps in blocks, and how they are read and written."""
+"""BackendTexts: reads and writes texts as blocks of a backend."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Marks, Stretch
 from kvkeep.store.tree import common
 
-_LOOKED_AT = 16  # most blocks with the same start of their key that are compared
+_LOOKED_AT = 16  # most blocks of one key prefix that are compared
 
 
 class _Place(NamedTuple):
-    """Where a block starts in its text, and the hash of the tokens before it."""
+    """A block's start in its text, and the hash of the tokens before it."""
 
     start: int
     prefix: str
@@ -30,9 +30,9 @@ class _Place(NamedTuple):
 class BackendTexts:
     """Texts in a backend, in blocks of `size` tokens, int64 (n,).
 
-    A block is found by hashes of its tokens and of those before it. What is found is compared with
-    the tokens, and with the geometry of the model that asks; a block that does not fit is
-    quarantined. `geometry_of` returns that geometry, and is called only when a block was found.
+    A block is found by the hashes of its tokens and of the tokens before it, then compared with the
+    tokens and with the model's geometry; a block that differs is quarantined. `geometry_of` returns
+    the geometry; it is called only if a block was found.
     """
 
     def __init__(self, backend: Backend, size: int) -> None:
@@ -46,13 +46,13 @@ class BackendTexts:
         geometry: ModelGeometry,
         marks: Marks,
     ) -> None:
-        """Write a text; blocks that the backend has are skipped, unless they lack the states of
-        recurrent layers after their last token.
+        """Write the blocks of a text that the backend lacks, or has without the recurrent states
+        after their last token.
 
         Args:
             content_of: returns the stretch of tokens from a start to a stop.
-            geometry: of the model that computed them.
-            marks: the states that `content_of` has.
+            geometry: the model's geometry.
+            marks: the recurrent states in the result of `content_of`.
         """
         places = self._places(identity, tokens, 0)
 
@@ -74,10 +74,10 @@ class BackendTexts:
     def read(
         self, identity: str, tokens: Tensor, first: int, geometry_of: Callable[[], ModelGeometry]
     ) -> tuple[list[StoredBlock], int]:
-        """Find the longest part of a text that begins at token `first`.
+        """Find the longest stored part of a text from token `first` on.
 
         Returns:
-            Consecutive blocks, and the index behind the last token that they share with the text.
+            Consecutive blocks, and the index after the last token that they share with the text.
         """
         blocks: list[StoredBlock] = []
         stop, fit = first, True
@@ -104,8 +104,8 @@ class BackendTexts:
     def write_compressed(self, identity: str, text: CompressedText) -> None:
         """Write a compressed text as one block, unless the backend has it.
 
-        In its key, the hash of its first tokens stands where other blocks have that of the tokens
-        before them; they are as many as the greatest power of two in n.
+        Its key has a hash of the text's first 2**k tokens, for the greatest possible k, in place of
+        the hash of preceding tokens.
         """
         first, geometry = digest(text.tokens[: 1 << _power(len(text.tokens))]), text.geometry
         layers = text.content, geometry.routed, geometry.of_rows
@@ -120,8 +120,8 @@ class BackendTexts:
         longer_than: int,
         geometry_of: Callable[[], ModelGeometry],
     ) -> CompressedText | None:
-        """The longest compressed text with which tokens begin, if it is `longer_than` so many
-        tokens."""
+        """The longest compressed text that is a prefix of `tokens` and has more than `longer_than`
+        tokens; None if there is none."""
         for key in self._compressed(identity, tokens, longer_than):
             block = self._backend.get(key)
             if block is None:
@@ -134,7 +134,7 @@ class BackendTexts:
         return None
 
     def _compressed(self, identity: str, tokens: Tensor, longer_than: int) -> Iterator[str]:
-        """Keys of compressed texts with which tokens may begin, the longest first."""
+        """Keys of compressed texts that may be prefixes of `tokens`, the longest first."""
         for power in range(_power(len(tokens)), _power(longer_than + 1) - 1, -1):
             first = digest(tokens[: 1 << power])
             if power == _power(len(tokens)):
@@ -148,7 +148,7 @@ class BackendTexts:
             yield from sorted(fitting, key=lambda key: -lengths[key])
 
     def _alike(self, identity: str, prefix: str, tokens: Tensor) -> StoredBlock | None:
-        """The block that shares the longest beginning with some tokens."""
+        """The block with the longest common beginning with `tokens`."""
         with self._backend.as_one_call():
             labels = self._labels(identity, prefix, int(tokens[0]))
             same = {key: common(label.tokens, tokens) for key, label in labels.items()}
@@ -159,14 +159,13 @@ class BackendTexts:
             return None
 
     def _labels(self, identity: str, prefix: str, token: int) -> dict[str, Label]:
-        """The labels of some blocks that follow a prefix and begin with a token."""
+        """The labels of at most 16 blocks that follow a prefix and begin with a token."""
         keys = list(islice(self._backend.scan(beginning(identity, prefix, token)), _LOOKED_AT))
         labels = zip(keys, self._backend.labels(keys), strict=True)
         return {key: label for key, label in labels if label is not None}
 
     def _places(self, identity: str, tokens: Tensor, first: int) -> dict[str, _Place]:
-        """The blocks of a text by their keys, in order. Each token is hashed into the prefixes
-        once."""
+        """The blocks of a text by key, in order. Each token is hashed once for all prefixes."""
         before = hashlib.sha256(token_bytes(tokens[:first]))
         found: dict[str, _Place] = {}
         for start in range(first, len(tokens), self._size):

@@ -1,7 +1,7 @@
-"""Exact slots, which a store keeps for all specs, and how a cache of another begins with them.
+"""Exact slots: stores hold them for all specs, and caches of any spec begin with them.
 
-A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of one
-that keeps all tokens plain. Its policy chooses among all of them, after the next chunk.
+A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of a
+plain `keep_all` cache. Its policy evicts after the next chunk.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvkeep.storage import STORAGES
 
 
 def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """The specs of the caches with whose slots a cache begins; for specs that keep all tokens, each
-    encoded by itself, they are those specs."""
+    """The specs of the exact slots with which a cache of `specs` begins. Specs that keep all tokens
+    in codecs of single tokens do not change."""
     return list(map(_exact, specs))
 
 
 def _exact(spec: CacheSpec) -> CacheSpec:
-    if spec.policy.compression is not None:  # has texts of its own in a store
+    if spec.policy.compression is not None:  # stored as compressed texts
         return spec
     if spec.policy.evicts or not (spec.key_codec.rewritable and spec.value_codec.rewritable):
         return CacheSpec(KeepAll())
@@ -37,15 +37,15 @@ def encodes_alike(specs: Sequence[CacheSpec], others: Sequence[CacheSpec]) -> bo
 
 
 def observed_again(cache: ModelCache) -> int:
-    """How many of a text's last tokens a cache must be fed, whose queries show its policies what
-    they need of the slots with which it begins."""
+    """The number of a text's last tokens that a cache must be fed itself, so that its policies see
+    their queries."""
     return max((layer.policy.observed_again for layer in cache.layers), default=0)
 
 
 def begin(cache: ModelCache, text: ModelCache) -> None:
     """Let an empty cache begin with all tokens of a cache of its `exact_specs`.
 
-    The next forward sees all of them, and evicts after it; `settle` evicts without it.
+    The next forward attends to all of them and then evicts; `settle` evicts without a forward.
     """
     for layer, own in zip(cache.layers, text.layers, strict=True):
         begin_with(layer, own)
@@ -54,6 +54,6 @@ def begin(cache: ModelCache, text: ModelCache) -> None:
 
 
 def settle(cache: ModelCache) -> None:
-    """Evict down to the budgets, where no forward has done so."""
+    """Evict down to the budgets."""
     for layer in cache.layers:
         layer.settle()

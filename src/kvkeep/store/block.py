@@ -1,4 +1,4 @@
-"""StoredBlock: the slots of a run of tokens as backends keep them, and the keys of such blocks."""
+"""StoredBlock: the slots of a run of tokens in a backend, and the keys of blocks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Stretch
 
 FORMAT = 3
-"""Version of the block format that is written, and the only one that is read."""
+"""The only version of the block format that is written and read."""
 
 LABEL_BYTES = 1 << 18
-"""Bytes at the start of a block that contain its `Label`, unless it has thousands of planes."""
+"""Bytes at the start of a block that contain its `Label`, up to thousands of planes."""
 
 HEADER_BYTES = 1 << 22
-"""Longest header of a block, in bytes: enough for ten thousand planes. A compressed text has some
+"""Bytes of a block's longest header, enough for ten thousand planes. A compressed text has planes
 for each head of each layer."""
 
 _MOST_LAYERS = 1 << 12
@@ -37,10 +37,10 @@ _KEY = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{72,80}")
 _START = re.compile(r"[0-9a-f/]*")
 
 DIGEST = 64
-"""Characters at the end of a key that are the hash of the block's tokens."""
+"""Characters of the hash of a block's tokens, which ends its key."""
 
 _HEADER = "kvkeep_block"
-_MARK = "mark"  # begins the names of recurrent states
+_MARK = "mark"  # prefix of the names of recurrent states
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def _parse_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """Tokens that follow a known prefix, and the layers' slots for them; or a compressed text.
+    """Tokens after a known prefix, with the layers' slots; or a compressed text.
 
     Args:
         identity: see `PrefixStore`.
         prefix: hash of the tokens before the block.
         tokens: the block's own tokens, int64 (n,).
         routed: see `kvkeep.cache.Cache.routed`.
-        geometries: of one row of each layer.
+        geometries: one for each layer, of one row.
     """
 
     identity: str
@@ -86,8 +86,8 @@ class StoredBlock:
 
     @property
     def key(self) -> str:
-        """The block's key, `identity/prefix/own`: three hashes, the last one preceded by the
-        block's first token in hexadecimal."""
+        """The block's key, `identity/prefix/tokens`: three hashes, the last one after the block's
+        first token in hexadecimal."""
         return key_of(self.identity, self.prefix, self.tokens)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -124,8 +124,8 @@ class StoredBlock:
         """Why the block does not fit a model; empty if it does.
 
         Args:
-            geometry: of the model.
-            kind: the content that is expected.
+            geometry: the model's geometry.
+            kind: the expected class of the content.
             start: the position of the block's first token.
         """
         content = self.content
@@ -157,7 +157,7 @@ class StoredBlock:
         bytearray.
 
         Raises:
-            ValueError: the bytes differ from what was written, or are another key's block.
+            ValueError: the bytes are damaged, or are another key's block.
         """
         with _parse_errors():
             layout = Layout.read(data, HEADER_BYTES)
@@ -175,7 +175,7 @@ class StoredBlock:
         """Build a block from the results of `tensors` and `metadata`. May raise any exception."""
         header = _header(metadata)
         if set(tensors) != set(header.checksums):
-            raise ValueError("the header lists other tensors than the data holds")
+            raise ValueError("the header and the data have different tensors")
         if len(header.likes) > _MOST_LAYERS:
             raise ValueError(f"{len(header.likes)} layers, but at most {_MOST_LAYERS} are read")
         geometries = [_geometry(fields) for fields in header.likes]
@@ -217,14 +217,14 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class Label:
-    """A block's description, read from its header without reading its slots.
+    """A block's description, read from its header without its slots.
 
     Args:
         identity, prefix, tokens: see `StoredBlock`.
         layers: number of layers.
-        dtype: dtype of the keys before they were encoded.
+        dtype: dtype of the keys before encoding.
         nbytes: length of `StoredBlock.to_bytes()`, header included.
-        marks: after how many of the tokens it holds the states of recurrent layers.
+        marks: numbers of tokens after which the block holds recurrent states.
     """
 
     identity: str
@@ -256,7 +256,7 @@ class Label:
             key: the block's key, if it is known.
 
         Raises:
-            ValueError: the bytes are not the start of that block, or too few.
+            ValueError: there are too few bytes, or they are not the start of the key's block.
         """
         with _parse_errors():
             layout = Layout.read(data, HEADER_BYTES)
@@ -297,7 +297,7 @@ def _geometry(fields: Any) -> Geometry:
 
 
 def token_bytes(tokens: Tensor) -> bytes:
-    """The bytes of tokens, int64 (n,), that are hashed."""
+    """The bytes of tokens, int64 (n,), for hashing."""
     found: bytes = tokens.contiguous().numpy().tobytes()
     return found
 
@@ -308,7 +308,7 @@ def digest(tokens: Tensor) -> str:
 
 
 def beginning(identity: str, prefix: str, token: int) -> str:
-    """The common start of the keys of all blocks that follow `prefix` and begin with `token`."""
+    """The common start of the keys of all blocks after `prefix` that begin with `token`."""
     own = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()
     return f"{own}/{prefix}/{token:08x}"
 

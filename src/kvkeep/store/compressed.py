@@ -1,4 +1,4 @@
-"""Compressed: the slots that a compressed text keeps, which stores hold as one piece."""
+"""Compressed: the slots of a compressed text, which stores hold as one entry."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from kvkeep.store.layer_slices import Marks
 
 @final
 class Compressed:
-    """Each layer's encoded planes, (1, H|1, slots, ...), by the names of a part and a plane, such
-    as `head.0.k`. Heads keep different tokens, so it has no parts for some of the tokens. It never
-    changes.
+    """Each layer's encoded planes, (1, H|1, slots, ...), by part and plane, such as `head.0.k`.
+    Heads keep different tokens, so it cannot be cut by tokens. It never changes.
 
     Args:
-        tokens: how many were fed.
+        tokens: the number of tokens fed.
     """
 
     def __init__(self, layers: Sequence[Mapping[str, Tensor]], tokens: int) -> None:
         self.layers = list(layers)
-        self.marks: Marks = {}  # a compressed text has no states of recurrent layers
+        self.marks: Marks = {}  # compressed texts have no recurrent states
         self._tokens = tokens
 
     def __len__(self) -> int:
@@ -55,10 +54,10 @@ class Compressed:
         return cls(layers, cache.fed)
 
     def state(self, index: int, geometry: Geometry) -> LayerState:
-        """The state of a layer that holds it; the tensors are not copied.
+        """The state of a layer that holds these slots; the tensors are not copied.
 
         Args:
-            geometry: of one row of the layer.
+            geometry: the layer's, for one row.
         """
         history = History()
         history.columns = history.floor = len(self)
@@ -66,7 +65,7 @@ class Compressed:
         return LayerState(history, _parts(self.layers[index])).to(geometry.device)
 
     def why_not(self, index: int, layer: LayerGeometry, start: int = 0) -> str:
-        """Why a layer cannot hold its part of this; empty if it can. `start` is 0."""
+        """Why the planes of layer `index` do not fit it; empty if they do. `start` is 0."""
         parts = _parts(self.layers[index])
         heads = layer.of_row.heads
         own = {f"head.{head}" for head in range(heads)} if layer.ragged else {"slots"}
@@ -90,8 +89,8 @@ class Compressed:
 
 @dataclass(eq=False)
 class CompressedText:
-    """A text that a store holds compressed: its token ids, int64 (n,), and its slots. `used` grows
-    with each use."""
+    """A compressed text of a store: its token ids, int64 (n,), and its slots. `used` grows with
+    each use."""
 
     tokens: Tensor
     content: Compressed
@@ -107,7 +106,7 @@ class CompressedText:
 
 
 def _parts(planes: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """A layer's planes by part, of planes by the names of a part and a plane."""
+    """Planes named by part and plane, grouped by part."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, x in planes.items():
         part, _, plane = name.rpartition(".")
@@ -115,6 +114,6 @@ def _parts(planes: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def begins(tokens: Tensor, with_these: Tensor) -> bool:
-    """Whether tokens (n,) begin with others."""
-    return len(with_these) <= len(tokens) and tokens[: len(with_these)].equal(with_these)
+def begins(tokens: Tensor, prefix: Tensor) -> bool:
+    """Whether `prefix` (m,) is a prefix of `tokens` (n,)."""
+    return len(prefix) <= len(tokens) and tokens[: len(prefix)].equal(prefix)

@@ -1,4 +1,4 @@
-"""Disk: blocks as files in a directory, which several processes can share."""
+"""Disk: blocks as files in a directory that processes can share."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _RETRY_S = 0.01
 
 @final
 class Disk(Files):
-    """A directory of blocks; see `Files`. The time of a file is when its block was last used.
+    """A directory of blocks; see `Files`. A file's modification time is the block's last use.
 
-    With a budget, blocks are put and evicted under the lock of the file `lock`. Files are readable
-    by their owner only. A directory without write permission is used read-only.
+    With a budget, blocks are put and evicted under a lock of the file `lock`. Only the owner can
+    read the files. A directory without write permission is used read-only.
 
     Args:
         path: the directory; created if it does not exist.
@@ -41,8 +41,7 @@ class Disk(Files):
             limit.
 
     Raises:
-        SpecError: the budget is below 1, or the path is not a directory and none can be created
-            there.
+        SpecError: the budget is below 1, or the path is no directory and cannot be created.
     """
 
     name: ClassVar[str] = "disk"
@@ -67,8 +66,8 @@ class Disk(Files):
         return [self._content(key, most) for key in keys]
 
     def _content(self, key: str, most: int | None) -> bytearray | Exception:
-        """The bytes of a block, which are empty if it is no regular file of a block's size. The
-        file is not mapped, so that truncating it meanwhile gives an error, not a crash."""
+        """The bytes of a block; empty if the file is irregular or too large. The file is not
+        memory-mapped, so that its truncation raises an error instead of a crash."""
         if not is_key(key):
             return FileNotFoundError()
         try:
@@ -105,9 +104,9 @@ class Disk(Files):
             Path(new).unlink(missing_ok=True)
             raise
 
-    def _move(self, path: str, aside: str) -> None:
+    def _move(self, path: str, target: str) -> None:
         self._make_directories()
-        os.replace(path, aside)
+        os.replace(path, target)
 
     def _unlink(self, path: str) -> None:
         os.unlink(path)
@@ -121,8 +120,8 @@ class Disk(Files):
         return found
 
     def _blocks(self) -> dict[str, File]:
-        """A file that an earlier call found is not looked at again, which takes longer than all the
-        rest: its bytes never change."""
+        """The files of all blocks by key. Files known from an earlier call are not read again,
+        because they never change and `stat` dominates the time."""
         found = dict[tuple[str, int], tuple[str, File]]()
         for entry in self._entries("blocks"):
             place = entry.name, entry.inode()
@@ -147,11 +146,12 @@ class Disk(Files):
         return None
 
     def _touch(self, keys: Sequence[str]) -> None:
-        """Later blocks of a prompt get slightly older times, so that it is evicted from its end."""
+        """Set the time of last use. Later blocks of a prompt get slightly older times, so that a
+        prompt is evicted from its end."""
         now = time.time()
         for index, key in enumerate(keys):
             used = now - 1e-5 * index
-            with suppress(OSError):  # removed meanwhile, or of another owner
+            with suppress(OSError):  # the file was removed, or has another owner
                 os.utime(self._path(key), (used, used), follow_symlinks=False)
 
     def _lock(self, held: ExitStack) -> None:
@@ -162,14 +162,14 @@ class Disk(Files):
         return False
 
     def _make_directories(self) -> None:
-        """Create the directories that do not exist, also if somebody removed them meanwhile."""
+        """Create missing directories."""
         if not all(os.path.isdir(self.path / part) for part in _PARTS):
             self.path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
             for part in _PARTS:
                 (self.path / part).mkdir(PRIVATE_DIRECTORY, exist_ok=True)
 
     def _open(self) -> None:
-        """Make the directories, or see that the store is there and can be read."""
+        """Create the directories, or check that the store exists and can be read."""
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise SpecError(
                 f"{self.path} is not a directory; give a directory or the path of a new one"
@@ -196,10 +196,10 @@ def _file(path: str) -> File:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that one thread of one process has at a time.
+    """Hold a lock that excludes all other threads and processes.
 
     Raises:
-        TimeoutError: another one had it for `_WAIT_S` seconds.
+        TimeoutError: the lock was taken for `_WAIT_S` seconds.
         OSError: the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

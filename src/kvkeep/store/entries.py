@@ -1,4 +1,4 @@
-"""Entries: what a prefix store holds in memory, within a budget of bytes."""
+"""Entries: the texts that a prefix store holds in memory, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvkeep.store.tree import Node, RadixTree
 
 
 class Entries:
-    """Prefixes of texts in a radix tree for each identity, and compressed texts. All share one
-    budget, and are evicted as `kvkeep.PrefixStore` says. Threads may share them, and an interrupt
-    at any point leaves them consistent: bytes and locks are not counted, but found in what is held.
+    """A radix tree of texts for each identity, and compressed texts. They share one budget;
+    `kvkeep.PrefixStore` describes the eviction. Threads may share the entries. Bytes and locks are
+    computed from the entries, not counted, so they stay consistent after an interrupt at any point.
 
     Args:
         budget: most bytes held; None: no limit.
@@ -61,8 +61,8 @@ class Entries:
     def geometry(
         self, identity: str, geometry: Callable[[], ModelGeometry] | None
     ) -> ModelGeometry:
-        """The geometry of an identity's entries, which `geometry` returns. It is called the first
-        time only."""
+        """The geometry of an identity's entries. `geometry` returns it; it is called the first time
+        only."""
         own = self._geometries.get(identity)
         if own is None:
             assert geometry is not None
@@ -70,10 +70,10 @@ class Entries:
         return own
 
     def agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
-        """The geometry of an identity's entries: that of the first one.
+        """Set the geometry of an identity's entries, or check it.
 
         Raises:
-            StateError: `geometry` differs from it.
+            StateError: the entries have another geometry.
         """
         with self.lock:
             known = self._geometries.setdefault(identity, geometry)
@@ -87,7 +87,7 @@ class Entries:
     # -- prefixes ---------------------------------------------------------------------------
 
     def tree(self, identity: str) -> RadixTree:
-        """The prefixes of an identity, to be used under the lock."""
+        """The tree of an identity; hold the lock while using it."""
         return self._trees.setdefault(identity, RadixTree(self._clock))
 
     def outline(self, identity: str, tokens: Tensor, most: int) -> list[StoredNode]:
@@ -111,12 +111,12 @@ class Entries:
         marks: Marks,
         priority: int = 0,
     ) -> int:
-        """Put tokens into the tree as far as the budget allows; returns how many are in it then.
-        The geometry must be known.
+        """Put tokens into the tree as far as the budget allows; returns how many of them it holds
+        then. The geometry must be known.
 
         Args:
-            marks: the states of recurrent layers that `content_of` has. Tokens that are in the tree
-                already get those that they lack.
+            marks: the recurrent states in the result of `content_of`. States that the tree lacks
+                are added to its tokens, too.
         """
         with self.lock:
             tree, geometry = self.tree(identity), self._geometries[identity]
@@ -135,7 +135,7 @@ class Entries:
             if new > room:
                 length = max(known, length - -(-(new - room) // geometry.token_bytes))
             path = tree.insert(tokens[:length], content_of, priority)
-            if lacking:  # the last ones, of which a hit is longest
+            if lacking:  # prefer later states: hits end there
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
                 _add_marks(path, {at: marks[at] for at in lacking})
@@ -144,8 +144,8 @@ class Entries:
     # -- compressed texts -------------------------------------------------------------------
 
     def text(self, identity: str, tokens: Tensor, least: int) -> CompressedText | None:
-        """The longest compressed text, of at least so many tokens, with which tokens (n,) begin;
-        None: there is none."""
+        """The longest compressed text of at least `least` tokens that is a prefix of `tokens` (n,);
+        None if there is none."""
         with self.lock:
             fitting = [
                 text
@@ -158,7 +158,7 @@ class Entries:
             return best
 
     def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
-        """The text, which is put among those held if the budget has room for it."""
+        """Hold a text if the budget has room. Returns it, or the held text with these tokens."""
         nbytes = text.content.nbytes
         with self.lock:
             known = self.text(identity, text.tokens, len(text.tokens))
@@ -179,8 +179,8 @@ class Entries:
             self._make_room(None)
 
     def _make_room(self, nbytes: int | None, spared: Sequence[Node] = ()) -> int:
-        """Evict entries, but none of the nodes `spared`, until `nbytes` more fit or none can be
-        evicted; None: evict all. Returns how many bytes fit then; without a budget, `nbytes`."""
+        """Evict entries, except the nodes `spared`, until `nbytes` fit or nothing is left to evict
+        (None: evict all). Returns how many bytes fit then; without a budget, `nbytes`."""
         if nbytes is not None and self.budget is None:
             return nbytes
         room = (self.budget or 0) - self.nbytes
@@ -203,11 +203,11 @@ class Entries:
         return room
 
     def nodes(self) -> Iterator[Node]:
-        """The nodes of all trees, to be used under the lock."""
+        """The nodes of all trees; hold the lock while using them."""
         return (node for tree in self._trees.values() for node in tree.nodes())
 
     def texts(self) -> list[CompressedText]:
-        """All compressed texts, to be used under the lock."""
+        """All compressed texts; hold the lock while using them."""
         return [text for texts in self._texts.values() for text in texts]
 
     def check(self) -> None:
@@ -224,19 +224,19 @@ class Entries:
 
 
 def _nbytes(node: Node, geometry: ModelGeometry) -> int:
-    """Bytes of a node of a geometry."""
+    """Bytes of a node."""
     marks = geometry.state_bytes * len(node.content.marks)
     return geometry.token_bytes * len(node.tokens) + marks
 
 
 def _remove(texts: list[CompressedText], text: CompressedText) -> int:
-    """Forget a text; the bytes that this frees."""
+    """Remove a text; returns the bytes freed."""
     texts.remove(text)
     return text.content.nbytes
 
 
 def _marked(path: Sequence[Node]) -> set[int]:
-    """After how many tokens the nodes of a path hold the states of recurrent layers."""
+    """The numbers of tokens after which a path holds recurrent states."""
     found, start = set[int](), 0
     for node in path:
         found |= {start + at for at in node.content.marks}
@@ -245,7 +245,7 @@ def _marked(path: Sequence[Node]) -> set[int]:
 
 
 def _add_marks(path: Sequence[Node], marks: Marks) -> None:
-    """Give states of recurrent layers to the nodes of a path that hold their tokens."""
+    """Add recurrent states to the nodes of a path that hold their tokens."""
     start = 0
     for node in path:
         stop = start + len(node.tokens)

@@ -1,4 +1,4 @@
-"""Exchange: copies blocks between what a store holds and its backend, in threads of its own too."""
+"""Exchange: copies blocks between a store's entries and its backend, also in threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.store.layer_slices import Marks, Stretch, pieces_of
 
 _LOG = logging.getLogger("kvkeep.store")
 _READERS = 8
-_MOST_BYTES = 1 << 30  # that wait to be written; of a single text more
+_MOST_BYTES = 1 << 30  # most bytes that wait to be written; a single text may exceed it
 
 
 class _Write(NamedTuple):
@@ -30,16 +30,16 @@ class _Write(NamedTuple):
 
 @final
 class Exchange:
-    """Copies blocks from a backend to a store's entries when they are asked for, and those of new
-    entries to the backend. Threads may share one.
+    """Copies requested blocks from a backend to a store's entries, and new entries to the backend.
+    Threads may share an exchange.
 
-    Others need not wait for the backend: some threads of its own read, and one writes, in the order
-    of the calls. They change nothing but the entries and the backend. They begin when there is
-    something to do, and Python waits for what is left when it exits.
+    Callers need not wait for the backend: threads read, and one thread writes in the order of
+    calls. The threads change only the entries and the backend. They start when needed, and Python
+    completes their work at exit.
 
     Args:
-        backend: None: there is none, and nothing is copied.
-        block: tokens per block.
+        backend: None: copy nothing.
+        block: tokens per block of the backend.
     """
 
     def __init__(self, entries: Entries, backend: Backend | None, block: int) -> None:
@@ -47,14 +47,14 @@ class Exchange:
         self._texts = None if backend is None else BackendTexts(backend, block)
         self._readers = ThreadPoolExecutor(_READERS, "kvkeep-store-read")
         self._writer = ThreadPoolExecutor(1, "kvkeep-store-write")
-        self._writes: list[_Write] = []  # that may not be done
+        self._writes: list[_Write] = []  # unfinished and recently finished writes
         self._lock = Lock()
 
     def fetch(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
-        """Copy blocks that the tree lacks from the backend into it. The lock of the entries is not
-        held while the backend is read. See `PrefixStore.match` for `geometry`."""
+        """Copy blocks that the tree lacks from the backend, without holding the entries' lock while
+        reading. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
         if self._texts is None or (geometry is None and not entries.known(identity)):
             return
@@ -80,7 +80,7 @@ class Exchange:
             entries.keep(identity, tokens[:stop], pieces_of(pieces, marks, first), marks)
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
-        """`fetch` in another thread. An error is the result's."""
+        """`fetch` in another thread. The future holds its error."""
         return self._readers.submit(self.fetch, identity, tokens, lambda: geometry)
 
     def write(
@@ -93,14 +93,14 @@ class Exchange:
         *,
         wait: bool,
     ) -> None:
-        """Write tokens, int64 (n,), which the entries hold as far as there is room, to the backend.
+        """Write tokens, int64 (n,), to the backend.
 
         Args:
             content_of: returns the stretch of tokens from a start to a stop; called before this
                 returns.
-            marks: the states of recurrent layers that it has.
-            wait: for the backend; otherwise a thread writes, unless too much waits already, which
-                costs whoever looks for the tokens time and nothing else. Likewise an error.
+            marks: the recurrent states in the result of `content_of`.
+            wait: write now. Otherwise a thread writes; if too much waits to be written, or on an
+                error, the tokens are not written, and a later prompt computes them.
         """
         if self._texts is None:
             return
@@ -113,7 +113,7 @@ class Exchange:
             if self._writes and sum(one.nbytes for one in self._writes) + nbytes > _MOST_BYTES:
                 _LOG.warning("the store's backend is slow, so %s bytes are not written", nbytes)
                 return
-            # What the tree holds does not change, unlike a cache.
+            # Copy from the tree where possible: unlike a cache, it does not change.
             with self._entries.hit(identity, tokens) as hit:
                 pieces = hit.stretches
             if hit.length < len(tokens):
@@ -125,8 +125,8 @@ class Exchange:
     def text(
         self, identity: str, tokens: Tensor, least: int, geometry: Callable[[], ModelGeometry]
     ) -> CompressedText | None:
-        """The longest compressed text with which tokens begin, of at least so many, here or in the
-        backend; it waits for the backend. See `PrefixStore.match` for `geometry`."""
+        """The longest compressed text of at least `least` tokens that is a prefix of `tokens`, in
+        the entries or the backend. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
         text = entries.text(identity, tokens, least)
         longest = least - 1 if text is None else len(text.tokens)
@@ -143,7 +143,7 @@ class Exchange:
             self._texts.write_compressed(identity, text)
 
     def flush(self) -> None:
-        """Wait until what was to be written until now has been."""
+        """Wait until all earlier writes are complete."""
         if self._writes:
             self._writer.submit(int).result()
 

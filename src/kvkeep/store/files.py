@@ -1,4 +1,4 @@
-"""Files: the base of backends that keep each block in a file of its own."""
+"""Files: the base of backends with one file per block."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvkeep.store.block import LABEL_BYTES, Label, StoredBlock, is_key, starts_k
 
 SUFFIX = ".safetensors"
 
-_UNKEYED = re.compile(r"/blocks/[0-9a-f]{32}\.safetensors$")  # blocks of versions with an index
+_UNKEYED = re.compile(r"/blocks/[0-9a-f]{32}\.safetensors$")  # files of versions with an index
 
 
 class File(NamedTuple):
-    """When a file was last used, if the filesystem knows that, or else written (seconds since
-    1970); its path, and its bytes."""
+    """A file: its last use, or its creation if the filesystem does not record the use (seconds
+    since 1970); its path; its size in bytes."""
 
     used: float
     path: str
@@ -30,8 +30,8 @@ class File(NamedTuple):
 
 
 class _Kept:
-    """The blocks of a store while they are locked: their keys, their bytes, and their files, the
-    least recently used first."""
+    """The blocks of a locked store: their keys, their bytes, and their files, the least recently
+    used first."""
 
     def __init__(self, files: Mapping[str, File] = MappingProxyType({})) -> None:
         self.keys = set(files)
@@ -53,12 +53,11 @@ class _Kept:
 
 
 class Files(Remote):
-    """Blocks in the directory `blocks/`, each in a safetensors file that is named by its key and
-    never changed. A block is written completely in `new/` and then moved, so a process that is
-    killed leaves at most files in `new/`, which `gc` removes. A damaged block is moved to
-    `quarantine/`.
+    """Blocks in the directory `blocks/`, each in a safetensors file named by its key, which never
+    changes. A block is written in `new/` and then moved, so a killed process leaves at most files
+    in `new/`, which `gc` removes. A damaged block is moved to `quarantine/`.
 
-    Subclasses read, write, move, list and remove files. Their errors are misses.
+    Subclasses read, write, move, list and remove files. Errors are misses.
 
     Args:
         budget: most bytes of all blocks; None: no limit.
@@ -67,7 +66,7 @@ class Files(Remote):
         SpecError: a budget below 1.
     """
 
-    _AT_ONCE: ClassVar[int] = 1  # blocks that are read together
+    _AT_ONCE: ClassVar[int] = 1  # blocks per read
 
     def __init__(self, budget: int | None) -> None:
         require_budget(budget)
@@ -79,19 +78,19 @@ class Files(Remote):
 
     @abstractmethod
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        """For each block its first `most` bytes (None: all), or the error."""
+        """The first `most` bytes of each block (None: all), or the error."""
 
     @abstractmethod
     def _written(self, block: StoredBlock) -> tuple[int, Any]:
-        """The bytes of a block's file, and the content that `_write` takes."""
+        """The size of a block's file in bytes, and the content for `_write`."""
 
     @abstractmethod
     def _write(self, new: str, path: str, content: Any) -> None:
-        """Write a file at `new` and move it to `path`; an error leaves neither."""
+        """Write a file at `new` and move it to `path`; after an error there is neither."""
 
     @abstractmethod
-    def _move(self, path: str, aside: str) -> None:
-        """Move a file into the quarantine."""
+    def _move(self, path: str, target: str) -> None:
+        """Move a file."""
 
     @abstractmethod
     def _unlink(self, path: str) -> None:
@@ -99,15 +98,17 @@ class Files(Remote):
 
     @abstractmethod
     def _listed(self, part: str, start: str = "") -> list[File]:
-        """The files of a subdirectory; at least those of blocks whose keys begin with `start`."""
+        """The files of a subdirectory. It may leave out blocks whose keys do not begin with
+        `start`."""
 
     def _blocks(self) -> dict[str, File]:
-        """The files of all blocks by their keys. They may have been used since the times that are
-        given; see `_used_since`."""
+        """The files of all blocks by key. Their times of last use may be too old; see
+        `_used_since`."""
         return {key: file for file in self._listed("blocks") if (key := key_at(file.path))}
 
     def _used_since(self, file: File) -> File | None:
-        """A block's file as it is now, if it was used since the time that is given."""
+        """A block's file with its present time, if it was used after `file.used`; otherwise
+        None."""
         return None
 
     def _place(self, part: str) -> str:
@@ -120,11 +121,11 @@ class Files(Remote):
         """The path of the store."""
 
     def _lock(self, held: ExitStack) -> None:
-        """Let no other process put or evict blocks until `held` is closed, where files can be
-        locked."""
+        """Keep other processes from putting and evicting blocks until `held` is closed, if the
+        filesystem has locks."""
 
     def _touch(self, keys: Sequence[str]) -> None:
-        """Record that a prompt's blocks were used, where files have a time for that."""
+        """Record the use of a prompt's blocks, if the filesystem can."""
 
     def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
         [block] = self._get_blocks([key])
@@ -159,7 +160,7 @@ class Files(Remote):
         return len(stored)
 
     def _put(self, block: StoredBlock, kept: _Kept) -> bool:
-        """Write a block, after removing others if there is a budget."""
+        """Write a block, after making room in the budget."""
         size, content = self._written(block)
         if self.budget is not None:
             if size > self.budget:

@@ -1,4 +1,4 @@
-"""ModelGeometry: shapes and dtypes of the slots that a model's layers store."""
+"""ModelGeometry: shapes and dtypes of a model's stored slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep.policy import KeepAll
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The geometry of one row of a layer, the planes of its slots, and whether its heads may keep
+    """A layer's geometry for one row, the planes of its slots, and whether its heads may keep
     different numbers of tokens."""
 
     of_row: Geometry
@@ -26,12 +26,12 @@ class LayerGeometry:
 
     @classmethod
     def of(cls, layer: LayerCache, geometry: Geometry) -> LayerGeometry:
-        """The geometry of a layer that is fed such keys and values."""
+        """The geometry of a layer with keys and values of `geometry`."""
         planes = planes_of(layer, geometry)
         return cls(geometry._replace(rows=1), planes, layer.policy.ragged)
 
     def why_not(self, planes: Planes, heads: int, slots: int) -> str:
-        """Why planes are not those of so many slots of some of the heads; empty if they are."""
+        """Why planes do not hold `slots` slots of `heads` heads; empty if they do."""
         if planes.keys() != self.planes.keys():
             return f" has planes {sorted(planes)}, not {sorted(self.planes)}"
         for name, spec in self.planes.items():
@@ -43,12 +43,12 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """What all entries of one identity have in common. The model determines it, never a block.
+    """The common geometry of all entries of an identity, determined by the model.
 
     Args:
-        layers: one for each layer of the model that attends.
+        layers: the geometry of each attention layer.
         routed: see `kvkeep.cache.Cache.routed`.
-        states: what the states of its recurrent layers are like, by name.
+        states: shape and dtype of each recurrent state, by name.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -63,19 +63,19 @@ class ModelGeometry:
         routed: bool | None,
         states: Mapping[str, StateSpec],
     ) -> ModelGeometry:
-        """The geometry of a cache's layers, when they are fed such keys and values."""
+        """The geometry of a cache's layers with keys and values of `geometries`."""
         return cls(tuple(map(LayerGeometry.of, layers, geometries)), routed, states)
 
     @classmethod
     def of_cache(cls, cache: Cache) -> ModelGeometry:
-        """The geometry of a cache that was fed something."""
+        """The geometry of a cache that is not empty."""
         geometries = [layer.history.geometry for layer in cache.layers]
         known = list(filter(None, geometries))
         return cls.of(cache.layers, known, cache.routed, cache.carried.specs)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers at a mark."""
+        """Bytes of the recurrent states at a mark."""
         return sum(spec.nbytes for spec in self.states.values())
 
     @property
@@ -89,7 +89,7 @@ class ModelGeometry:
 
     @cached_property
     def of_rows(self) -> list[Geometry]:
-        """The geometry of one row of each layer, on its device."""
+        """The geometry of each layer for one row, on its device."""
         return [layer.of_row for layer in self.layers]
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class ModelGeometry:
 
 
 def planes_of(layer: LayerCache, geometry: Geometry) -> dict[str, PlaneSpec]:
-    """The planes of a layer's slots that are stored, for keys and values of such a geometry: not
-    the scores of a policy that evicts."""
+    """The stored planes of a layer, for keys and values of `geometry`; the scores of an evicting
+    policy are not stored."""
     policy = KeepAll() if layer.policy.evicts else layer.policy
     return slot_planes(policy, layer.key_codec, layer.value_codec, geometry)

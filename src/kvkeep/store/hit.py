@@ -1,4 +1,4 @@
-"""Hit: a stored prefix that was found, and how a cache takes it over."""
+"""Hit: a stored prefix of a prompt, with which caches begin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Hit(AbstractContextManager["Hit"]):
 
     Attributes:
         length: tokens of the prefix; 0 if nothing was found.
-        stretches: what is stored for them, in order.
+        stretches: the stored slots of these tokens, in order.
     """
 
     def __init__(self, match: Match, geometry: ModelGeometry | None) -> None:
@@ -33,7 +33,7 @@ class Hit(AbstractContextManager["Hit"]):
         self.stretches = _stretches(match, self.length)
 
     def fits(self, cache: Cache) -> bool:
-        """Whether the layers of a cache can hold it: their slots have the same planes."""
+        """Whether the layers of a cache have the same planes."""
         geometry = self._geometry
         if geometry is None or not self.length or len(cache.layers) != len(geometry.layers):
             return False
@@ -45,11 +45,11 @@ class Hit(AbstractContextManager["Hit"]):
         )
 
     def fill(self, cache: Cache) -> None:
-        """Put it into an empty cache, without copying. The cache keeps it even when the store
-        evicts the entry.
+        """Fill an empty cache with the prefix, without copying. The cache keeps the slots even if
+        the store evicts the entry.
 
         Raises:
-            StateError: the cache is not empty, or its specs differ from those of the entry.
+            StateError: the cache is not empty, or its specs are not the entry's.
         """
         if cache.fed:
             raise StateError(
@@ -73,7 +73,7 @@ class Hit(AbstractContextManager["Hit"]):
         cache.routed = geometry.routed
 
     def release(self) -> None:
-        """Unlock it, so that the store may evict it."""
+        """Unlock the prefix, so that the store may evict it."""
         self._lock = None
 
     def __exit__(self, *error: object) -> None:
@@ -81,8 +81,8 @@ class Hit(AbstractContextManager["Hit"]):
 
 
 def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[str, Tensor]]:
-    """How many tokens of a match a cache can begin with, and the states of recurrent layers after
-    them. A model that has such layers can begin only where their states were stored."""
+    """The number of matched tokens with which a cache can begin, and the recurrent states after
+    them. If the model has recurrent states, the prefix ends where they were stored."""
     if geometry is None or not geometry.states:
         return (0 if geometry is None else match.length), {}
     length, start = 0, 0
@@ -96,7 +96,7 @@ def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[
 
 
 def _stretches(match: Match, length: int) -> list[Stretch]:
-    """The stretches of the first tokens of a match, in their order; nothing is copied."""
+    """The stretches of a match's first `length` tokens, in order; nothing is copied."""
     found, left = [], length
     for node in match.path:
         if left <= 0:
@@ -107,5 +107,5 @@ def _stretches(match: Match, length: int) -> list[Stretch]:
 
 
 def _scores(policy: Policy) -> bool:
-    """Whether slots of this policy hold more than what is stored; see `kvkeep.store.beginning`."""
+    """Whether slots of a policy have planes that are not stored; see `kvkeep.store.beginning`."""
     return policy.per_head or bool(policy.planes)

@@ -1,4 +1,4 @@
-"""How a store names what it keeps of a model, and how it computes what it lacks."""
+"""The identity of a model's slots in a store, and the computation of missing slots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvkeep.spec import CacheSpec
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.geometry import ModelGeometry
 
-_TOKEN_BITS = 24  # of a token's id; the bits above them name the adapter that computed it
+_TOKEN_BITS = 24  # bits of a token's id in its key; the bits above identify the adapter
 
 
 class Keyed(NamedTuple):
-    """The identity under which tokens are stored, and their keys in its tree, int64 (n,)."""
+    """The identity of tokens in a store, and their keys in its tree, int64 (n,)."""
 
     identity: str
     keys: Tensor
@@ -40,9 +40,9 @@ def keyed(
 
 
 def keys_of(tokens: Tensor, activation: Activation | None) -> Tensor:
-    """The keys of tokens, int64 (n,): their ids. Where an activated adapter computed a token, its
-    key holds the adapter's hash too: what stands before the invocation is the base model's, so any
-    adapter finds it."""
+    """The keys of tokens, int64 (n,): their ids. The keys of tokens that an activated adapter
+    computes also hold the adapter's hash; tokens before the invocation are the base model's and are
+    shared by all adapters."""
     if activation is None:
         return tokens
     adapter, keys = int(activation.adapter, 16), tokens.clone()
@@ -59,12 +59,12 @@ def identity_of(
     namespace: str = "",
     activation: Activation | None = None,
 ) -> str:
-    """The identity of what a model computes. It names everything that the slots of a token depend
-    on except the tokens up to it: the model, its active adapters, the codecs of exact slots, how
-    texts are compressed, whether attention is kvkeep's, the autocast dtype and the namespace.
+    """The identity of a model's slots. It covers everything that a token's slots depend on except
+    the tokens: the model, its active adapters, the codecs of exact slots, the compression, whether
+    attention is kvkeep's, the autocast dtype and the namespace.
 
     Raises:
-        UnsupportedError: the model has hooks whose results are not known.
+        UnsupportedError: the model has hooks of its user.
     """
     require_known(host)
     layers = [f"{spec.key_codec}/{spec.value_codec}" for spec in exact_specs(specs)]
@@ -85,11 +85,11 @@ def identity_of(
 
 
 def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
-    """The geometry of a model's slots in a cache like this one. One token is fed to another cache
-    to find it, because not every config tells it.
+    """The geometry of a model's slots in a cache of the same specs. Not every config tells it, so
+    one token is fed to another cache.
 
     Args:
-        tokens: of the model, int64 (n,) with n of at least 1.
+        tokens: token ids of the model, int64 (n,), n at least 1.
     """
     probe = host.new_cache()
     feed(host, tokens[:1], probe)
@@ -102,8 +102,8 @@ def require_known(host: Host) -> None:
     hooks = [f"{place} has a {hook}" for place, hook in foreign_hooks(host.model).items()]
     if hooks:
         raise UnsupportedError(
-            f"what a hook computes is not known, so slots serve no other text: {hooks[0]}"
-            + (f", and {len(hooks) - 1} more modules have some" if len(hooks) > 1 else "")
+            f"hooks may change keys and values, so slots serve no other text: {hooks[0]}"
+            + (f", and {len(hooks) - 1} more modules have hooks" if len(hooks) > 1 else "")
             + "; remove the hook, or use neither stores nor blocks with the model"
         )
 
@@ -141,8 +141,8 @@ def require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
 
 
 def require_one_adapter(cache: ModelCache) -> None:
-    """Raise UnsupportedError when a cache would compress what an activated adapter computes only a
-    part of."""
+    """Raise UnsupportedError when a cache would compress a text that an activated adapter computes
+    in part."""
     if compresses(cache) and cache.activation is not None:
         raise UnsupportedError(
             "a text is compressed without regard to an activated adapter, which computes only a "
@@ -165,11 +165,11 @@ def feed(
     *,
     block: int | None = None,
 ) -> None:
-    """Feed tokens, int64 (n,), to a cache, `chunk` at a time; no logits are computed.
+    """Feed tokens, int64 (n,), to a cache, `chunk` at a time, without logits.
 
-    What an activated adapter computes is fed in calls of its own, so that the tokens before it are
-    computed exactly as the base model computes them. Recurrent states are marked after each
-    multiple of `block` tokens, and at the end.
+    Tokens of an activated adapter are fed in separate calls, so that the tokens before them are
+    computed exactly as by the base model. Recurrent states are marked after each multiple of
+    `block` tokens, and at the end.
     """
     ids = tokens.to(host.device)[None]
     first, stop = cache.fed, cache.fed + len(tokens)

@@ -1,4 +1,4 @@
-"""Stretch: the slots that a model's layers hold for a run of tokens."""
+"""Stretch: the slots of all layers for a run of tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from kvkeep.planes import POSITION, Planes, Reach, plane_bytes
 from kvkeep.store.geometry import LayerGeometry
 
 Marks = Mapping[int, Mapping[str, Tensor]]
-"""The states of recurrent layers, by name, after so many tokens."""
+"""A number of tokens -> the recurrent states after them, by name."""
 
 
 @final
 class Stretch:
-    """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens; and what the states
-    of recurrent layers are, (1, ...) each, after some numbers of these tokens (`marks`). It never
-    changes."""
+    """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens, and the recurrent
+    states, (1, ...) each, after some of the tokens (`marks`). It never changes."""
 
     def __init__(self, layers: Sequence[Planes], tokens: int, marks: Marks | None = None) -> None:
         self.layers = [FrozenPlanes(planes) for planes in layers]
@@ -41,11 +40,11 @@ class Stretch:
         return sum(plane_bytes(planes) for planes in self.layers) + states
 
     def part(self, start: int, stop: int) -> Stretch:
-        """A copy of some of the tokens. States are not copied, because they never change."""
+        """A copy of tokens `start` to `stop`. States are shared, because they never change."""
         return pieces_of([self], self.marks)(start, stop)
 
     def to(self, devices: Sequence[torch.device]) -> Stretch:
-        """The same on each layer's device; a layer that is already there is not copied."""
+        """This stretch on the layers' devices; a layer on its device is not copied."""
         layers = [
             {n: planes[n].to(device) for n in planes}
             for planes, device in zip(self.layers, devices, strict=True)
@@ -53,7 +52,7 @@ class Stretch:
         return Stretch(layers, self._tokens, self.marks)
 
     def marked(self, marks: Marks) -> Stretch:
-        """The same with more states; nothing is copied."""
+        """This stretch with further states; nothing is copied."""
         return Stretch(self.layers, self._tokens, {**self.marks, **marks})
 
     def head(self, tokens: int) -> Stretch:
@@ -62,7 +61,7 @@ class Stretch:
         return Stretch(layers, tokens, marks_between(self.marks, 0, tokens))
 
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
-        """Why a layer cannot hold its part of this, from position `start` on; empty if it can."""
+        """Why layer `index` cannot hold its planes from position `start` on; empty if it can."""
         planes, stop = self.layers[index], start + len(self)
         reason = layer.why_not(planes, layer.of_row.heads, len(self))
         if reason:
@@ -75,25 +74,25 @@ class Stretch:
 def why_not_kept(layer: LayerCache) -> str:
     """Why a layer's slots cannot be stored for other prompts; empty if they can.
 
-    They can if they are exactly those that one forward of all its tokens computes, in order.
+    Slots can be stored if one forward of all tokens computes the same slots, in order.
     """
     if layer.history.joined:
-        return "it joins texts that were computed apart; store each text by itself"
+        return "it joins texts that were computed separately; store each text by itself"
     return why_not_whole(layer)
 
 
 def why_not_whole(layer: LayerCache) -> str:
-    """Why a layer does not hold the slot of every token it was fed, in order; empty if it does."""
+    """Why a layer does not hold the slots of all fed tokens, in order; empty if it does."""
     reason = _why_not_keepable(layer)
     if reason:
         return reason
     if layer.history.embedded:
         return (
-            "it was fed images, sound or embeddings, or keys computed elsewhere, which token ids "
-            "do not tell apart; feed such a prompt again instead"
+            "it was fed images, sound, embeddings or keys computed elsewhere, which token ids do "
+            "not identify; feed the prompt again instead"
         )
     if layer.policy.ragged:
-        return f"policy {layer.policy.name} keeps texts of its own; use keep_all"
+        return f"policy {layer.policy.name} stores compressed texts; use keep_all"
     if layer.padded:
         return "its rows are padded; feed one text at a time"
     if layer.length < layer.fed or layer.history.floor:
@@ -111,7 +110,7 @@ def why_not_whole(layer: LayerCache) -> str:
 
 def _why_not_keepable(layer: LayerCache) -> str:
     if layer.policy.ragged and layer.policy.compression is None:
-        return f"policy {layer.policy.name} keeps other tokens in each head; use keep_all"
+        return f"policy {layer.policy.name} keeps different tokens in each head; use keep_all"
     if not layer.key_codec.rewritable:
         return (
             f"codec {layer.key_codec.name} encodes several tokens together; use int8 or int8/int4"
@@ -122,17 +121,17 @@ def _why_not_keepable(layer: LayerCache) -> str:
 
 
 def require_keepable(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache of these specs can never be stored."""
+    """Raise UnsupportedError if a cache of this spec can never be stored."""
     _require_none(cache, _why_not_keepable)
 
 
 def require_kept(cache: Cache) -> None:
-    """Raise UnsupportedError if the tokens that a cache holds now cannot be stored."""
+    """Raise UnsupportedError if a cache's present tokens cannot be stored."""
     _require_none(cache, why_not_kept)
 
 
 def require_whole(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache does not hold exactly the tokens it was fed."""
+    """Raise UnsupportedError if a cache does not hold exactly the fed tokens."""
     _require_none(cache, why_not_whole)
 
 
@@ -144,8 +143,7 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
 
 
 def stored_slots(cache: Cache, row: int = 0) -> Stretch:
-    """The slots of a row that are stored, not copied: without the scores of its policy. See
-    `require_kept`."""
+    """A row's slots for a store, not copied, without the policy's scores. See `require_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]
@@ -157,11 +155,11 @@ def stored_slots(cache: Cache, row: int = 0) -> Stretch:
 def pieces_of(
     stretches: Sequence[Stretch], marks: Marks, first: int = 0
 ) -> Callable[[int, int], Stretch]:
-    """A function that copies tokens `start` to `stop` of a text, and the marks among them.
+    """A function that copies tokens `start` to `stop` of a text, with their marks.
 
     Args:
-        stretches: consecutive; they hold the text's tokens from `first` on.
-        marks: after how many of the text's tokens.
+        stretches: consecutive stretches of the text's tokens from `first` on.
+        marks: by numbers of the text's tokens.
     """
 
     def content_of(start: int, stop: int) -> Stretch:
@@ -181,7 +179,7 @@ def pieces_of(
 
 
 def marks_of(cache: Cache, row: int = 0) -> Marks:
-    """The states of recurrent layers in a row, at the marks of a cache."""
+    """The recurrent states of a row, at the marks of a cache."""
     return {
         at: {name: x if len(x) == 1 else x[row : row + 1].clone() for name, x in mark.items()}
         for at, mark in cache.carried.marks.items()

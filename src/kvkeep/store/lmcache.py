@@ -1,4 +1,4 @@
-"""LMCache: blocks in LMCache's standalone server, which several machines can share."""
+"""LMCache: blocks in LMCache's standalone server, which machines can share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PART = 2**20  # bytes received at once
 _LISTS = 1024  # lists of keys; each put and each lookup reads one
 _ALIKE = 16  # lists for keys with one start, so that concurrent writers rarely change the same one
 _LISTED = re.compile(r"^([0-9a-z/-]+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
-_BEGINNING = len(beginning("", "0" * 64, 0))  # characters of such a start
+_BEGINNING = len(beginning("", "0" * 64, 0))  # characters of a key's beginning
 _TRIES = 4  # attempts to change a list that other clients change too
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
@@ -57,11 +57,11 @@ class LMCache(Remote):
     """A client of LMCache's standalone server (`python -m lmcache.v1.server`) that speaks its
     protocol without LMCache's package. Tested with LMCache 0.5.6.
 
-    The server stores values by name and cannot list, remove or evict them. So this class also
-    stores lists of keys as values, and deletes a block by overwriting it with an empty value. If
-    two processes change the same list at once, an entry may be lost; its block is then missing
-    until it is put again. The server does not limit its memory: call `gc` with a budget. It has no
-    passwords: any client that can connect may read and write.
+    The server stores named values and cannot list, remove or evict them. So this class stores lists
+    of keys as values, and deletes a block by overwriting it with an empty value. If two processes
+    change a list at the same time, an entry may be lost; its block is missing until it is put
+    again. The server does not limit its memory: call `gc` with a budget. It has no passwords: any
+    client that can connect may read and write.
 
     After a failure, calls return a miss for five seconds.
 
@@ -107,7 +107,7 @@ class LMCache(Remote):
         data = self._call(_GET, f"block {key}")
         if not isinstance(data, bytes):
             return None
-        if not data:  # deleted, while another client entered it in the list again
+        if not data:  # deleted while another client listed it again
             self.delete(key)
             return None
         return self._checked(key, data)
@@ -128,7 +128,7 @@ class LMCache(Remote):
     def scan(self, prefix: str = "") -> Iterator[str]:
         known = len(prefix) >= _BEGINNING
         found = self._entries(_lists_of(prefix[:_BEGINNING]) if known else range(_LISTS))
-        keys = sorted(found, key=lambda key: -found[key].written)  # newest first: likeliest needed
+        keys = sorted(found, key=lambda key: -found[key].written)  # newest first
         return iter([key for key in keys if key.startswith(prefix)])
 
     def missing(self, keys: Sequence[str]) -> list[str]:
@@ -246,8 +246,8 @@ class LMCache(Remote):
         return held
 
     def _list_lock(self) -> Lock:
-        """The lock for this process's threads. A fork gets a new one, since the thread that would
-        release the inherited lock may not exist in it."""
+        """The lock for this process's threads. A forked process gets a new one, because the thread
+        that would release the inherited lock does not exist in it."""
         if self._lock[0] != os.getpid():
             self._lock = (os.getpid(), Lock())
         return self._lock[1]

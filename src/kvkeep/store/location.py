@@ -17,12 +17,12 @@ from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.store.block import StoredBlock, is_key
 from kvkeep.store.files import SUFFIX, File, Files
 
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # filesystems' fields
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names in filesystems
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
 def protocols() -> list[str]:
-    """The schemes of the URLs that fsspec knows.
+    """The URL schemes that fsspec knows.
 
     Raises:
         MissingPackageError: fsspec is not installed.
@@ -39,19 +39,19 @@ def _fsspec() -> Any:
 @final
 class Location(Files):
     """A directory of objects such as `s3://bucket/path`, `file:///path` or `memory://path`; see
-    `Files`. In this machine's filesystem new files and directories are for their owner only.
+    `Files`. In the local filesystem, new files and directories are for their owner only.
 
-    Object stores record when an object was written, not when it was last used, so the oldest
-    blocks are removed first. With a budget, each text that is put lists all blocks, and several
-    processes may exceed it briefly. Where listing is slow, give no budget here, but to `gc`.
+    Object stores record writes, not uses, so the oldest blocks are removed first. With a budget,
+    each `put_all` lists all blocks, and concurrent processes may exceed the budget briefly. Where
+    listing is slow, give the budget to `gc` instead.
 
     Args:
-        url: of a filesystem that fsspec supports; the package for it must be installed.
+        url: a URL that fsspec supports; the package of its filesystem must be installed.
         budget: most bytes of all blocks; None: no limit.
         storage_options: options for fsspec, such as `key=` and `secret=`.
 
     Raises:
-        SpecError: a budget below 1, or a URL or options that fsspec cannot take.
+        SpecError: a budget below 1, or fsspec refuses the URL or the options.
         MissingPackageError: fsspec is not installed.
     """
 
@@ -101,7 +101,6 @@ class Location(Files):
         return f"{self._root}/blocks/{key}{SUFFIX}"
 
     def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        """For each block its first `most` bytes (None: all), or the error."""
         absent = FileNotFoundError()
         known = [key for key in keys if is_key(key)]
 
@@ -127,7 +126,7 @@ class Location(Files):
         for each in (new, path):
             _make_directory(filesystem, root, each.rpartition("/")[0])
         try:
-            if _is_local(filesystem):  # it writes to a file that is there, and keeps the mode
+            if _is_local(filesystem):  # a write to an existing file keeps its mode
                 Path(new).touch(PRIVATE, exist_ok=False)
             filesystem.pipe_file(new, content)
             filesystem.mv(new, path)
@@ -136,17 +135,17 @@ class Location(Files):
                 filesystem.rm_file(new)
             raise
 
-    def _move(self, path: str, aside: str) -> None:
+    def _move(self, path: str, target: str) -> None:
         filesystem, root = self._resolved()
         _make_directory(filesystem, root, f"{root}/quarantine")
-        filesystem.mv(path, aside)
+        filesystem.mv(path, target)
 
     def _unlink(self, path: str) -> None:
         self._resolved()[0].rm_file(path)
 
     def _listed(self, part: str, start: str = "") -> list[File]:
         filesystem, root = self._resolved()
-        filesystem.invalidate_cache()  # other processes write there too
+        filesystem.invalidate_cache()  # other processes write, too
         folder = f"{root}/{part}/{start.rpartition('/')[0]}".rstrip("/")
         found = filesystem.find(folder, detail=True)
         return [
@@ -162,14 +161,14 @@ class Location(Files):
 
 
 def _is_local(filesystem: Any) -> bool:
-    """Whether a filesystem of fsspec is that of this machine."""
+    """Whether a filesystem of fsspec is this machine's."""
     names = filesystem.protocol
     return "file" in ((names,) if isinstance(names, str) else names)
 
 
 def _make_directory(filesystem: Any, root: str, path: str) -> None:
-    """Create a directory at the root or below it. On this machine only its owner may use it, and
-    the directories above it down to the root."""
+    """Create a directory at the root or below it. In the local filesystem, new directories are for
+    their owner only."""
     if not _is_local(filesystem):
         filesystem.makedirs(path, exist_ok=True)
         return

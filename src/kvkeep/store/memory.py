@@ -11,7 +11,7 @@ from kvkeep.store.block import StoredBlock
 
 @final
 class Memory(Backend):
-    """A backend in a dict of this process: for tests, and as the shortest example of one."""
+    """A backend in a dict of this process: for tests, and as an example of a backend."""
 
     name: ClassVar[str] = "memory"
 

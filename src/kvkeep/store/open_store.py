@@ -16,19 +16,19 @@ from kvkeep.store.location import Location, protocols
 def open_store(
     where: str | os.PathLike[str], budget: int | None = None, *, create: bool = True, **options: Any
 ) -> Backend:
-    """Open the backend that a path or a URL names: a directory (`Disk`), a Redis or Valkey server
-    (`Redis`), an LMCache server (`LMCache`), a class of yours with `Backend.schemes`, or any other
-    location that fsspec supports (`Location`). The URL may name a store within a server, as in
+    """Open the backend at a path or URL: a directory (`Disk`), a Redis or Valkey server (`Redis`),
+    an LMCache server (`LMCache`), your own class with `Backend.schemes`, or any other location that
+    fsspec supports (`Location`). The URL may name a store within a server, as in
     `redis://host/0?name=chats`.
 
     Args:
         budget: most bytes of all blocks; None: no limit.
-        create: False raises where no store exists yet.
-        options: keyword arguments of that backend.
+        create: False: raise if no store exists there.
+        options: keyword arguments of the backend's class.
 
     Raises:
-        SpecError: the path or URL cannot be a store, its server has no budget, or with
-            `create=False` no store is there.
+        SpecError: the path or URL cannot be a store, the server takes no budget, or with
+            `create=False` there is no store.
         StateError: `create=False`, and the server does not answer.
     """
     text = os.fspath(where)
@@ -64,7 +64,7 @@ def open_store(
 
 
 def shown(where: str) -> str:
-    """A path or a URL without user name and password, for messages."""
+    """A path or URL without user name and password, for messages."""
     return re.sub(r"(?<=://)[^/]*@", "", where)
 
 

@@ -34,24 +34,24 @@ from kvkeep.store.stats import StoredNode
 from kvkeep.store.text_store import TextStore
 from kvkeep.store.tree import common
 
-_SHORTEST = 16  # tokens shared by a batch that are worth a forward of their own
+_SHORTEST = 16  # fewest common tokens of a batch that are read in a separate forward
 
 
 class Reading(NamedTuple):
-    """A cache of some tokens, and how many of them came from a store."""
+    """A cache of tokens, and how many of them came from a store."""
 
     cache: ModelCache
     found: int
 
 
 class PrefixStore(TextStore):
-    """Keys and values of prompts. Prompts that begin alike share the slots of their prefix.
+    """Keys and values of prompts. Prompts with the same beginning share its slots.
 
-    A store of texts whose identity names the model and the cache's codecs, so that methods take a
-    model and token ids. Threads may share a store.
+    Its methods take a model and token ids, and derive the identity from the model and the cache's
+    codecs. Threads may share a store.
 
-    A text that policy `kvzip` compresses is stored as one piece, under an identity that says how it
-    was compressed. It is found by prompts that begin with the whole text.
+    A text compressed by policy `kvzip` is one entry, whose identity includes the compression.
+    Prompts that begin with the whole text find it.
 
     Args:
         budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
@@ -82,7 +82,7 @@ class PrefixStore(TextStore):
         capacity: int | None = None,
         priority: int = 0,
     ) -> ModelCache:
-        """`read` all tokens but the last, which `generate` or your own loop feeds.
+        """`read` all tokens except the last, which `generate` or your own loop feeds.
 
         Args:
             tokens: the prompt, int64 (n,) or (1, n).
@@ -115,11 +115,11 @@ class PrefixStore(TextStore):
         chunk: int | None = None,
         capacity: int | None = None,
     ) -> ModelCache | None:
-        """A cache with a row for each prompt. It holds the tokens with which all prompts begin, of
-        each but its last one; they are read once, see `read`, and shared by the rows. None if these
-        are fewer than 16, or more than the store could hold.
+        """A cache with a row for each prompt, which holds the common beginning of all prompts
+        (their last tokens excluded). The beginning is read once, see `read`, and shared by the
+        rows. None if it has fewer than 16 tokens, or does not fit in the store.
 
-        A policy that needs to see queries gets more tokens of each prompt to observe; see
+        For a policy that needs queries, the beginning is shorter; see
         `kvkeep.policy.Policy.observed_again`.
 
         Args:
@@ -127,21 +127,21 @@ class PrefixStore(TextStore):
             spec, namespace, chunk, capacity: see `read`.
 
         Raises:
-            ShapeError: no prompts, or one without tokens.
+            ShapeError: no prompts, or an empty prompt.
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         host, prompts = host_of(model), list(map(flat, prompts))
         if not prompts or not min(map(len, prompts)):
             raise ShapeError(
-                f"prompts of {list(map(len, prompts))} tokens; give at least one of each"
+                f"prompts of {list(map(len, prompts))} tokens; give prompts of at least one token"
             )
         cache = host.new_cache(spec, capacity=capacity)
         if compresses(cache):
             raise UnsupportedError("kvzip compresses one text; read each prompt by itself")
         if any(host.activation_in(prompt) is not None for prompt in prompts):
             raise UnsupportedError(
-                "an activated adapter computes from another token on in each prompt; read each "
-                "prompt by itself"
+                "an activated adapter starts at a different token in each prompt; read each prompt "
+                "by itself"
             )
         exact = exact_specs(cache.specs)
         most = min(map(len, prompts)) - max(1, observed_again(cache))
@@ -163,7 +163,7 @@ class PrefixStore(TextStore):
     def has_room(
         self, host: Host, specs: Sequence[CacheSpec], tokens: Tensor, namespace: str = ""
     ) -> bool:
-        """Whether a text, int64 (n,), fits into the budget, if nothing else is held.
+        """Whether a text, int64 (n,), fits in the budget of an empty store.
 
         Raises:
             UnsupportedError: slots of this model cannot be shared with other prompts.
@@ -190,28 +190,28 @@ class PrefixStore(TextStore):
         priority: int = 0,
         whole_text: bool = False,
     ) -> Reading:
-        """A cache of some tokens. The stored prefix is shared; the rest is computed and stored.
+        """A cache of tokens. The stored prefix is shared; the rest is computed and stored.
 
-        With policy `kvzip` all tokens are compressed and stored as one text, unless the store holds
-        a compressed text with which they begin, of at least half of them; then the rest is
-        computed, kept as it is, and not stored.
+        With policy `kvzip`, all tokens are compressed and stored as one text. But if the store
+        holds a compressed text that is a prefix of the tokens, at least half of them, the rest is
+        computed, and neither compressed nor stored.
 
         A cache with a budget, with a codec that encodes blocks of tokens, or in host storage begins
-        with exact slots, of `keep_all`; what the store lacks of them is computed and stored, unless
-        the store could not hold all. It is fed the last tokens whose queries its policy needs to
-        see, and evicts then. What the store held before does not change which slots it keeps.
+        with exact slots of `keep_all`; missing exact slots are computed and stored, unless they do
+        not fit in the store. The cache is then fed the last tokens whose queries its policy needs,
+        and evicts. Which slots it keeps does not depend on the store's content.
 
         Args:
-            model: of a library that kvkeep knows; see `kvkeep.host.host_of`.
+            model: a model of a library that kvkeep knows; see `kvkeep.host.host_of`.
             tokens: int64 (n,) or (1, n).
             prompt: the whole prompt that begins with `tokens`; None: `tokens`. An activated adapter
                 computes from its last invocation in the prompt on.
-            spec: of the cache. Caches that keep all have entries for each codec.
+            spec: the cache's spec. Caches that keep all have entries for each codec.
             namespace: only entries of the same namespace are found.
-            chunk: compute so many tokens at once; None: all.
+            chunk: tokens computed at once; None: all.
             capacity: see `kvkeep.Cache`.
             priority: see `insert`.
-            whole_text: of compressed texts, use only one of all these tokens.
+            whole_text: use a compressed text only if it has all of the tokens.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
@@ -220,8 +220,8 @@ class PrefixStore(TextStore):
         specs = per_layer(spec, host.kinds)
         if exact_specs(specs) != specs:
             cache = host.new_cache(spec, capacity=capacity)
-            asked = {"prompt": tokens if prompt is None else prompt, "namespace": namespace}
-            found = self._read_exactly(host, tokens, cache, chunk, priority=priority, **asked)
+            place = {"prompt": tokens if prompt is None else prompt, "namespace": namespace}
+            found = self._read_exactly(host, tokens, cache, chunk, priority=priority, **place)
             return Reading(cache, found)
         cache, found = self.find(
             model,
@@ -255,12 +255,12 @@ class PrefixStore(TextStore):
         whole_text: bool = False,
         fetch: bool = True,
     ) -> Reading:
-        """A cache of the stored prefix of some tokens, which may be empty: `read` without computing
-        the rest. See there for the other arguments and errors. A cache with a budget evicts after
-        the next forward.
+        """A cache of the stored prefix of tokens, which may be empty: `read` without computing the
+        rest. See `read` for the other arguments and errors. A cache with a budget evicts after the
+        next forward.
 
         Args:
-            fetch: copy what the backend has of it first, if the store lacks it; see `fetch`.
+            fetch: copy missing slots from the backend first; see `fetch`.
         """
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
@@ -292,8 +292,8 @@ class PrefixStore(TextStore):
         spec: Specs = "keep_all",
         namespace: str = "",
     ) -> Future[None]:
-        """Begin to copy what the backend has of some tokens, in a thread of the store. When that is
-        done, `find` with the same arguments and `fetch=False` finds it, and waits for no backend.
+        """Begin to copy slots of tokens from the backend, in a thread of the store. When that is
+        done, `find` with the same arguments and `fetch=False` finds them without the backend.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
@@ -318,8 +318,7 @@ class PrefixStore(TextStore):
     def _keyed(
         self, host: Host, tokens: Tensor, whole: Tensor, cache: ModelCache, namespace: str
     ) -> Keyed:
-        """The identity and keys of tokens; `cache` gets the adapter that is activated in the whole
-        prompt.
+        """The identity and keys of tokens. Sets the cache's activated adapter by the whole prompt.
 
         Raises:
             UnsupportedError: slots of this cache cannot be shared with other prompts.
@@ -341,10 +340,10 @@ class PrefixStore(TextStore):
         priority: int = 0,
         wait: bool = True,
     ) -> int:
-        """Store everything that a model's cache was fed, such as a prompt and its answer. A cache
-        that evicted tokens is not stored, nor is what a model with hooks of its user computed; a
-        compressed cache is neither stored nor counted as refused. If an activated adapter is
-        active, the cache must come from `read` or `prefill`.
+        """Store all tokens of a model's cache, such as a prompt and its answer. A cache that has
+        evicted tokens, or of a model with hooks of its user, is refused. A compressed cache is
+        neither stored nor counted as refused. If an activated adapter is active, the cache must
+        come from `read` or `prefill`.
 
         Args:
             tokens: all tokens that were fed, int64 (n,).
@@ -361,7 +360,7 @@ class PrefixStore(TextStore):
             return 0
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
-            self._refused += 1  # it is not known which tokens the adapter computed
+            self._refused += 1  # the adapter's tokens are not known
             return 0
         if not encodes_alike(cache.specs, exact_specs(cache.specs)):
             self._refused += 1  # exact slots are plain
@@ -382,9 +381,9 @@ class PrefixStore(TextStore):
         namespace: str = "",
         most: int = 256,
     ) -> list[StoredNode]:
-        """The tree of prefixes among which `find` would look for some tokens, without what others'
-        tokens are: the root and at most `most` other nodes, parents first. Those that `tokens`
-        begin with come before others, and of these, those used last; nothing is marked as used.
+        """The tree of prefixes in which `find` would look for tokens, without the tokens of other
+        texts: the root and at most `most` other nodes, parents first. Nodes that `tokens` begin
+        with come first, then the most recently used. Nothing is marked as used.
 
         Args:
             tokens: int64 (n,).
@@ -404,10 +403,10 @@ class PrefixStore(TextStore):
         self, host: Host, tokens: Tensor, cache: ModelCache, chunk: int | None, **options: Any
     ) -> int:
         """Read tokens into an empty cache that begins with exact slots; see `exact_specs`. Returns
-        how many were found.
+        how many tokens were found.
 
-        The exact slots that are missing are computed and stored, unless the store could not hold
-        all: then the cache reads the missing tokens itself.
+        Missing exact slots are computed and stored. If they do not fit in the store, the cache
+        reads the missing tokens itself.
 
         Args:
             options: `prompt`, `namespace` and `priority` of `read`.
@@ -427,8 +426,9 @@ class PrefixStore(TextStore):
     def _fill_compressed(
         self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
     ) -> None:
-        """Copy the longest compressed text with which tokens begin into an empty cache. `whole`:
-        all of them; otherwise at least half, because what follows is not compressed."""
+        """Copy the longest compressed text that is a prefix of `tokens` into an empty cache. It
+        must have all tokens if `whole`, otherwise at least half, because the rest is not
+        compressed."""
         least = len(tokens) if whole else (len(tokens) + 1) // 2
         text = self._exchange.text(
             identity, tokens, least, partial(geometry_of, host, cache, tokens)
@@ -440,7 +440,7 @@ class PrefixStore(TextStore):
     def _add_compressed(
         self, host: Host, tokens: Tensor, cache: ModelCache, namespace: str, priority: int
     ) -> None:
-        """Store what a cache keeps of tokens that it has just compressed."""
+        """Store the slots of a cache that was just compressed."""
         identity = keyed(host, tokens, cache.specs, namespace).identity
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         text = CompressedText(tokens.clone(), Compressed.of(cache), geometry)

@@ -1,4 +1,4 @@
-"""Redis: blocks in a Redis or Valkey server, which several machines can share."""
+"""Redis: blocks in a Redis or Valkey server, which machines can share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SCHEMES = {
     "unix": "unix",
     "valkey": "redis",
     "valkeys": "rediss",
-}  # URL scheme -> the scheme that the client library knows for such a server
+}  # URL scheme -> the client library's scheme
 
 _MOST = 512 * 2**20  # bytes of a value
 _BATCH_BYTES = 32 * 2**20  # sent or requested in one round trip
 _LABELS = 16  # labels in one round trip
-_MOST_PAGES = 1 << 16  # of a listing, so that a faulty server cannot keep a client listing forever
-_ALIKE = 256  # blocks with one beginning that are remembered together, the newest
+_MOST_PAGES = 1 << 16  # pages of a listing, which a faulty server could make endless
+_ALIKE = 256  # most keys of one beginning in a sorted set, the newest
 _QUARANTINE_MS = 24 * 3600 * 1000  # how long a damaged block is kept
 
 _BEGINNING = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{8,16}")  # of a block's key
@@ -38,7 +38,7 @@ Command = tuple[Any, ...]
 
 
 class _Call(local):
-    """The call that a thread makes: when its deadline passes; infinite outside of a call."""
+    """The deadline of a thread's present call; infinite outside of a call."""
 
     until = inf
 
@@ -48,10 +48,10 @@ class Redis(Remote):
     """A Redis (5 or newer) or Valkey server; clusters are not supported. The blocks of a prompt are
     requested in batches.
 
-    The server evicts blocks by its own policy, and any of its keys may vanish at any time. Beside
-    the blocks it holds, for each beginning of keys (see `kvkeep.store.block.beginning`), a sorted
-    set of the newest keys that begin so. A damaged block is kept in quarantine, under another key,
-    for a day. After a failure, calls return a miss for five seconds.
+    The server evicts blocks by its own policy, and any key may vanish at any time. For each
+    beginning of keys (see `kvkeep.store.block.beginning`), the server also holds a sorted set of
+    the newest keys. A damaged block stays in quarantine, under another key, for a day. After a
+    failure, calls return a miss for five seconds.
 
     Args:
         url: `redis://[user:password@]host[:port][/database]`, `rediss://` over TLS,
@@ -104,8 +104,8 @@ class Redis(Remote):
 
     @contextmanager
     def as_one_call(self) -> Iterator[None]:
-        """A context whose calls share one deadline. When it passes, the connections are closed:
-        a server that sends a byte now and then would keep its client waiting forever."""
+        """A context whose calls share one deadline. When it passes, the connections are closed;
+        otherwise a server that sends a byte now and then would keep its client waiting forever."""
         if self._call.until < inf:
             yield
             return
@@ -139,13 +139,13 @@ class Redis(Remote):
 
     def quarantine(self, key: str) -> None:
         self.damaged += 1
-        (name, alike), aside = self._names(key), self._quarantined + uuid.uuid4().hex
+        (name, alike), target = self._names(key), self._quarantined + uuid.uuid4().hex
         expire = ("PEXPIRE", name, _QUARANTINE_MS)  # first, so that a killed client leaves no block
-        self._send([expire, ("RENAME", name, aside), ("ZREM", alike, key[-DIGEST:])])
+        self._send([expire, ("RENAME", name, target), ("ZREM", alike, key[-DIGEST:])])
 
     def scan(self, prefix: str = "") -> Iterator[str]:
-        """Iterate over the keys that start with `prefix`; over the newest 256 if it is a whole
-        beginning."""
+        """Iterate over the keys that start with `prefix`; over the newest 256 if `prefix` is a
+        complete beginning."""
         pages: Iterable[list[bytes]] = ()
         if _BEGINNING.fullmatch(prefix):
             [found] = self._send([("ZREVRANGE", self._alike + prefix, 0, -1)]) or [None]
@@ -216,11 +216,11 @@ class Redis(Remote):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks. The server takes this for a use of them."""
+        """Bytes of all blocks. To the server, this is a use of them."""
         return sum(size or 0 for size in self._sizes([*self.scan()]))
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Sizes of blocks in bytes; 0 if there is no such block, None if unknown."""
+        """Sizes of blocks in bytes; 0 for a missing block, None if unknown."""
         answers = self._send([("STRLEN", self._base + key) for key in keys])
         return [
             0 if _is_other_type(answer) else answer if _is_count(answer) else None
@@ -228,7 +228,7 @@ class Redis(Remote):
         ]
 
     def _readable(self, keys: Sequence[str]) -> list[int]:
-        """Sizes of the leading blocks, up to the first that is missing or does not fit in
+        """Sizes of the leading blocks, up to the first block that is missing or too large for the
         memory."""
         most, found = min(_MOST, most_bytes()), list[int]()
         for size in self._sizes(keys):
@@ -250,7 +250,7 @@ class Redis(Remote):
         return [self._checked(key, data) for key, data in zip(keys, found, strict=True)]
 
     def _names(self, key: str) -> tuple[str, str]:
-        """The names of a block and of the sorted set of keys that begin like its key."""
+        """The names of a block and of the sorted set with its key."""
         return self._base + key, self._alike + key[:-DIGEST]
 
     def _putting(self, key: str, data: bytes) -> list[Command]:
@@ -265,7 +265,7 @@ class Redis(Remote):
         return commands if self._life is None else [*commands, ("PEXPIRE", alike, self._life)]
 
     def _put(self, commands: Sequence[Command]) -> int:
-        """Send the commands that store some blocks; returns how many are stored."""
+        """Send commands that store blocks; returns how many are stored."""
         answers = self._send(commands) or []
         return sum(
             command[0] == "SET" and answer is True
@@ -290,8 +290,8 @@ class Redis(Remote):
                 return
 
     def _send(self, commands: Sequence[Command]) -> list[Any] | None:
-        """Send commands in one round trip and return their answers, or None if none came. The
-        answer to a command that the server refused is an exception."""
+        """Send commands in one round trip and return their answers; None if the server did not
+        answer. The answer to a refused command is an exception."""
         if not commands:
             return []
         answers = self._asked(lambda: self._round_trip(commands), None)
@@ -325,7 +325,7 @@ class Redis(Remote):
 
 
 def _client(url: str, timeout: float) -> Any:
-    """The library's client, which is safe for threads and forks, and never retries.
+    """The library's client, safe for threads and forks, without retries.
 
     Raises:
         MissingPackageError: the library is not installed.
@@ -343,7 +343,7 @@ def _client(url: str, timeout: float) -> Any:
             retry=retry.Retry(backoff.NoBackoff(), 0),
         )
         pool = client.connection_pool
-        pool.connection_class(**pool.connection_kwargs)  # options it does not know raise here
+        pool.connection_class(**pool.connection_kwargs)  # raises for unknown options
     except (ValueError, TypeError) as error:
         raise SpecError(f"invalid Redis URL: {error}; give redis://host:port/0") from None
     return client
@@ -352,19 +352,19 @@ def _client(url: str, timeout: float) -> Any:
 def _require_no_budget(budget: int | None) -> None:
     if budget is not None:
         raise SpecError(
-            f"a budget of {budget} bytes, but Redis limits its memory by itself; give no budget, "
+            f"a budget of {budget} bytes, but Redis limits its own memory; give no budget, "
             f"and run `redis-cli config set maxmemory {budget}` and `redis-cli config set "
             "maxmemory-policy allkeys-lru`"
         )
 
 
 def _is_other_type(answer: Any) -> bool:
-    """Whether the answer says that the key holds a value of another type than a block's."""
+    """Whether an answer says that the key's value has another type than a block."""
     return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
 
 
 def _is_expected(answer: Exception) -> bool:
-    """Whether an error says that a block is missing or no block, which is no failure."""
+    """Whether an error means that a block is missing or not a block, which is no failure."""
     return _is_other_type(answer) or str(answer) == "no such key"
 
 

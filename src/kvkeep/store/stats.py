@@ -1,4 +1,4 @@
-"""What a store tells of itself: statistics, and an outline of its prefixes."""
+"""Statistics of a store, and the nodes of an outline of its prefixes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 class StoredNode(NamedTuple):
     """A run of tokens in a store, up to the point where stored prompts differ.
 
-    `parent` is the index of the run that it follows, -1 for the root, which has no tokens;
-    `tokens` and `nbytes` what it holds; `locked` whether a reader has locked it; `shared` how many
-    of its first tokens are those of the text that was asked about; `left_out` how many of the runs
-    that follow it are not listed.
+    Attributes:
+        parent: index of the preceding run; -1 for the root, which has no tokens.
+        tokens: number of tokens.
+        nbytes: bytes of their slots.
+        locked: whether a reader has locked it.
+        shared: number of its first tokens that the given text has, too.
+        left_out: number of following runs that are not listed.
     """
 
     parent: int
@@ -25,10 +28,10 @@ class StoredNode(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Statistics of a store. Of its entries and tokens, `compressed_entries` and
-    `compressed_tokens` belong to compressed texts. `hit_tokens` of `asked_tokens` were found;
+    """Statistics of a store. `entries` and `tokens` include the `compressed_entries` and
+    `compressed_tokens` of compressed texts. `hit_tokens` of `asked_tokens` were found.
     `refused` counts texts that could not be stored, for example because their cache had evicted
-    some tokens."""
+    tokens."""
 
     nbytes: int
     budget: int | None

@@ -1,4 +1,4 @@
-"""TextStore: the slots of texts, by identity and tokens, within a budget and in a backend."""
+"""TextStore: slots of texts by identity and tokens, in memory within a budget and in a backend."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvkeep.store.stats import StoredNode, StoreStats
 
 
 class TextStore:
-    """Slots of texts that begin alike, in a radix tree over token ids, one tree per identity. The
-    caller chooses the identity: it must name everything that keys and values depend on except the
+    """Slots of texts with common beginnings, in a radix tree over token ids for each identity. The
+    caller chooses the identity: it must cover everything that keys and values depend on except the
     tokens, such as the model's fingerprint and the cache's codecs. Threads may share a store.
 
     Args:
         budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
-            lowest priority first, then the least recently used. Entries that are locked, or that
-            are a prefix of others, stay.
+            lowest priority first, then the least recently used. Locked entries and prefixes of
+            other entries stay.
         backend: where blocks are also written, outside of this process; see
             `kvkeep.store.open_store`.
         block: tokens per block of the backend.
@@ -64,14 +64,14 @@ class TextStore:
     def match(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
     ) -> Hit:
-        """The longest stored prefix of some tokens, locked until the hit is released or no longer
+        """The longest stored prefix of tokens, locked until the hit is released or no longer
         referenced.
 
         Args:
             tokens: int64 (n,).
-            geometry: returns the model's geometry, against which blocks from the backend are
-                checked. Called once, and only if nothing of this identity was inserted by this
-                store; without it the backend is not asked until then.
+            geometry: returns the model's geometry, with which blocks of the backend are compared.
+                Called at most once per identity. None: do not ask the backend unless the geometry
+                is known from an earlier call or an insertion.
         """
         tokens = flat(tokens)
         self._exchange.fetch(identity, tokens, geometry)
@@ -92,20 +92,20 @@ class TextStore:
         priority: int = 0,
         wait: bool = True,
     ) -> int:
-        """Store the slots of a row's first tokens; those that are stored already are not copied.
+        """Store the slots of a row's first tokens; tokens in the store are not copied again.
 
         Args:
-            tokens: int64 (n,), the first tokens that were fed to the row, or all of them.
+            tokens: int64 (n,), the first tokens fed to the row, or all of them.
             priority: entries of higher priority are evicted later.
-            wait: for the backend; otherwise a thread of the store writes to it, see `flush`.
+            wait: wait for the backend; otherwise a thread of the store writes to it, see `flush`.
 
         Returns:
             How many of the tokens are stored now: fewer than given if the budget is full of
             entries that cannot be evicted.
 
         Raises:
-            ShapeError: more tokens than were fed, or no such row.
-            UnsupportedError: the cache evicted tokens, or its slots depend on other texts too.
+            ShapeError: more tokens than the cache was fed, or the row does not exist.
+            UnsupportedError: the cache evicted tokens, or its slots also depend on other texts.
         """
         tokens = flat(tokens)
         if len(tokens) > cache.fed or not 0 <= row < max(1, cache.rows):
@@ -124,15 +124,15 @@ class TextStore:
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:
-        """`insert` with these options if the cache still holds all tokens; otherwise count it as
-        refused and return 0."""
+        """`insert` if the cache still holds all tokens; otherwise count it as refused and return
+        0."""
         if any(map(why_not_kept, cache.layers)):
             self._refused += 1
             return 0
         return self.insert(identity, tokens, cache, **options)
 
     def flush(self) -> None:
-        """Wait until the backend has what was stored without waiting for it."""
+        """Wait until the backend has received everything that was stored with `wait=False`."""
         self._exchange.flush()
 
     def clear(self) -> None:
@@ -184,7 +184,7 @@ class TextStore:
             return hit.length
 
     def _count(self, found: int, asked: int) -> None:
-        """Count a hit of so many tokens, or a miss."""
+        """Count a hit of `found` tokens, or a miss."""
         with self._entries.lock:
             self._hits, self._misses = self._hits + (found > 0), self._misses + (not found)
             self._hit_tokens += found

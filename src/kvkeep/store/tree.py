@@ -1,7 +1,7 @@
-"""RadixTree: token sequences with what was computed for them; a shared prefix is stored once.
+"""RadixTree: token sequences with their slots; a shared prefix is stored once.
 
-An interrupt at any point leaves a tree consistent: a node is complete before it is put into the
-tree, and each change of the tree is one assignment.
+An interrupt at any point leaves a tree consistent: a node is complete before it enters the tree,
+and each change of the tree is one assignment.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvkeep.errors import StateError
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.stats import StoredNode
 
-_LOOKED_AT = 4096  # children of a node, for an outline
+_LOOKED_AT = 4096  # newest children of a node that an outline considers
 
 
 class Lock:
-    """While an object of this class is referenced, the node that made it is not removed."""
+    """While it is referenced, its node is not removed."""
 
 
 class Node:
-    """A run of tokens that follows the parent's, up to the point where stored sequences differ.
-    The root has no tokens."""
+    """A run of tokens after the parent's, up to the point where stored sequences differ. The root
+    has no tokens."""
 
     def __init__(self, tokens: Tensor, content: Stretch) -> None:
         self.tokens = tokens
@@ -53,8 +53,8 @@ class Node:
         return lock
 
     def split(self, tokens: int) -> Node:
-        """Two nodes that hold the same as this one: the first `tokens` tokens, and as the child
-        of these the rest, with this node's children and locks. Returns the first."""
+        """A copy of this node as two nodes: the first `tokens` tokens, and below them the rest with
+        this node's children and locks. Returns the upper node."""
         above = Node(self.tokens[:tokens].clone(), self.content.part(0, tokens))
         below = Node(self.tokens[tokens:].clone(), self.content.part(tokens, len(self.tokens)))
         below.children, below._lock = self.children, self._lock
@@ -97,7 +97,7 @@ class RadixTree:
     def insert(
         self, tokens: Tensor, content_of: Callable[[int, int], Stretch], priority: int = 0
     ) -> list[Node]:
-        """Store `tokens`; `content_of(start, stop)` is called for those that are new.
+        """Store `tokens`; `content_of(start, stop)` is called for new tokens.
 
         Returns:
             The nodes that hold the tokens, from the root's child down.
@@ -128,7 +128,7 @@ class RadixTree:
         return (node for _, node in self._edges())
 
     def sequences(self) -> Iterator[Tensor]:
-        """The stored sequences that are no prefix of another one."""
+        """The stored sequences that are not prefixes of other ones."""
         waiting = [(node, [node.tokens]) for node in self.root.children.values()]
         while waiting:
             node, parts = waiting.pop()
@@ -137,9 +137,9 @@ class RadixTree:
                 yield torch.cat(parts)
 
     def outline(self, tokens: Tensor, most: int) -> list[StoredNode]:
-        """The root and at most `most` other nodes, parents first: those of the longest stored
-        prefix of `tokens`, then those nearest to the root; of siblings those used last, among
-        the last 4096 to come."""
+        """The root and at most `most` other nodes, parents first: the nodes of the longest stored
+        prefix of `tokens`, then the nodes nearest to the root; among siblings the most recently
+        used of the newest 4096."""
         match = self._walk(tokens)
         path = match.path[:most]
         shared = {id(node): len(node.tokens) for node in path}
@@ -163,10 +163,10 @@ class RadixTree:
         return found
 
     def remove(self, parent: Node, leaf: Node) -> int:
-        """Remove a leaf; returns the bytes that this frees.
+        """Remove a leaf; returns the bytes freed.
 
         Raises:
-            StateError: it is locked, or has children.
+            StateError: the node is locked, or has children.
         """
         if leaf.children or leaf.locked:
             raise StateError("only a leaf that is not locked can be removed")
@@ -205,7 +205,7 @@ class RadixTree:
 
 
 def common(a: Tensor, b: Tensor) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     most = min(len(a), len(b))
     differ = (a[:most] != b[:most]).nonzero()
     return int(differ[0]) if len(differ) else most

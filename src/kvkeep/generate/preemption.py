@@ -1,4 +1,4 @@
-"""Asides: what answers hold while others have their place."""
+"""Preemption: move caches out of the way of answers with higher priority, and back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvkeep.generate.answer import Answer
 from kvkeep.host import Activation, ModelCache
 
 
-class Aside(NamedTuple):
-    """A snapshot of a cache, in which each tensor is one that an `Offload` keeps."""
+class Preempted(NamedTuple):
+    """A snapshot of a cache, with each tensor held by an `Offload`."""
 
     snapshot: Snapshot
     activation: Activation | None
 
-    def kept(self) -> Iterator[Kept]:
+    def tensors(self) -> Iterator[Kept]:
         """All tensors."""
         for layer in self.snapshot.layers:
             for planes in layer.parts.values():
@@ -31,11 +31,11 @@ class Aside(NamedTuple):
 
 
 @final
-class Asides:
-    """Puts caches aside, in host memory or a file.
+class Preemption:
+    """Copies the caches of preempted answers to host memory or a file.
 
     Args:
-        offload: used by nobody else; None: host memory.
+        offload: for this purpose only; None: host memory.
     """
 
     def __init__(self, offload: Offload | None) -> None:
@@ -43,13 +43,13 @@ class Asides:
 
     @property
     def offload(self) -> Offload:
-        """Where they lie."""
+        """Holds the tensors."""
         if self._offload is None:
             self._offload = Offload()
         return self._offload
 
-    def put(self, answer: Answer) -> None:
-        """Copy what an answer holds, and let it wait. If that fails, nothing has changed."""
+    def preempt(self, answer: Answer) -> None:
+        """Move an answer's cache away. If that fails, nothing has changed."""
         cache = answer.cache
         assert cache is not None
         if not cache.fed:
@@ -63,8 +63,7 @@ class Asides:
 
         try:
             states = [
-                state._replace(parts=_each(state.parts, keep))
-                for state in cache.states("put aside")
+                state._replace(parts=_each(state.parts, keep)) for state in cache.states("preempt")
             ]
             carried: Any = {name: keep(x) for name, x in cache.carried.tensors().items()}
         except Exception:
@@ -73,39 +72,39 @@ class Asides:
             raise
         kinds = [layer.kind for layer in cache.layers]
         snapshot = Snapshot(kinds, states, cache.routed, carried)
-        answer.aside, answer.cache = Aside(snapshot, cache.activation), None
+        answer.preempted, answer.cache = Preempted(snapshot, cache.activation), None
 
-    def take_back(self, answer: Answer) -> None:
-        """Let an answer go on with what was put aside, or with an empty cache."""
-        origin, aside = answer.origin, answer.aside
+    def resume(self, answer: Answer) -> None:
+        """Give an answer its cache back, or an empty one if it has not begun."""
+        origin, preempted = answer.origin, answer.preempted
         cache = origin.reuse.new_cache(origin.spec)
-        if aside is not None:
-            self._fill(cache, aside)
-        answer.cache, answer.aside = cache, None
-        self._free(aside)
+        if preempted is not None:
+            self._fill(cache, preempted)
+        answer.cache, answer.preempted = cache, None
+        self._free(preempted)
 
     def drop(self, answer: Answer) -> None:
-        """Free what an answer had put aside, if anything."""
-        aside, answer.aside = answer.aside, None
-        self._free(aside)
+        """Free the copy of an answer's cache, if there is one."""
+        preempted, answer.preempted = answer.preempted, None
+        self._free(preempted)
 
-    def _fill(self, cache: ModelCache, aside: Aside) -> None:
-        snapshot, get = aside.snapshot, self.offload.get
+    def _fill(self, cache: ModelCache, preempted: Preempted) -> None:
+        snapshot, get = preempted.snapshot, self.offload.get
         states = [state._replace(parts=_each(state.parts, get)) for state in snapshot.layers]
         held: Any = snapshot.carried
         carried = {name: get(x) for name, x in held.items()}
         cache.restore(snapshot._replace(layers=states, carried=carried))
-        cache.activation = aside.activation
+        cache.activation = preempted.activation
 
-    def _free(self, aside: Aside | None) -> None:
-        for one in () if aside is None else aside.kept():
-            self.offload.drop(one)
+    def _free(self, preempted: Preempted | None) -> None:
+        for tensor in () if preempted is None else preempted.tensors():
+            self.offload.drop(tensor)
 
     def retain(self, answers: Iterable[Answer]) -> None:
-        """Count what these have put aside as all that is held, after an interrupt."""
+        """Free every tensor that none of the answers holds, after an interrupt."""
         if self._offload is not None:
-            asides = [answer.aside for answer in answers if answer.aside is not None]
-            self._offload.retain(one for aside in asides for one in aside.kept())
+            found = [answer.preempted for answer in answers if answer.preempted is not None]
+            self._offload.retain(tensor for one in found for tensor in one.tensors())
 
 
 def _each(parts: Any, change: Callable[[Any], Any]) -> Any:
