@@ -37,9 +37,8 @@ def table():
             rows.setdefault((name, default, about), []).append(of)
     lines = ["| field | of | default | |", "|---|---|---|---|"]
     for (name, default, about), of in sorted(rows.items(), key=lambda row: row[0][1] != "required"):
-        lines.append(
-            f"| `{name}` | {'all' if len(of) == len(KINDS) else ', '.join(of)} | {default} | {about} |"
-        )
+        where = "all" if len(of) == len(KINDS) else ", ".join(of)
+        lines.append(f"| `{name}` | {where} | {default} | {about} |")
     return "\n".join(lines) + "\n"
 
 
