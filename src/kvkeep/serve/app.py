@@ -197,9 +197,10 @@ class _Answers:
                 async with self.admission.parsing(client.name):
                     left = (waiting.when() or 0) - clock()
                     waiting.reschedule(None)
-                    asked, request, encoded = await _in_thread(lambda: self._parsed(body))
+                    request, encoded, about = await _in_thread(lambda: self._parsed(body))
                     waiting.reschedule(clock() + left)
-                reply = _reply(asked, request, encoded)
+                given = request, len(encoded.prompts), encoded.parts
+                reply = CompletionReply(*given) if about is None else ResponseReply(*given, about)
                 state = self.engine.submit(
                     encoded.prompts,
                     reply.emit,
@@ -217,15 +218,15 @@ class _Answers:
         except TimeoutError:
             raise self.admission.waited_too_long() from None
 
-    def _parsed(self, body: bytearray) -> tuple[_Kind, Request, Encoded]:
-        """A request, which for a response is translated to a chat, without its prompts, and these
-        as token ids."""
-        asked = read(body, self.kind)
+    def _parsed(self, body: bytearray) -> tuple[Request, Encoded, dict[str, Any] | None]:
+        """A request without its prompts, these as token ids, and what a response says of it."""
+        request, about = read(body, self.kind), None
         body.clear()
-        _require_model(self.engine, asked.model)
-        request = asked.chat() if isinstance(asked, ResponsesRequest) else asked
+        _require_model(self.engine, request.model)
+        if isinstance(request, ResponsesRequest):
+            request, about = request.chat(), request.about()
         encoded = self.engine.prompts.encode(request)
-        return asked.without_prompt(), request.without_prompt(), encoded
+        return request.without_prompt(), encoded, about
 
 
 @final
@@ -277,13 +278,6 @@ class _Texts:
                         return as_json(await _in_thread(found))
             except TimeoutError:
                 raise self.admission.waited_too_long() from None
-
-
-def _reply(asked: _Kind, request: Request, encoded: Encoded) -> Reply:
-    given = request, len(encoded.prompts), encoded.parts
-    if isinstance(asked, ResponsesRequest):
-        return ResponseReply(*given, asked=asked)
-    return CompletionReply(*given)
 
 
 async def _response(http: HTTPRequest, reply: Reply) -> Response:

@@ -270,7 +270,7 @@ class Conversation(Exact):
     the chat template has no such role, developer becomes system, and the text of system stands
     before the next user's. Calls of tools may lack names, ids and a part of their arguments."""
     tools: Annotated[list[Annotated[dict[Any, Any], AfterValidator(_named)]], FirstError] = []
-    """Given to the chat template, which must support them; see [tools](#tools)."""
+    """Given to the chat template; see [tools](#tools)."""
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("(text)")]
         | Annotated[NamedTool, Tag("(object)")],

@@ -85,7 +85,11 @@ class Items:
         item_type, mark, kind = _TEXTS[said.part]
         if not self._open:
             self._open = said.part
-            item: _Object = {"id": f"{mark}_{uuid.uuid4().hex}", "type": item_type, "status": "in_progress"}
+            item: _Object = {
+                "id": f"{mark}_{uuid.uuid4().hex}",
+                "type": item_type,
+                "status": "in_progress",
+            }
             item |= {"role": "assistant"} if said.part == CONTENT else {"summary": []}
             part: _Object = {"type": kind, "text": ""}
             if said.part == CONTENT:
@@ -135,19 +139,18 @@ class ResponseReply(Reply):
     """A response. As one object it is the last event's of its stream.
 
     Args:
-        asked: the request that the chat was made of.
+        about: what it says of its request.
     """
 
     def __init__(
         self,
         request: Request,
-        prompts: int = 1,
-        parts: Callable[[], Parts] | None = None,
-        *,
-        asked: ResponsesRequest,
+        prompts: int,
+        parts: Callable[[], Parts] | None,
+        about: _Object,
     ) -> None:
         super().__init__(request, prompts, parts)
-        self._about = asked.about()
+        self._about = about
         self._items = Items(scored=request.top_logprobs is not None)
 
     async def whole(self) -> _Object:

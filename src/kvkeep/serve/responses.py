@@ -264,10 +264,6 @@ class ResponsesRequest(SampledRequest):
                 answer[field] = answer[field] + value if field in answer else value
         return made
 
-    def without_prompt(self) -> Self:
-        """A copy without the input, which may be large."""
-        return self.model_copy(update={"input": []})
-
     def about(self) -> dict[str, Any]:
         """What an answer says of its request, as OpenAI's API defines it."""
         choice, form = self.tool_choice, self.text.format
