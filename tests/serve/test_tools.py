@@ -301,6 +301,16 @@ def test_calls_that_cannot_be_forced(create, tokenizer, monkeypatch):
     assert param(**forced) == "tool_choice"
 
 
+def test_schemas_refer_to_their_own_definitions_and_are_closed(create):
+    schema = {"properties": {"place": {"$ref": "#/$defs/place"}}, "required": ["place"]}
+    schema |= {"$defs": {"place": {"enum": ["Skye", "Rum"]}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    (choice,) = create(tools=[tool], tool_choice="required").choices
+    arguments = json.loads(choice.message.tool_calls[0].function.arguments)
+    validate(arguments, schema)
+    assert set(arguments) == {"place"}
+
+
 KINDS = {
     "type": "object",
     "properties": {

@@ -47,13 +47,12 @@ _CALLS: dict[str, dict[str, Any]] = {
 """How calls are written, by what the chat templates of such models mention; the first counts."""
 
 _WRITTEN = {
-    "<tool_call>": ("<tool_call>\n", "arguments", "\n</tool_call>"),
-    "[ARGS]": ("[TOOL_CALLS]{name}[ARGS]", "", ""),
-    "[TOOL_CALLS]": ("[TOOL_CALLS][", "arguments", "]"),
-    '"parameters"': ("", "parameters", ""),
+    "<tool_call>": ('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
+    "[ARGS]": ("[TOOL_CALLS]NAME[ARGS]", ""),
+    "[TOOL_CALLS]": ('[TOOL_CALLS][{"name": NAME, "arguments": ', "}]"),
+    '"parameters"': ('{"name": NAME, "parameters": ', "}"),
 }
-"""Text before and behind a call as JSON, and its name of the arguments; empty: the text before has
-the function's name, and only the arguments are JSON."""
+"""Text before and behind the arguments of a call, which are JSON."""
 
 
 def forced_calls(template: str, tools: list[dict[Any, Any]]) -> list[list[Piece]] | None:
@@ -69,19 +68,14 @@ def forced_calls(template: str, tools: list[dict[Any, Any]]) -> list[list[Piece]
         return [_xml(function["name"], function.get("parameters")) for function in functions]
     if mark not in _WRITTEN:
         return None
-    before, field, behind = _WRITTEN[mark]
+    before, behind = _WRITTEN[mark]
     calls: list[list[Piece]] = []
     for function in functions:
-        name = function["name"]
+        name = function["name"] if mark == "[ARGS]" else json.dumps(function["name"])
         schema = function.get("parameters") or {"type": "object"}
-        if field:
-            schema = {
-                "type": "object",
-                "properties": {"name": {"const": name}, field: schema},
-                "required": ["name", field],
-                "additionalProperties": False,
-            }
-        calls.append([before.replace("{name}", name), schema, behind])
+        if isinstance(schema, dict) and "properties" in schema:
+            schema = {"additionalProperties": False} | schema  # models would add without end
+        calls.append([before.replace("NAME", name), schema, behind])
     return calls
 
 
