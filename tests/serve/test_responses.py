@@ -114,7 +114,10 @@ def test_reasoning_begins_a_new_answer_after_calls():
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input[0]"),
         ({"input": [{"role": "tool", "content": ""}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, None),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_odd"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include[0]"),

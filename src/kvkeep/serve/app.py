@@ -220,11 +220,11 @@ class _Answers:
 
     def _parsed(self, body: bytearray) -> tuple[Request, Encoded, dict[str, Any] | None]:
         """A request without its prompts, these as token ids, and what a response says of it."""
-        request, about = read(body, self.kind), None
+        asked = read(body, self.kind)
         body.clear()
-        _require_model(self.engine, request.model)
-        if isinstance(request, ResponsesRequest):
-            request, about = request.chat(), request.about()
+        _require_model(self.engine, asked.model)
+        about = asked.about() if isinstance(asked, ResponsesRequest) else None
+        request = asked.chat() if isinstance(asked, ResponsesRequest) else asked
         encoded = self.engine.prompts.encode(request)
         return request.without_prompt(), encoded, about
 

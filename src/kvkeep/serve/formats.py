@@ -72,9 +72,10 @@ def forced_calls(template: str, tools: list[dict[Any, Any]]) -> list[list[Piece]
     calls: list[list[Piece]] = []
     for function in functions:
         name = function["name"] if mark == "[ARGS]" else json.dumps(function["name"])
-        schema = function.get("parameters") or {"type": "object"}
-        if isinstance(schema, dict) and "properties" in schema:
-            schema = {"additionalProperties": False} | schema  # models would add without end
+        schema = function.get("parameters") or {}
+        if isinstance(schema, dict):
+            closed = {"additionalProperties": False} if "properties" in schema else {}
+            schema = {"type": "object"} | closed | schema  # open ones some models fill without end
         calls.append([before.replace("NAME", name), schema, behind])
     return calls
 

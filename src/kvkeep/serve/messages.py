@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic_core import from_json
 
-from kvkeep.serve.fields import Exact, FirstError, Lenient, Text, only, tag
+from kvkeep.serve.fields import TEXT_ONLY, Exact, FirstError, Lenient, Text, only, tag
 
 
 def _object(given: Any) -> Any:
@@ -28,7 +28,7 @@ class TextPart(Exact):
     """A part of a message. The models read text only; `cache_control` and `annotations` say nothing
     that they read."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], TEXT_ONLY]
     text: Text
     cache_control: Any = None
     annotations: Any = None

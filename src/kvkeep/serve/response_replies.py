@@ -90,7 +90,8 @@ class Items:
                 "type": item_type,
                 "status": "in_progress",
             }
-            item |= {"role": "assistant"} if said.part == CONTENT else {"summary": []}
+            own: _Object = {"role": "assistant"} if said.part == CONTENT else {"summary": []}
+            item |= own
             part: _Object = {"type": kind, "text": ""}
             if said.part == CONTENT:
                 part |= {"annotations": [], "logprobs": []}

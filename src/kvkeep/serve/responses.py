@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic import model_validator as validator
 
 from kvkeep.serve.fields import (
+    TEXT_ONLY,
     Count,
     Exact,
     FirstError,
@@ -34,7 +35,9 @@ _NEEDED = {
 class Part(Lenient):
     """A part of a message, of a tool's result or of reasoning."""
 
-    type: Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"]
+    type: Annotated[
+        Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"], TEXT_ONLY
+    ]
     text: Text = ""
     refusal: Text = ""
 
