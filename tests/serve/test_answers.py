@@ -158,12 +158,13 @@ def test_tools(ask, served, tokenizer):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "yes"},
     ]
-    for field, options in (("tools", {"tools": [TOOL]}), ("tool_calls", {"messages": messages})):
-        error = refusal(lambda options=options: ask(**options))
-        assert error["param"] == field
-        assert "does not render" in error["message"]
-    kept, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE
+    kept = tokenizer.chat_template
     try:
+        tokenizer.chat_template = "{{ tools }}" + kept
+        error = refusal(lambda: ask(messages=messages))
+        assert error["param"] == "tool_calls"
+        assert "does not render" in error["message"]
+        tokenizer.chat_template = TEMPLATE
         expected = "[user] Rain?[assistant] weather(Skye)[tool] yes"
         seen = ask(messages=messages).usage.prompt_tokens
         assert seen == len(tokenizer(expected).input_ids)

@@ -8,10 +8,12 @@ import httpx2
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextParams
+from openai.types.responses.response_create_params import ResponseCreateParamsBase as ItemParams
 from support.field_table import KINDS, fields, parts, table
 from support.live_server import JSON, asking, scripted
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+FUNCTION = {"name": "weather", "parameters": {}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 TEMPLATE = (  # <tool_call>
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ reasoning_effort }}"
@@ -59,6 +61,12 @@ CHANGES = {
     "guided_grammar": {"guided_grammar": 'start: "a"'},
     "echo": {"echo": True},
     "best_of": (WARM | {"n": 2}, {"best_of": 4}),
+    "input": {"input": "Goodbye."},
+    "instructions": {"instructions": "Be kind."},
+    "max_output_tokens": {"max_output_tokens": 3},
+    "text": {"text": {"format": {"type": "json_object"}}},
+    "reasoning": {"reasoning": {"effort": "low"}},
+    "include": {"include": ["message.output_text.logprobs"]},
 }
 """Of each field that is honoured, a request, and what is added to it: the answer changes."""
 
@@ -66,15 +74,45 @@ IGNORED = {
     **{"user": "ada", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "a"},
     **{"safety_identifier": "a", "prompt_cache_retention": "24h", "prompt_cache_options": {}},
     "prediction": {"type": "content", "content": "a"},
+    **{"max_tool_calls": 3, "background_options": {}},
 }
 REFUSED = {
     **{"model": "other", "modalities": ["audio"], "verbosity": "low", "store": True, "audio": {}},
     **{"web_search_options": {}, "moderation": {}, "functions": [{}], "function_call": "auto"},
-    "suffix": "a",
+    **{"suffix": "a", "previous_response_id": "a", "conversation": "a", "background": True},
+    **{"truncation": "auto", "context_management": [{}], "image": {}, "access_programs": {}},
 }
 HARMLESS = {
     **{"modalities": ["text"], "verbosity": "medium", "store": False, "functions": []},
     **{"function_call": "none", "response_format": {"type": "text"}, "suffix": ""},
+    **{"background": False, "truncation": "disabled", "context_management": []},
+}
+OWN = {
+    "responses": {
+        "stream_options": {"include_obfuscation": True},
+        "prompt": {"id": "a"},
+        "tools": {"tools": [{"type": "function", **FUNCTION}]},
+        "top_logprobs": (
+            {"include": ["message.output_text.logprobs"]},
+            {"top_logprobs": 1},
+        ),
+        "tool_choice": (
+            {"tools": [{"type": "function", **FUNCTION}]},
+            {"tool_choice": "none"},
+        ),
+        "parallel_tool_calls": (
+            {"tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 60},
+            {"parallel_tool_calls": False},
+        ),
+    }
+}
+"""Of one kind of requests: what it refuses of a field, or what changes its answers."""
+
+
+GIVEN = {
+    "chat": {"messages": asking("Hello."), "max_tokens": 6},
+    "completions": {"prompt": "Hello.", "max_tokens": 6},
+    "responses": {"input": "Hello.", "max_output_tokens": 6},
 }
 
 
@@ -91,8 +129,9 @@ def post(served, http, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + CALL)
 
     def answer(of, **options):
-        given = {"model": "tiny", "temperature": 0, "max_tokens": 6}
-        given |= {"messages": asking("Hello.")} if of == "chat" else {"prompt": "Hello."}
+        given = {"model": "tiny", "temperature": 0, **GIVEN[of]}
+        if of == "responses" and "max_tokens" in options:
+            options["max_output_tokens"] = options.pop("max_tokens")
         if of == "chat" and options.get("logprobs"):
             options["logprobs"] = True
         url = f"{served[1].base_url}{'chat/completions' if of == 'chat' else of}"
@@ -100,9 +139,12 @@ def post(served, http, tokenizer, monkeypatch):
         if "stream" in got.headers["content-type"]:
             return got.status_code, {"chunks": got.text.count("data:")}
         body = got.json()
-        for changing in ("id", "created"):
+        for changing in ("id", "created", "created_at", "completed_at", "metadata"):
             body.pop(changing, None)
-        body.get("usage", {}).pop("prompt_tokens_details", None)  # of the store
+        for item in body.get("output", ()):
+            item.pop("id")
+        for cached in ("prompt_tokens_details", "input_tokens_details"):  # of the store
+            (body.get("usage") or {}).pop(cached, None)
         return got.status_code, body
 
     return answer
@@ -114,15 +156,16 @@ def cases():
 
 @pytest.mark.parametrize(("of", "name"), cases())
 def test_each_field(post, tokenizer, of, name):
-    assert (name in CHANGES) + (name in IGNORED) + (name in REFUSED) == 1
-    if name in REFUSED:
-        status, body = post(of, **{name: REFUSED[name]})
+    own = OWN.get(of, {})
+    refused = REFUSED | {each: own[each] for each in ("prompt", "stream_options") if each in own}
+    changes = {**CHANGES, **own}
+    assert (name in changes) + (name in IGNORED) + (name in REFUSED) == 1
+    if name in refused:
+        status, body = post(of, **{name: refused[name]})
         assert status == (404 if name == "model" else 400)
-        assert body["error"]["param"] == name
-    if name in IGNORED or name in HARMLESS:
-        assert post(of, **{name: (IGNORED | HARMLESS)[name]}) == post(of)
-    if name in CHANGES:
-        both = CHANGES[name]
+        assert body["error"]["param"].partition(".")[0] == name
+    elif name in CHANGES:
+        both = changes[name]
         before, change = both if isinstance(both, tuple) else ({}, both)
         if name == "parallel_tool_calls":
             with scripted(tokenizer, CALL * 2):
@@ -131,11 +174,14 @@ def test_each_field(post, tokenizer, of, name):
             found = [post(of, **before), post(of, **before | change)]
         assert [status for status, _ in found] == [200, 200], found
         assert found[0] != found[1]
+    if name in IGNORED or name in HARMLESS:
+        assert post(of, **{name: (IGNORED | HARMLESS)[name]}) == post(of)
 
 
 def test_fields_that_openai_defines_are_known():
     assert set(ChatParams.__annotations__) <= set(fields(KINDS["chat"]))
     assert set(TextParams.__annotations__) <= set(fields(KINDS["completions"]))
+    assert set(ItemParams.__annotations__) <= set(fields(KINDS["responses"]))
 
 
 def test_the_table_is_current():

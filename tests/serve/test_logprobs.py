@@ -170,9 +170,12 @@ def test_offsets_are_of_the_text_though_a_stop_string_is_held_back(served, token
         whole = served[1].completions.create(**options).choices[0].logprobs
         held = served[1].completions.create(stop=text + " five", **options).choices[0]
         cut = served[1].completions.create(stop=" three four", **options).choices[0]
+        chunks = list(served[1].completions.create(stop=text + " five", stream=True, **options))
     assert "".join(whole.tokens[:-1]) == text
     assert whole.text_offset == [text.index(token) for token in whole.tokens[:-1]] + [len(text)]
     assert (held.text, held.logprobs.text_offset) == (text, whole.text_offset)
+    offsets = [at for chunk in chunks for at in chunk.choices[0].logprobs.text_offset]
+    assert offsets == whole.text_offset
     assert cut.text == " one two"
     assert cut.logprobs.text_offset == whole.text_offset[:-1]
 

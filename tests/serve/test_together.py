@@ -12,10 +12,12 @@ from support.live_server import asking, client, pieces, refusal, said, serving, 
 from support.tiny_models import tiny
 
 from kvkeep.serve import listen
+from kvkeep.serve.bodies import read
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import CompletionRequest, RequestError, read
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests import CompletionRequest
 from kvkeep.store import PrefixStore
 
 LONG = {"model": "tiny", "max_tokens": 4000, "temperature": 0, "stream": True}

@@ -6,12 +6,15 @@ import json
 from contextlib import nullcontext
 
 import pytest
+from jsonschema import validate
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.live_server import refusal, scripted
 
-from kvkeep.serve.formats import forced_calls, response_template
+from kvkeep.serve.formats import response_template
 from kvkeep.serve.messages import Message, for_template
 from kvkeep.serve.parts import Call, Parts, Said
+from kvkeep.serve.rendering import Rendering
+from kvkeep.serve.requests import ChatCompletionRequest
 
 WEATHER = {
     "type": "function",
@@ -248,6 +251,7 @@ def test_marks_that_are_special_tokens_are_seen(create, tokenizer, monkeypatch):
 
 FORCED = {
     "hermes": "<tool_call>",
+    "qwen-xml": "<tool_call> <function=",
     "mistral": "[TOOL_CALLS]",
     "mistral-args": "[TOOL_CALLS] [ARGS]",
     "llama": '"parameters"',
@@ -295,4 +299,84 @@ def test_calls_that_cannot_be_forced(create, tokenizer, monkeypatch):
     assert param(tools=[wrong], tool_choice="required") == "tools"
     monkeypatch.setattr(tokenizer, "chat_template", EACH)
     assert param(**forced) == "tool_choice"
-    assert forced_calls("<function=", [TIDE]) is None
+
+
+def test_schemas_refer_to_their_own_definitions_and_are_closed(create):
+    schema = {"properties": {"place": {"$ref": "#/$defs/place"}}, "required": ["place"]}
+    schema |= {"$defs": {"place": {"enum": ["Skye", "Rum"]}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    (choice,) = create(tools=[tool], tool_choice="required").choices
+    arguments = json.loads(choice.message.tool_calls[0].function.arguments)
+    validate(arguments, schema)
+    assert set(arguments) == {"place"}
+
+
+KINDS = {
+    "type": "object",
+    "properties": {
+        "count": {"type": ["integer", "null"]},
+        "note": {"type": "string", "minLength": 2, "maxLength": 4},
+        "where": {"$ref": "#/$defs/place", "type": "object"},
+        "unit": {"const": "mm"},
+        "perhaps": {"type": "boolean"},
+    },
+    "required": ["count", "note", "where", "unit"],
+    "$defs": {
+        "place": {
+            "properties": {"x": {"enum": [1, 2]}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def test_parameters_of_each_kind_in_xml(create, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", EACH + "{# <tool_call> <function= #}")
+    tool = {"type": "function", "function": {"name": "measure", "parameters": KINDS}}
+    options = {"tools": [tool], "tool_choice": "required", "temperature": 1.0, "max_tokens": 400}
+    seen = set()
+    for choice in create(n=8, seed=2, **options).choices:
+        assert choice.message.tool_calls, choice
+        (found,) = choice.message.tool_calls
+        arguments = json.loads(found.function.arguments)
+        validate(arguments, KINDS)
+        assert arguments["unit"] == "mm"
+        seen.add("perhaps" in arguments)
+    assert seen == {True, False}
+    for wrong in ({}, {"type": "string", "format": "date"}, {"type": ["string", "null"]}):
+        function = {"name": "f", "parameters": {"properties": {"day": wrong}}}
+        error = refusal(
+            lambda function=function: create(
+                tools=[{"type": "function", "function": function}], tool_choice="required"
+            )
+        )
+        assert error["param"] == "tools"
+        assert error["message"].startswith("f.day")
+
+
+def test_a_template_without_tools_gets_them_in_its_messages(create, tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    )
+    called = {"role": "assistant", "content": None, "tool_calls": [call(arguments="{}")] * 2}
+    result = {"role": "tool", "tool_call_id": "a", "content": "Rain."}
+    talk = [{"role": "system", "content": "Be kind."}, *USER, called, result, result]
+    rendering = Rendering(tokenizer, "tiny", 10**6)
+    request = ChatCompletionRequest(model="tiny", messages=[*talk, *USER], tools=[WEATHER])
+    text = rendering.render(request).text
+    assert text.startswith("[system]You can call these functions:\n")
+    assert json.dumps(WEATHER["function"]) in text
+    assert "</tool_call>\n\nBe kind.[user]Rain?[assistant]<tool_call>" in text
+    written = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    assert text.endswith(
+        f"[assistant]{written}\n{written}[user]<tool_response>\nRain.\n</tool_response>\n\n"
+        "<tool_response>\nRain.\n</tool_response>\n\nRain?"
+    )
+    with scripted(tokenizer, said := f"<tool_call>{JSON % 'arguments'}</tool_call>"):
+        assert create(tools=[WEATHER]).choices[0].message.tool_calls[0].function.name == "weather"
+        assert create().choices[0].message.content == said
+    (found,) = create(tools=[WEATHER], tool_choice="required", max_tokens=300).choices
+    assert found.message.tool_calls[0].function.name == "weather"

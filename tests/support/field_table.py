@@ -9,10 +9,15 @@ import json
 from pathlib import Path
 
 from kvkeep.serve.requests import ChatCompletionRequest, CompletionRequest
+from kvkeep.serve.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
-KINDS = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+KINDS = {
+    "chat": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+}
 
 
 def fields(kind):
@@ -32,7 +37,8 @@ def table():
             rows.setdefault((name, default, about), []).append(of)
     lines = ["| field | of | default | |", "|---|---|---|---|"]
     for (name, default, about), of in sorted(rows.items(), key=lambda row: row[0][1] != "required"):
-        lines.append(f"| `{name}` | {'both' if len(of) > 1 else of[0]} | {default} | {about} |")
+        where = "all" if len(of) == len(KINDS) else ", ".join(of)
+        lines.append(f"| `{name}` | {where} | {default} | {about} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -22,6 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvkeep.serve import replies
 from kvkeep.serve.admission import Admission
+from kvkeep.serve.bodies import read
+from kvkeep.serve.completion_replies import CompletionReply
 from kvkeep.serve.engine import Engine, RequestState, failed
 from kvkeep.serve.gate import Gate, host_names, origin_names
 from kvkeep.serve.keys import Keys
@@ -36,14 +39,16 @@ from kvkeep.serve.requests import (
     DetokenizeRequest,
     Request,
     TokenizeRequest,
-    read,
 )
+from kvkeep.serve.response_replies import ResponseReply
+from kvkeep.serve.responses import ResponsesRequest
 
 _JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
 _JSON_BESIDE = 2**16  # bytes of a request besides the prompt
 _OPERATOR = "metrics"  # the name of keys that may read the figures of all tenants
 _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 
+_Kind = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 _Result = TypeVar("_Result")
 _Body = TypeVar("_Body", TokenizeRequest, DetokenizeRequest)
 
@@ -103,8 +108,7 @@ def application(
         yield
         await asyncio.to_thread(engine.close)
 
-    chats = _Completions(engine, admission, client_of, ChatCompletionRequest)
-    completions = _Completions(engine, admission, client_of, CompletionRequest)
+    answers = partial(_Answers, engine, admission, client_of)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -121,8 +125,9 @@ def application(
             Route("/v1/models/{name:path}", model),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", answers(ChatCompletionRequest), methods=["POST"]),
+            Route("/v1/completions", answers(CompletionRequest), methods=["POST"]),
+            Route("/v1/responses", answers(ResponsesRequest), methods=["POST"]),
         ],
         middleware=[Middleware(Gate, hosts=hosts, origins=origins), cors],
         exception_handlers=dict.fromkeys(
@@ -144,14 +149,14 @@ class _Client(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class _Completions:
+class _Answers:
     """An endpoint for one kind of requests, as an ASGI application. A request keeps its place until
     its answer is sent."""
 
     engine: Engine
     admission: Admission
     client_of: Callable[[HTTPRequest], _Client]
-    kind: type[ChatCompletionRequest] | type[CompletionRequest]
+    kind: type[_Kind]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "failed"
@@ -159,6 +164,8 @@ class _Completions:
             outcome = await self._answer(HTTPRequest(scope, receive), send)
         except RequestError as error:
             outcome = error.outcome
+            if self.kind is ResponsesRequest:
+                raise error.renamed(ResponsesRequest.names) from None
             raise
         except (ClientDisconnect, asyncio.CancelledError):
             outcome = "left"
@@ -190,9 +197,10 @@ class _Completions:
                 async with self.admission.parsing(client.name):
                     left = (waiting.when() or 0) - clock()
                     waiting.reschedule(None)
-                    request, encoded = await _in_thread(lambda: self._parsed(body))
+                    request, encoded, about = await _in_thread(lambda: self._parsed(body))
                     waiting.reschedule(clock() + left)
-                reply = Reply(request, len(encoded.prompts), encoded.parts)
+                given = request, len(encoded.prompts), encoded.parts
+                reply = CompletionReply(*given) if about is None else ResponseReply(*given, about)
                 state = self.engine.submit(
                     encoded.prompts,
                     reply.emit,
@@ -210,12 +218,15 @@ class _Completions:
         except TimeoutError:
             raise self.admission.waited_too_long() from None
 
-    def _parsed(self, body: bytearray) -> tuple[Request, Encoded]:
-        """A request without its prompts, and these as token ids."""
-        request = read(body, self.kind)
+    def _parsed(self, body: bytearray) -> tuple[Request, Encoded, dict[str, Any] | None]:
+        """A request without its prompts, these as token ids, and what a response says of it."""
+        asked = read(body, self.kind)
         body.clear()
-        _require_model(self.engine, request.model)
-        return request.without_prompt(), self.engine.prompts.encode(request)
+        _require_model(self.engine, asked.model)
+        about = asked.about() if isinstance(asked, ResponsesRequest) else None
+        request = asked.chat() if isinstance(asked, ResponsesRequest) else asked
+        encoded = self.engine.prompts.encode(request)
+        return request.without_prompt(), encoded, about
 
 
 @final

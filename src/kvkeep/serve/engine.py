@@ -139,8 +139,7 @@ class RequestState:
             top = answer.top_logprobs[-1] if answer.top_logprobs else []
             offset = answer.text_offset + (0 if echo is None else len(echo.text))
             scored = (_scored(names, new.token, (answer.logprobs[-1], top), offset),)
-        if new.text or scored:
-            self.emit(TextDelta(index, new.text, scored))
+        self.emit(TextDelta(index, new.text, scored))
 
     def _echo_of(self, answer: Answer) -> Echo | None:
         return self.prompts[self._index[answer] // answer.origin.answers].echo

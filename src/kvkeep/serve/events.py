@@ -32,7 +32,7 @@ class Started:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The next piece of an answer's text, which may be empty.
+    """The next piece of an answer's text, which may be empty: a token each, then the end.
 
     Attributes:
         index: which of the request's answers it continues: those to each prompt in turn.

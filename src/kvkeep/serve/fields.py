@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+_MEDIA = re.compile("image|audio|video|file")
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 
 
@@ -32,6 +34,16 @@ def only(*allowed: Any) -> AfterValidator:
         return given
 
     return AfterValidator(check)
+
+
+def _not_media(given: Any) -> Any:
+    if isinstance(given, str) and _MEDIA.search(given):
+        raise UnsupportedValueError("this server gives models text only; leave it out")
+    return given
+
+
+TEXT_ONLY = BeforeValidator(_not_media)
+"""For the type of a message's part: refuses images, sound and files."""
 
 
 def at_most(count: int, items: str) -> BeforeValidator:

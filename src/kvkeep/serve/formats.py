@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.structures import OneOf, Perhaps, Piece, Until
+
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _XML = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -44,37 +47,73 @@ _CALLS: dict[str, dict[str, Any]] = {
 """How calls are written, by what the chat templates of such models mention; the first counts."""
 
 _WRITTEN = {
-    "<tool_call>": ("<tool_call>\n", "arguments", "\n</tool_call>"),
-    "[ARGS]": ("[TOOL_CALLS]{name}[ARGS]", "", ""),
-    "[TOOL_CALLS]": ("[TOOL_CALLS][", "arguments", "]"),
-    '"parameters"': ("", "parameters", ""),
+    "<tool_call>": ('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
+    "[ARGS]": ("[TOOL_CALLS]NAME[ARGS]", ""),
+    "[TOOL_CALLS]": ('[TOOL_CALLS][{"name": NAME, "arguments": ', "}]"),
+    '"parameters"': ('{"name": NAME, "parameters": ', "}"),
 }
-"""Text before and behind a call as JSON, and its name of the arguments; empty: the text before has
-the function's name, and only the arguments are JSON."""
+"""Text before and behind the arguments of a call, which are JSON."""
 
 
-def forced_calls(
-    template: str, tools: list[dict[Any, Any]]
-) -> list[tuple[str, dict[str, Any], str]] | None:
-    """A call of each tool, as text before, a JSON schema, and text behind; None: there is no
-    schema of calls as models with this chat template write them."""
+def forced_calls(template: str, tools: list[dict[Any, Any]]) -> list[list[Piece]] | None:
+    """A call of each tool, as the pieces of its text; None: it is not known how models with this
+    chat template write calls.
+
+    Raises:
+        RequestError: a parameter of a tool cannot be described as this format writes it.
+    """
     mark = next((mark for mark in _CALLS if mark in template), "")
+    functions = [tool["function"] for tool in tools]
+    if mark == "<function=":
+        return [_xml(function["name"], function.get("parameters")) for function in functions]
     if mark not in _WRITTEN:
         return None
-    before, field, behind = _WRITTEN[mark]
-    calls = []
-    for tool in tools:
-        name = tool["function"]["name"]
-        schema = tool["function"].get("parameters") or {"type": "object"}
-        if field:
-            schema = {
-                "type": "object",
-                "properties": {"name": {"const": name}, field: schema},
-                "required": ["name", field],
-                "additionalProperties": False,
-            }
-        calls.append((before.replace("{name}", name), schema, behind))
+    before, behind = _WRITTEN[mark]
+    calls: list[list[Piece]] = []
+    for function in functions:
+        name = function["name"] if mark == "[ARGS]" else json.dumps(function["name"])
+        schema = function.get("parameters") or {}
+        if isinstance(schema, dict):
+            closed = {"additionalProperties": False} if "properties" in schema else {}
+            schema = {"type": "object"} | closed | schema  # open ones some models fill without end
+        calls.append([before.replace("NAME", name), schema, behind])
     return calls
+
+
+def _xml(name: str, given: Any) -> list[Piece]:
+    """A call with an element for each parameter, in the schema's order."""
+    schema = given if isinstance(given, dict) else {}
+    parameters, needed = schema.get("properties"), schema.get("required")
+    pieces: list[Piece] = [f"<tool_call>\n<function={name}>\n"]
+    common = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for parameter, own in parameters.items() if isinstance(parameters, dict) else ():
+        value = _xml_value(own, common, f"{name}.{parameter}")
+        element = [f"<parameter={parameter}>\n", *value]
+        always = isinstance(needed, list) and parameter in needed
+        pieces += element if always else [Perhaps(element)]
+    return [*pieces, "</function>\n</tool_call>"]
+
+
+def _xml_value(given: Any, common: dict[str, Any], name: str) -> list[Piece]:
+    """A value and the end of its element. The parser reads text as text and all else by its type,
+    so it cannot tell values apart that may be either."""
+    schema, end = given if isinstance(given, dict) else {}, "\n</parameter>\n"
+    kind, choices = schema.get("type"), schema.get("enum")
+    if "const" in schema:
+        choices = [schema["const"]]
+    if choices and isinstance(choices, list) and all(isinstance(one, str) for one in choices):
+        return [OneOf(choices), end]
+    kinds = {*kind} if isinstance(kind, list) else {kind}
+    if kinds <= {"integer", "number", "boolean", "null", "object", "array"}:
+        return [schema | common, end]
+    if kinds == {"string"} and not {"pattern", "format", "enum", "const"} & schema.keys():
+        return [Until(end, schema.get("minLength", 0), schema.get("maxLength"))]
+    raise RequestError(
+        f"{name[:80]} is a parameter that a call which must be made cannot have here: this model's "
+        "format of calls needs one type, and text without a pattern; change it, or leave out "
+        "tool_choice",
+        param="tools",
+    )
 
 
 def reasoning_marks(template: str) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.extras import needed_by
 from kvkeep.generate import Processor
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.structures import StructureKind
+from kvkeep.serve.structures import OneOf, Perhaps, Piece, StructureKind
 
 with needed_by("structured output", "structured"):
     from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -91,14 +91,28 @@ class Grammars:
             head = f"start: before @body\nbefore[lazy]: /(.|\\n)*/ {self.text(mark)}"
         return json.dumps({"grammars": [{"lark_grammar": head}, body | {"name": "body"}, *others]})
 
-    def one_of(self, texts: Sequence[tuple[str, dict[str, Any], str]]) -> str:
-        """A grammar of Lark: one of several JSON values, each with a text before and behind it."""
-        start, ways = [], []
-        for at, (before, schema, behind) in enumerate(texts):
-            value = f"%json {json.dumps(schema | {'x-guidance': _JSON})}"
-            start.append(f"way{at}")
-            ways.append(f"way{at}: {self.text(before)} {value} {self.text(behind)}")
-        return "\n".join(["start: " + " | ".join(start), *ways])
+    def one_of(self, ways: Sequence[Sequence[Piece]]) -> str:
+        """A grammar of Lark: one of several sequences of pieces."""
+        rules: list[str] = []
+
+        def written(piece: Piece) -> str:
+            if isinstance(piece, str):
+                return self.text(piece)
+            if isinstance(piece, dict):
+                return f"%json {json.dumps(piece | {'x-guidance': _JSON})}"
+            if isinstance(piece, OneOf):
+                return f"({' | '.join(map(json.dumps, piece.texts))})"
+            if isinstance(piece, Perhaps):
+                return f"({' '.join(map(written, piece.pieces))})?"
+            name, most = f"until{len(rules)}", "" if piece.most is None else piece.most
+            text = f"/(.|\\n){{{piece.least},{most}}}/"
+            rules.append(f"{name}[lazy]: {text} {json.dumps(piece.end)}")
+            return name
+
+        starts = [" ".join(map(written, way)) for way in ways]
+        names = [f"way{at}" for at in range(len(starts))]
+        rules += [f"{name}: {start}" for name, start in zip(names, starts, strict=True)]
+        return "\n".join(["start: " + " | ".join(names), *rules])
 
     def text(self, text: str) -> str:
         """A text in a grammar of Lark, in which special tokens stand for themselves."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic_core import from_json
 
-from kvkeep.serve.fields import Exact, FirstError, Lenient, Text, only, tag
+from kvkeep.serve.fields import TEXT_ONLY, Exact, FirstError, Lenient, Text, only, tag
 
 
 def _object(given: Any) -> Any:
@@ -27,7 +28,7 @@ class TextPart(Exact):
     """A part of a message. The models read text only; `cache_control` and `annotations` say nothing
     that they read."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], TEXT_ONLY]
     text: Text
     cache_control: Any = None
     annotations: Any = None
@@ -114,4 +115,37 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
             about = {"tool_call_id": key, "name": message.name or names.get(key, "")}
             one |= {field: value for field, value in about.items() if value}
         made.append(one)
+    return made
+
+
+HERMES = "<tool_call>"
+"""What begins a call in the form of Hermes."""
+
+_OFFER = """You can call these functions:
+{tools}
+To call one, write its name and its arguments as JSON:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+
+def in_hermes_form(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[Any, Any]]
+) -> list[dict[str, Any]]:
+    """Messages without tools and calls: they are written in the text, in the form of Hermes. For
+    chat templates that render none."""
+    offer = _OFFER.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+    made = [{"role": "system", "content": offer}] if tools else []
+    results = False  # whether the last message is results of calls
+    for message in messages:
+        text, of_call = message["content"], message["role"] == "tool"
+        for call in message.get("tool_calls", ()):
+            text += f"\n<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+        role = message["role"]
+        if of_call:
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+        if made and ((results and role == "user") or role == made[-1]["role"] == "system"):
+            text = f"{made.pop()['content']}\n\n{text}"
+        made.append({"role": role, "content": text.lstrip() if role == "assistant" else text})
+        results = of_call
     return made

@@ -53,7 +53,7 @@ class Parts:
         self._closed = closed
         self.calls = 0
         self._call = ""  # what was written of the call that is being read
-        self._part, self._begun, self._held = "", False, ""
+        self.part, self._begun, self._held = "", False, ""
 
     def push(self, text: str, *, last: bool) -> list[Said | Call]:
         """Take the next piece of text.
@@ -91,7 +91,7 @@ class Parts:
         calls = [_function(one) for one in (value if isinstance(value, list) else [value])]
         if not all(calls) or any(call[0] not in self._tools for call in calls if call):
             return self._say(CONTENT, written)
-        self._part = _CALLS
+        self.part = _CALLS
         found: list[Said | Call] = []
         for name, arguments in filter(None, calls):
             if self._most_calls is None or self.calls < self._most_calls:
@@ -101,9 +101,9 @@ class Parts:
 
     def _say(self, part: str, text: str) -> list[Said | Call]:
         """Text of a part, without the white space around reasoning, and after parts before it."""
-        if part != self._part:
-            first = part == CONTENT and not self._part
-            self._part, self._begun, self._held = part, first, ""
+        if part != self.part:
+            first = part == CONTENT and not self.part
+            self.part, self._begun, self._held = part, first, ""
         text = self._held + text
         text, self._held = text if self._begun else text.lstrip(), ""
         if part == REASONING:

@@ -150,9 +150,8 @@ class Prompts:
     def _chat(self, request: ChatCompletionRequest) -> Encoded:
         rendered = self._rendering.render(request)
         ids = self._checked(self._ids(rendered.text, "messages", special=False), "messages")
-        chat_template: str = self._tokenizer.get_chat_template(tools=rendered.tools or None)
-        tools, form = rendered.tools, self._form(rendered, chat_template)
-        grammar = self._structured.processors(request, chat_template, tools, form.after)
+        tools, form = rendered.tools, self._form(rendered)
+        grammar = self._structured.processors(request, rendered.template, tools, form.after)
         template = form.template
         if template is None:
             return Encoded([self._asked(request, ids, own_processors=grammar)])
@@ -170,7 +169,8 @@ class Prompts:
             ),
         )
 
-    def _form(self, rendered: Rendered, chat_template: str) -> _Form:
+    def _form(self, rendered: Rendered) -> _Form:
+        chat_template = rendered.template
         marks, begun = reasoning_marks(chat_template) or ("", ""), rendered.begun
         if begun.rfind(marks[0]) <= begun.rfind(marks[1]):
             marks = ("", "")

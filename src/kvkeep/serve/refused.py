@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Self
 
 from kvkeep.errors import KVKeepError
 
@@ -27,6 +29,14 @@ class RequestError(KVKeepError):
         if self.status in (429, 503):
             return "unavailable"
         return "refused" if self.status < 500 else "failed"
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same error of a request that was translated: it has the client's own names."""
+        field, dot, rest = (self.param or "").partition(".")
+        if field not in names:
+            return self
+        message = re.sub(rf"\b{field}\b", names[field], self.message)
+        return replace(self, message=message, param=names[field] + dot + rest)
 
     def body(self) -> dict[str, Any]:
         """The error in the format of OpenAI's API."""

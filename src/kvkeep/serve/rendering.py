@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, final
 
 from kvkeep.serve.formats import reasoning_marks
-from kvkeep.serve.messages import for_template
+from kvkeep.serve.messages import HERMES, for_template, in_hermes_form
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.requests import Conversation, NamedTool
 
@@ -17,11 +17,19 @@ _WORD = re.compile(r"\w+")
 
 
 class Rendered(NamedTuple):
-    """A prompt, the beginning of the answer that it contains, and the tools that may be called."""
+    """A prompt.
+
+    Attributes:
+        begun: the beginning of the answer that it contains.
+        tools: that may be called.
+        template: the chat template, which tells the format of answers; with `HERMES` if tools are
+            written in that form.
+    """
 
     text: str
     begun: str
     tools: list[dict[Any, Any]]
+    template: str
 
 
 @final
@@ -53,11 +61,12 @@ class Rendering:
         messages, tools = for_template(request.messages), _tools(request)
         template = self._tokenizer.get_chat_template(tools=tools or None)
         calls = any("tool_calls" in message for message in messages)
-        for used, field in ((tools, "tools"), (calls, "tool_calls")):
-            if used and field not in template:  # it would silently leave them out
-                raise RequestError(
-                    f"the chat template of {self._name} does not render {field}", param=field
-                )
+        if "tools" not in template and (tools or calls):
+            messages, template = in_hermes_form(messages, tools), HERMES + template
+        elif calls and "tool_calls" not in template:  # it would silently leave them out
+            raise RequestError(
+                f"the chat template of {self._name} does not render tool_calls", param="tool_calls"
+            )
         if "developer" not in template:
             for message in messages:
                 message["role"] = message["role"].replace("developer", "system")
@@ -81,7 +90,7 @@ class Rendering:
             elif begins and reasoning_marks(template) is not None:
                 without = self._text(messages, add_generation_prompt=False, **options)
                 begun = text.removeprefix(without) if text.startswith(without) else ""
-            return Rendered(text, begun, tools)
+            return Rendered(text, begun, tools, template)
         except RequestError:
             raise
         except Exception as error:  # templates are programs, and raise errors of any class

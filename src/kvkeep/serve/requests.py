@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic import model_validator as validator
 
 from kvkeep.errors import SpecError
 from kvkeep.generate.sampling import SamplingParams, at_least, bias, penalty, repetition
 from kvkeep.serve.fields import (
-    TAGS,
     Bias,
     Count,
     Exact,
@@ -27,7 +25,6 @@ from kvkeep.serve.fields import (
     Text,
     Token,
     TokenId,
-    UnsupportedValueError,
     at_most,
     object_tag,
     only,
@@ -39,7 +36,6 @@ from kvkeep.serve.structures import ResponseFormat, Structure
 
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
 _MOST_ANSWERS = 256  # of a request: each takes memory while it waits
-_NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the field, not an item
 
 
 def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
@@ -57,15 +53,20 @@ def _each_prompt(given: Any) -> Any:
     return [given] if one else given
 
 
-class StreamOptions(Exact):
+class Padding(Exact):
+    """What a stream has to hide the lengths of its pieces."""
+
+    include_obfuscation: Annotated[Any, only(False)] = None
+    """No padding is sent."""
+
+
+class StreamOptions(Padding):
     """What a stream has beside the text."""
 
     include_usage: Flag = False
     """A last chunk with the numbers of tokens."""
     include_cache: Flag = False
     """Pictures of the cache of a single answer; see [the page](#the-page)."""
-    include_obfuscation: Annotated[Any, only(False)] = None
-    """No padding is sent."""
 
 
 class _FunctionName(Exact):
@@ -79,18 +80,12 @@ class NamedTool(Lenient):
     function: _FunctionName
 
 
-class GenerationRequest(Exact):
-    """What the requests for chats and for plain completions have in common. `SamplingParams` checks
-    top_p, top_k and min_p."""
-
-    chat: ClassVar[bool]
-    prompt_field: ClassVar[str]
+class SampledRequest(Exact):
+    """What all requests for answers have in common. `SamplingParams` checks top_p, top_k and
+    min_p."""
 
     model: Text
     """The name that the server has for it."""
-    max_tokens: Count | None = None
-    """Most tokens of an answer, never past the context, and for all answers together at most
-    `--answer-tokens`; by default as many as that."""
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
     """Until an answer has so many, no token ends it; stop strings do."""
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
@@ -109,7 +104,6 @@ class GenerationRequest(Exact):
     """From -2 to 2, for each time that the answer has a token already."""
     logit_bias: Annotated[dict[TokenId, Bias], at_most(1024, "tokens")] = {}
     """Up to 1,024 token ids, each with a number from -100 to 100."""
-    top_logprobs: int | None = None
     stop: Stops = []
     """Up to four strings of 1,000 characters; the text ends before the first complete match, also
     across tokens."""
@@ -119,19 +113,10 @@ class GenerationRequest(Exact):
     """Whether the model's own end tokens end nothing."""
     seed: Integer | None = None
     """The answers to a prompt have the seeds `seed`, `seed` + 1, and so on."""
-    n: Annotated[Count, Field(le=128)] = 1
-    """Answers to each prompt, computed together; they share the prompt."""
     stream: Flag = False
     """Pieces are whole characters and hold no part of a stop string."""
-    stream_options: StreamOptions = StreamOptions()
-    """`include_usage`; `include_cache` for pictures of the cache of a single answer, see
-    [the page](#the-page)."""
     user: Any = None
     """Ignored."""
-
-    response_format: ResponseFormat | None = None
-    """`text`, `json_object`, or `json_schema` with a schema; see
-    [structured output](#structured-output)."""
     guided_json: dict[Any, Any] | Text | None = None
     """A JSON schema that answers follow, as vLLM names it; likewise the next three."""
     guided_regex: Text | None = None
@@ -140,6 +125,26 @@ class GenerationRequest(Exact):
     """Texts, of which an answer is one."""
     guided_grammar: Text | None = None
     """A grammar of Lark or GBNF."""
+
+
+class GenerationRequest(SampledRequest):
+    """What the requests for chats and for plain completions have in common."""
+
+    chat: ClassVar[bool]
+    prompt_field: ClassVar[str]
+
+    max_tokens: Count | None = None
+    """Most tokens of an answer, never past the context, and for all answers together at most
+    `--answer-tokens`; by default as many as that."""
+    top_logprobs: int | None = None
+    n: Annotated[Count, Field(le=128)] = 1
+    """Answers to each prompt, computed together; they share the prompt."""
+    stream_options: StreamOptions = StreamOptions()
+    """`include_usage`; `include_cache` for pictures of the cache of a single answer, see
+    [the page](#the-page)."""
+    response_format: ResponseFormat | None = None
+    """`text`, `json_object`, or `json_schema` with a schema; see
+    [structured output](#structured-output)."""
 
     @property
     def structure(self) -> Structure | None:
@@ -265,7 +270,7 @@ class Conversation(Exact):
     the chat template has no such role, developer becomes system, and the text of system stands
     before the next user's. Calls of tools may lack names, ids and a part of their arguments."""
     tools: Annotated[list[Annotated[dict[Any, Any], AfterValidator(_named)]], FirstError] = []
-    """Given to the chat template, which must support them; see [tools](#tools)."""
+    """Given to the chat template; see [tools](#tools)."""
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("(text)")]
         | Annotated[NamedTool, Tag("(object)")],
@@ -438,60 +443,3 @@ class DetokenizeRequest(Exact):
 
 
 Request = ChatCompletionRequest | CompletionRequest
-_Request = TypeVar("_Request", bound=Exact)
-
-
-def read(body: bytes | bytearray, kind: type[_Request]) -> _Request:
-    """Parse the body of a request.
-
-    Raises:
-        RequestError: the body is not JSON, or a field is unknown, wrong or unsupported.
-    """
-    try:
-        given = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise _refused(error.errors(include_url=False)[0]) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a repeated name, for which other programs may use the other value."""
-    given = dict(pairs)
-    if len(given) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"an object has the name {json.dumps(twice)[:80]} twice")
-    return given
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a valid number")
-
-
-def _refused(problem: Mapping[str, Any]) -> RequestError:
-    """The refusal for an error of pydantic: it names the field, its value and what to give."""
-    path = [part for part in problem["loc"] if part not in (*TAGS, "[key]")]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
-    param = path[0] if path and path[0] in _NAMED_WHOLE else where
-    if problem["type"] == "missing":
-        message, code = f"{where} is missing; give it", "missing_required_parameter"
-        return RequestError(message, param=str(param), code=code)
-    if problem["type"] == "extra_forbidden":
-        message = f"{where} is not a field that this server knows; leave it out"
-        return RequestError(message, param=str(param), code="unknown_parameter")
-    error = problem.get("ctx", {}).get("error")  # what a validator here raised
-    wanted = str(error or problem["msg"][0].lower() + problem["msg"][1:])
-    return RequestError(
-        f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}",
-        param=str(param) or None,
-        code="unsupported_parameter" if isinstance(error, UnsupportedValueError) else None,
-    )
-
-
-def _shown(value: Any) -> str:
-    """A value in a message. Lists and objects may be too deep to be written."""
-    if isinstance(value, list | dict):
-        return "an object" if isinstance(value, dict) else f"a list of length {len(value)}"
-    return json.dumps(value)[:80]

@@ -71,7 +71,7 @@ class Structured:
                     f"{field} with tools is not supported; give tool_choice none, or a JSON schema",
                     param=field,
                 )
-            calls.append(("", _schema(structure.text, field), ""))
+            calls.append([_schema(structure.text, field)])
         return [grammars.following("lark", grammars.one_of(calls), "tools", after=after)]
 
     def _grammars(self, field: str, request: Request) -> Grammars:

@@ -20,6 +20,31 @@ class Structure(NamedTuple):
     text: str
 
 
+class OneOf(NamedTuple):
+    """One of several texts."""
+
+    texts: list[str]
+
+
+class Until(NamedTuple):
+    """Any text of a number of characters (None: no limit), up to and with a text that ends it."""
+
+    end: str
+    least: int
+    most: int | None
+
+
+class Perhaps(NamedTuple):
+    """Pieces of which all may be left out together."""
+
+    pieces: list[Piece]
+
+
+Piece = str | dict[str, Any] | OneOf | Until | Perhaps
+"""A piece of a text that a grammar describes: a text, the JSON schema of a value, or one of the
+above."""
+
+
 class JSONSchema(Exact):
     """A JSON schema, as OpenAI's API has it. Answers always follow it."""
 

@@ -95,20 +95,26 @@
     log.scrollTop = log.scrollHeight;
   };
 
-  /** Add a message to the conversation; returns its text node, and where figures of it go. */
+  /** Add a message to the conversation; returns the text nodes of it and of its reasoning, and where
+   * figures of it go. */
   const show = (role, text) => {
     at("hint").hidden = true;
     const article = make("article", `message ${role}`);
+    const thought = make("details", "thought");
+    const reasoning = document.createTextNode("");
+    thought.open = true;
+    thought.hidden = true;
+    thought.append(make("summary", "", "Reasoning"), reasoning);
     const said = make("div", "said");
     const content = document.createTextNode(text);
     said.append(content);
     const about = make("p", "about");
     about.hidden = true;
     const who = role === "user" ? "You" : model || "Answer";
-    article.append(make("h3", "", who), said, about);
+    article.append(make("h3", "", who), thought, said, about);
     log.append(article);
     follow();
-    return { article, content, about };
+    return { article, thought, reasoning, content, about };
   };
 
   const setBusy = (busy) => {
@@ -262,11 +268,15 @@
         if (chunk.error) throw new Refused(chunk.error.message, 0);
         if (chunk.cache && running === control) picture(chunk.cache);
         const choice = chunk.choices && chunk.choices[0];
-        const piece = choice && (choice.delta ? choice.delta.content : choice.text);
-        if (piece) {
+        const { content, reasoning_content: thought } = (choice && (choice.delta || choice)) || {};
+        const piece = content || (choice && choice.text) || "";
+        if (piece || thought) {
           last = performance.now();
           first = first || last;
           const below = log.scrollHeight - log.scrollTop - log.clientHeight;
+          if (thought) answer.thought.hidden = false;
+          if (piece && !answer.content.data) answer.thought.open = false;
+          answer.reasoning.appendData(thought || "");
           answer.content.appendData(piece);
           if (below < 40) follow();
         }
@@ -280,7 +290,7 @@
     } catch (error) {
       if (running !== control) return; // a new conversation
       const stopped = error.name === "AbortError";
-      if (answer.content.data) {
+      if (answer.content.data || answer.reasoning.data) {
         kept();
         answer.about.textContent = stopped ? "stopped" : "cut off";
         answer.about.hidden = false;

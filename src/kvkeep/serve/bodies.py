@@ -1,0 +1,73 @@
+"""Bodies: a request's JSON as one of its types, or the refusal that names the field at fault."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from kvkeep.serve.fields import TAGS, Exact, UnsupportedValueError
+from kvkeep.serve.refused import RequestError
+
+_NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the field, not an item
+
+_Request = TypeVar("_Request", bound=Exact)
+
+
+def read(body: bytes | bytearray, kind: type[_Request]) -> _Request:
+    """Parse the body of a request.
+
+    Raises:
+        RequestError: the body is not JSON, or a field is unknown, wrong or unsupported.
+    """
+    try:
+        given = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refused(error.errors(include_url=False)[0]) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a repeated name, for which other programs may use the other value."""
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has the name {json.dumps(twice)[:80]} twice")
+    return given
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a valid number")
+
+
+def _refused(problem: Mapping[str, Any]) -> RequestError:
+    """The refusal for an error of pydantic: it names the field, its value and what to give."""
+    path = [part for part in problem["loc"] if part not in (*TAGS, "[key]")]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
+    param = path[0] if path and path[0] in _NAMED_WHOLE else where
+    if problem["type"] == "missing":
+        message, code = f"{where} is missing; give it", "missing_required_parameter"
+        return RequestError(message, param=str(param), code=code)
+    if problem["type"] == "extra_forbidden":
+        message = f"{where} is not a field that this server knows; leave it out"
+        return RequestError(message, param=str(param), code="unknown_parameter")
+    error = problem.get("ctx", {}).get("error")  # what a validator here raised
+    wanted = str(error or problem["msg"][0].lower() + problem["msg"][1:])
+    return RequestError(
+        f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}",
+        param=str(param) or None,
+        code="unsupported_parameter" if isinstance(error, UnsupportedValueError) else None,
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value in a message. Lists and objects may be too deep to be written."""
+    if isinstance(value, list | dict):
+        return "an object" if isinstance(value, dict) else f"a list of length {len(value)}"
+    return json.dumps(value)[:80]

@@ -1,0 +1,297 @@
+"""Requests to /v1/responses, as the chats that they ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import model_validator as validator
+
+from kvkeep.serve.fields import (
+    TEXT_ONLY,
+    Count,
+    Exact,
+    FirstError,
+    Flag,
+    Integer,
+    Lenient,
+    Text,
+    object_tag,
+    only,
+    tag,
+)
+from kvkeep.serve.requests import ChatCompletionRequest, Padding, SampledRequest
+
+_LOGPROBS = "message.output_text.logprobs"
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""The fields that an item of each type must have."""
+
+
+class Part(Lenient):
+    """A part of a message, of a tool's result or of reasoning."""
+
+    type: Annotated[
+        Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"], TEXT_ONLY
+    ]
+    text: Text = ""
+    refusal: Text = ""
+
+    def for_chat(self) -> dict[str, Any]:
+        """As a part of a chat's message."""
+        return {"type": "text", "text": self.text or self.refusal}
+
+
+_Content = Annotated[
+    Annotated[Text, Tag("(text)")] | Annotated[list[Part], FirstError, Tag("(list)")],
+    Discriminator(tag),
+]
+
+
+class Item(Lenient):
+    """A message, a call of a function, its result, or reasoning. Clients send back the items of
+    answers of any server, so only what would change the prompt is looked at."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: _Content | None = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text = ""
+    output: _Content | None = None
+
+    @validator(mode="after")
+    def _check_needed(self) -> Self:
+        for field in _NEEDED[self.type]:
+            if getattr(self, field) is None:
+                raise ValueError(f"give {field}, which an item of type {self.type} has")
+        return self
+
+
+class FunctionTool(Lenient):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Text
+    description: Text | None = None
+    parameters: dict[Any, Any] | None = None
+    strict: Flag | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """As a chat's tool."""
+        function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class ChosenFunction(Exact):
+    """The choice of one function."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class Format(Exact):
+    """What answers look like."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Text | None = None
+    description: Text | None = None
+    given: Annotated[dict[Any, Any] | None, Field(alias="schema")] = None
+    strict: Flag | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """As a chat's `response_format`."""
+        about = self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": self.type} | ({"json_schema": about} if about else {})
+
+
+class TextOptions(Exact):
+    """What the text of answers is like."""
+
+    format: Format = Format()
+    verbosity: Annotated[Any, only("medium")] = None
+
+
+class Reasoning(Exact):
+    """How much the model reasons."""
+
+    effort: Text | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+def _as_item(given: Any) -> Any:
+    """A text as the user's message."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponsesRequest(SampledRequest):
+    """The body of a request to /v1/responses."""
+
+    names: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning",
+        "logprobs": "include",
+    }
+    """What fields of the chat are called here."""
+
+    input: Annotated[list[Item], Field(min_length=1), FirstError, BeforeValidator(_as_item)]
+    """A text, or items: messages of user, assistant, system and developer, calls of functions and
+    their results, and reasoning. Only text, and no references to items of former answers."""
+    instructions: Text | None = None
+    """The system message before the input."""
+    max_output_tokens: Count | None = None
+    """Most tokens of an answer, reasoning included; see `max_tokens` of chats."""
+    tools: Annotated[list[FunctionTool], FirstError] = []
+    """Functions; the server has no tools of its own."""
+    tool_choice: Annotated[
+        Annotated[Literal["auto", "none", "required"], Tag("(text)")]
+        | Annotated[ChosenFunction, Tag("(object)")],
+        Discriminator(object_tag),
+    ] = "auto"
+    """`auto`, `none`, `required`, or a function by name; see [tools](#tools)."""
+    parallel_tool_calls: Flag = True
+    """Whether an answer may have several calls; otherwise all but the first are left out."""
+    text: TextOptions = TextOptions()
+    """`format`: `text`, `json_object`, or `json_schema` with a schema; see
+    [structured output](#structured-output)."""
+    reasoning: Reasoning = Reasoning()
+    """`effort`, as `reasoning_effort` of chats. Summaries are not written; the reasoning itself is
+    in items."""
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
+    """`message.output_text.logprobs`. `reasoning.encrypted_content` is ignored: reasoning is
+    readable, and can be sent back as it is."""
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+    """With logprobs in `include`, the likeliest tokens in the place of each."""
+    stream_options: Padding = Padding()
+    """`include_obfuscation`, only false."""
+    store: Annotated[Any, only(False)] = None
+    """Only false: the server keeps no answers to be asked for later."""
+    previous_response_id: Annotated[Any, only()] = None
+    """Refused; give the items of the conversation in `input`. The [prefix store](store.md) computes
+    them only once."""
+    conversation: Annotated[Any, only()] = None
+    """Refused, likewise."""
+    background: Annotated[Any, only(False)] = None
+    """Only false."""
+    truncation: Annotated[Any, only("disabled")] = None
+    """Only `disabled`: an input past the context is refused."""
+    prompt: Annotated[Any, only()] = None
+    """Refused."""
+    context_management: Annotated[Any, only([])] = None
+    """Refused."""
+    moderation: Annotated[Any, only()] = None
+    """Refused."""
+    image: Annotated[Any, only()] = None
+    """Refused."""
+    access_programs: Annotated[Any, only()] = None
+    """Refused."""
+    background_options: Any = None
+    """Ignored."""
+    metadata: dict[Any, Any] = {}
+    """Ignored, and in the answer."""
+    max_tool_calls: Any = None
+    """Ignored: it counts calls of the server's own tools, of which there are none."""
+    service_tier: Any = None
+    """Ignored."""
+    safety_identifier: Any = None
+    """Ignored."""
+    prompt_cache_key: Any = None
+    """Ignored: prompts are found by their tokens."""
+    prompt_cache_options: Any = None
+    """Ignored."""
+    prompt_cache_retention: Any = None
+    """Ignored."""
+
+    def chat(self) -> ChatCompletionRequest:
+        """The chat that it asks for.
+
+        Raises:
+            RequestError: fields exclude each other; it names the chat's fields.
+        """
+        shared = self.model_fields_set & SampledRequest.model_fields.keys()
+        given: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        choice: Any = self.tool_choice
+        if isinstance(choice, ChosenFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return ChatCompletionRequest.model_validate(
+            given
+            | {
+                "messages": self._messages(),
+                "max_tokens": self.max_output_tokens,
+                "tools": [tool.for_chat() for tool in self.tools],
+                "tool_choice": choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "response_format": self.text.format.for_chat(),
+                "reasoning_effort": self.reasoning.effort,
+                "logprobs": _LOGPROBS in self.include,
+                "top_logprobs": self.top_logprobs,
+            }
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Its input as messages: the reasoning, the text and the calls of an answer are one."""
+        made: list[dict[str, Any]] = []
+        added: dict[str, Any]
+        if self.instructions:
+            made.append({"role": "system", "content": self.instructions})
+        answer: dict[str, Any] = {}  # the assistant's message, while items add to it
+        for item in self.input:
+            content = _for_chat(item.content)
+            if item.type == "function_call":
+                own = {"reasoning_content", "content", "tool_calls"}
+                function = {"name": item.name, "arguments": item.arguments}
+                added = {"tool_calls": [{"id": item.call_id, "function": function}]}
+            elif item.type == "reasoning":
+                own, added = {"reasoning_content"}, {"reasoning_content": _text(item.content)}
+            elif item.role == "assistant":
+                own, added = {"reasoning_content"}, {"content": content}
+            else:
+                about = {"role": item.role, "content": content}
+                if item.type == "function_call_output":
+                    about = {"role": "tool", "tool_call_id": item.call_id}
+                    about["content"] = _for_chat(item.output)
+                made.append(about)
+                answer = {}
+                continue
+            if not answer or answer.keys() - own - {"role"}:
+                answer = {"role": "assistant"}
+                made.append(answer)
+            for field, value in added.items():
+                answer[field] = answer[field] + value if field in answer else value
+        return made
+
+    def about(self) -> dict[str, Any]:
+        """What an answer says of its request, as OpenAI's API defines it."""
+        choice, form = self.tool_choice, self.text.format
+        return {
+            "model": self.model,
+            "instructions": self.instructions,
+            "metadata": self.metadata,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_output_tokens": self.max_output_tokens,
+            "tools": [tool.model_dump() for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": "disabled",
+            "background": False,
+            "previous_response_id": None,
+        }
+
+
+def _for_chat(content: str | list[Part] | None) -> Any:
+    return [part.for_chat() for part in content] if isinstance(content, list) else content
+
+
+def _text(content: str | list[Part] | None) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
