@@ -9,7 +9,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 16;
+constexpr int KV_ABI = 17;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -53,6 +53,20 @@ struct KvReach {
     int64_t size, sinks, keep_from, keep_to;
 };
 
+// The mean key of each head, turned by a slot's position, which the keys of all slots lack: it is
+// added to a key before it is multiplied by queries. src/kvkeep/attention/centre.py defines it.
+struct KvCentre {
+    const float* mean;      // (rows, heads, key_width), width contiguous
+    int64_t row, head;      // strides in elements
+    const uint16_t* table;  // float16 (positions, 2 frequencies) contiguous: cosines, then sines;
+                            // greater positions use the last row
+    int64_t positions;
+    int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table has
+                            // one more frequency, 0
+    int64_t interleaved;    // 1: pairs are (0, 1), (2, 3), ...; 0: (i, i + pairs)
+    KvPlane queries;        // as KvSegment.queries, but without a rotary offset
+};
+
 // Rows `first` to `end` - 1.
 struct KvRows {
     int64_t first, end;
@@ -70,6 +84,7 @@ struct KvCall {
     const float* slopes;      // (heads * group): added to a query's scores for each position by
                               // which a slot follows the query, for which `position` and the
                               // segments' positions are set even if `dense`; or null
+    const KvCentre* centre;   // for which the segments' positions are set even if `dense`; or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
     float* const* masses;     // in place of `mass`, for each row: (heads, its slots), zeroed
@@ -188,7 +203,7 @@ struct KvRule {
 // How a layer's slots, or those of some rows or one head, take a token. All rows have the same
 // number of slots in use.
 struct KvStep {
-    KvCall call;         // one query a row
+    KvCall call;         // one query a row; the data of its centre's queries is ignored
     KvEncoding key, value;  // encode one token to slot 0; bits are 0 if it is copied unencoded
     KvPlane position;    // positions of all slots
     int64_t position_heads;

@@ -261,12 +261,15 @@ class _Call:
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = segment.token_planes
         q = self.q if segment.rotation is None else segment.queries(self.q)
-        layout = readable(segment.key_codec)
+        centre = self.options.centre
+        if centre is not None:  # the keys are decoded for each row
+            planes = {n: x.expand(self.rows, *x.shape[1:]) for n, x in planes.items()}
+        layout = readable(segment.key_codec) if centre is None else None
         if layout is not None:
             q = segment.key_codec.rotate(q)
             k = Coded.of(planes, "k", layout, q.shape[3])
         else:
-            k = Coded.plain(segment.keys(q.dtype))
+            k = Coded.plain(segment.keys(q.dtype, centre))
         layout = readable(segment.value_codec, values=True)
         if layout is not None:
             v = Coded.of(planes, "v", layout, segment.value_width)

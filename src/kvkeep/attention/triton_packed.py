@@ -35,8 +35,8 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
     """
     if options.need_mass:
         return "the mass is computed sequence by sequence"
-    if options.sinks is not None or options.slopes is not None:
-        return "sinks and slopes are computed sequence by sequence"
+    if not options.sinks is options.slopes is options.centre is None:
+        return "sinks, slopes and centres are computed sequence by sequence"
     for index, view in enumerate(views):
         reason = refuses(q[:, :, index : index + 1], view, options)
         if reason is not None:

@@ -50,6 +50,12 @@ class Codec(ABC):
         """How many of each row's first tokens are kept unencoded, beside the newest."""
         return 0
 
+    @property
+    def centre(self) -> int:
+        """From how many of a layer's first tokens the mean of keys is measured that is taken out of
+        all keys before they are encoded; 0: none is. See `kvkeep.attention.centre`."""
+        return 0
+
     @cached_property
     def layout(self) -> KernelLayout | None:
         """The memory layout, for kernels that read the planes directly; None: no kernel can, so the

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
     Grouped,
     check_group,
@@ -19,7 +20,7 @@ from kvkeep.codec.groups import (
     ungrouped,
     unpacked,
 )
-from kvkeep.errors import ShapeError
+from kvkeep.errors import ShapeError, SpecError
 from kvkeep.planes import Planes, PlaneSpec
 
 
@@ -39,12 +40,15 @@ class Int4(Grouped):
     group: int = 32
     affine: bool = False
     hadamard: bool = True
+    centre: int = 256
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
+        if self.centre < 0:
+            raise SpecError(f"int4 centre={self.centre}: a number of tokens, or 0; use int4")
 
     @property
     def key_warning(self) -> str:
@@ -52,6 +56,9 @@ class Int4(Grouped):
             "codec int4 loses too much precision of keys in models with a few large key channels "
             "(Qwen2.5: a KL of 1.8 nats); use +int8/int4, or +kivi with keep_all"
         )
+
+    def for_values(self) -> Codec:
+        return replace(self, hadamard=False, centre=0)
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         if dim % 2:

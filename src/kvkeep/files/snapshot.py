@@ -34,7 +34,7 @@ from kvkeep.reading import open_file, read_into
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
-_OF_HISTORY = ("pads", "holes", "kinds", "offset")
+_OF_HISTORY = ("pads", "holes", "kinds", "offset", "centre")
 _TOKENS = "tokens"
 _CARRIED = "recurrent"
 
@@ -291,6 +291,8 @@ class Saved:
         geometry = _geometry(header, dtype)
         history = self._history(index, header, tensors)
         history.geometry = geometry
+        if (history.centre is not None) != bool(layer.key_codec.centre and header.columns):
+            raise SavedCacheError(f"{where}: mean keys are missing or too many; save it again")
         reason = layer.policy.why_not_memory(history.memory, geometry)
         if reason:
             raise SavedCacheError(f"{where}: {reason}")
@@ -338,6 +340,12 @@ class Saved:
                         f"{where}: {x.shape[1]} kinds of {header.columns} columns; save it again"
                     )
                 setattr(history, name, x.clone())
+            elif name == "centre":
+                history.centre = x.clone()
+                shape = (header.rows, header.heads, header.key_width)
+                _require(x, shape, torch.float32, self.path, f"{index}.centre")
+                if not bool(x.isfinite().all()):
+                    raise SavedCacheError(f"{where}: its mean keys are not finite; save it again")
             elif name == "offset":
                 history.offset = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")

@@ -108,6 +108,7 @@ class LayerCache(Drafts):
         self.by_token = not settles_alone(policy)
         self.plans = True
         self._plan: StepPlan | None = None
+        self._turns = None
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -362,7 +363,7 @@ class LayerCache(Drafts):
         column. They are copied if `moved`."""
         geometry = self.cursor.history.geometry
         assert geometry is not None
-        return view.in_order(geometry.dtype, geometry.dtype, moved=self.moved)
+        return view.in_order(geometry.dtype, geometry.dtype, moved=self.moved, centre=self.centre)
 
     @property
     def moved(self) -> bool:

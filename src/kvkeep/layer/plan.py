@@ -21,7 +21,7 @@ from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
-from kvkeep.planes import Chunks, limits
+from kvkeep.planes import LAST, Chunks, limits
 from kvkeep.policy import Arrivals, Policy
 from kvkeep.policy.base import rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
@@ -90,9 +90,13 @@ class StepPlan:
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
         self._left = torch.zeros(len(parts), dtype=torch.int64)
+        centre, self._mean = layer.centre, history.centre
+        # The most columns for whose positions there are turns.
+        self._most = LAST if centre is None else centre.turns.most
         records = LayerRecords(
             *(policy, rule, slots.codecs, history.geometry.value_width),
-            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), self._left),
+            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device)),
+            *(centre, self._left),
         )
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)
@@ -148,6 +152,8 @@ class StepPlan:
             return None
         if layer.readers and policy.evicts and policy.reach is None:
             return None  # the layer settles only after its readings
+        if rule.by_keys and layer.key_codec.centre:
+            return None  # the library would rank by keys without their centre
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
@@ -188,6 +194,7 @@ class StepPlan:
             or slots.step_state() != self._state
             or history.geometry is not self._geometry
             or history.pads is not self._pads
+            or history.centre is not self._mean
             or self._threads != torch.get_num_threads()
             or any(one.part.storage.described() is not one.described for one in self.parts)
         ):
@@ -235,7 +242,7 @@ class StepPlan:
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
-        if drops > 1 or (self._before and (drops or self.evicts)):
+        if drops > 1 or (self._before and (drops or self.evicts)) or columns >= self._most:
             return False
         # Parts shorter than the longest free fewer slots before the token is written.
         spare = max(self._lengths) - drops

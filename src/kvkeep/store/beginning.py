@@ -1,7 +1,8 @@
 """Exact slots, which a store keeps for all specs, and how a cache of another begins with them.
 
-A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of one
-that keeps all tokens plain. Its policy chooses among all of them, after the next chunk.
+A cache begins with the slots of one that keeps all tokens plain if it has a budget, or a codec that
+encodes blocks of tokens or takes out the mean of a text's own keys. Its policy chooses among all of
+them, after the next chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
 def _exact(spec: CacheSpec) -> CacheSpec:
     if spec.policy.compression is not None:  # has texts of its own in a store
         return spec
-    if spec.policy.evicts or not (spec.key_codec.rewritable and spec.value_codec.rewritable):
+    alone = spec.key_codec.rewritable and spec.value_codec.rewritable and not spec.key_codec.centre
+    if spec.policy.evicts or not alone:
         return CacheSpec(KeepAll())
     return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())
 

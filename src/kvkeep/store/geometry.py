@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from kvkeep.cache import Cache
 from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
@@ -17,18 +19,26 @@ from kvkeep.policy import KeepAll
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The geometry of one row of a layer, the planes of its slots, and whether its heads may keep
-    different numbers of tokens."""
+    """The geometry of one row of a layer, the planes of its slots, whether its heads may keep
+    different numbers of tokens, and whether its keys lack a mean (`Centre`)."""
 
     of_row: Geometry
     planes: Mapping[str, PlaneSpec]
     ragged: bool = False
+    centred: bool = False
 
     @classmethod
     def of(cls, layer: LayerCache, geometry: Geometry) -> LayerGeometry:
         """The geometry of a layer that is fed such keys and values."""
         planes = planes_of(layer, geometry)
-        return cls(geometry._replace(rows=1), planes, layer.policy.ragged)
+        own, centred = geometry._replace(rows=1), bool(layer.key_codec.centre)
+        return cls(own, planes, layer.policy.ragged, centred)
+
+    @property
+    def centre(self) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of `History.centre`; None: the layer has none."""
+        shape = (1, self.of_row.heads, self.of_row.key_width)
+        return (shape, torch.float32) if self.centred else None
 
     def why_not(self, planes: Planes, heads: int, slots: int) -> str:
         """Why planes are not those of so many slots of some of the heads; empty if they are."""
