@@ -84,12 +84,16 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
 
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors);
 
-// Encodes a step's key to slot `slot`.
+// Copies or encodes a step's key to slot `slot`.
 bool write_key(const KvSequence& step, const char* key, int64_t slot, float* errors) {
     KvEncoding e = step.step->key;
     if (!step.step->call.centre) return write(e, key, slot, errors);
-    const std::vector<float> keys = centred_keys(step, key);
-    e.x = {nullptr, e.heads * e.width, e.width, e.width, KV_F32};
+    std::vector<float> keys = centred_keys(step, key);
+    const int64_t type = e.bits ? KV_F32 : e.x.type;
+    auto* narrow = (uint16_t*)keys.data();
+    for (size_t i = 0; type != KV_F32 && i < keys.size(); ++i)
+        narrow[i] = type == KV_BF16 ? BF16::narrow1(keys[i]) : F16::narrow1(keys[i]);
+    e.x = {nullptr, e.heads * e.width, e.width, e.width, type};
     return write(e, (const char*)keys.data(), slot, errors);
 }
 

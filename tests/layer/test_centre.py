@@ -1,4 +1,4 @@
-"""Keys with a large constant part: what a centre takes out of them, layers and attention put back."""
+"""Keys with a large constant part: centres take it out of codes, and attention puts it back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def made(spec: str, rotary: Rotary | None) -> LayerCache:
 def fed(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, chunks: list[int]) -> Tensor:
     """The outputs of a text fed in chunks."""
     parts = [x.split(chunks, dim=2) for x in (q, k, v)]
-    return torch.cat([layer.step(*part, scale=WIDTH**-0.5) for part in zip(*parts)], dim=2)
+    return torch.cat(
+        [layer.step(*part, scale=WIDTH**-0.5) for part in zip(*parts, strict=True)], dim=2
+    )
 
 
 def apart(x: Tensor, y: Tensor) -> float:

@@ -156,8 +156,8 @@ def call_of_step(
 
 
 def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
-    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors that it points to
-    to `kept`."""
+    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors that it points
+    to, to `kept`."""
     mean, turns = centre.mean.contiguous(), centre.turns
     kept += [mean, turns.table]
     return _CENTRE.pack(

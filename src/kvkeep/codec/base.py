@@ -41,6 +41,13 @@ class Codec(ABC):
         return 1
 
     @property
+    def together(self) -> int:
+        """How many tokens a layer encodes at a time, after they leave its plain tail; a multiple of
+        `block`. 1: it has no tail, and encodes tokens as they arrive. If slots hold single tokens,
+        a layer has a tail only if it evicts nothing and its storage grows."""
+        return self.block
+
+    @property
     def tail(self) -> int:
         """How many of the newest tokens, at least, are kept unencoded."""
         return 0
@@ -106,13 +113,14 @@ class Codec(ABC):
 
 
 def encoded_count(tokens: int, *codecs: Codec) -> int:
-    """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
-    block = codecs[0].block
+    """How many of `tokens` tokens these codecs, of equal `together`, encode; the others stay
+    plain."""
+    block = codecs[0].together
     return max(0, tokens - plain_count(*codecs)) // block * block
 
 
 def plain_count(*codecs: Codec) -> int:
-    """How many tokens these codecs leave plain, beside the tokens whose block is not full."""
+    """How many tokens these codecs leave plain, beside tokens that are too few to be encoded."""
     return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
 
 

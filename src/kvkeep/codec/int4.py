@@ -23,6 +23,8 @@ from kvkeep.codec.groups import (
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.planes import Planes, PlaneSpec
 
+_TOGETHER = 32  # tokens that leave the plain tail at a time
+
 
 @final
 @dataclass(frozen=True)
@@ -33,29 +35,48 @@ class Int4(Grouped):
     (groups,), and "_zero" likewise when affine. The symmetric scale has the sign that maps the
     element of largest magnitude to code 0, as llama.cpp's Q4_0 does. Keys are rotated by a Hadamard
     matrix first, unless `hadamard` is False; values are not, because they have no outlier channels.
-    The rotation spreads the error of a large channel over all channels but does not reduce it: 4
-    bits are meant for values.
+    The rotation spreads the error of a large channel over all channels but does not reduce it.
+
+    Before that, the mean of the first `centre` tokens is taken out of keys (0: nothing is); see
+    `kvkeep.attention.centre`. Where a layer evicts nothing and its storage grows, the first `sinks`
+    tokens, the newest `recent` and up to 31 more stay plain, so a chunk's queries read its own
+    tokens as they were computed; elsewhere tokens are encoded as they arrive.
     """
 
     group: int = 32
     affine: bool = False
     hadamard: bool = True
     centre: int = 256
+    recent: int = 64
+    sinks: int = 4
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
-        if self.centre < 0:
-            raise SpecError(f"int4 centre={self.centre}: a number of tokens, or 0; use int4")
+        if min(self.centre, self.recent, self.sinks) < 0:
+            raise SpecError(
+                f"int4 of centre={self.centre}, recent={self.recent}, sinks={self.sinks}: each is "
+                "a number of tokens, or 0; use int4"
+            )
 
     @property
-    def key_warning(self) -> str:
+    def key_warning(self) -> str | None:
+        if self.centre:
+            return None
         return (
-            "codec int4 loses too much precision of keys in models with a few large key channels "
-            "(Qwen2.5: a KL of 1.8 nats); use +int8/int4, or +kivi with keep_all"
+            "codec int4 without a centre loses too much precision of keys in models with a few "
+            "large key channels (Qwen2.5: a KL of 1.8 nats); use +int4 or +int8/int4"
         )
+
+    @property
+    def together(self) -> int:
+        return _TOGETHER if self.recent or self.sinks else 1
+
+    @property
+    def tail(self) -> int:
+        return self.recent
 
     def for_values(self) -> Codec:
         return replace(self, hadamard=False, centre=0)

@@ -419,7 +419,7 @@ def _plane_specs(
 ) -> dict[str, PlaneSpec]:
     """The planes that a part of a layer must have, by name."""
     codecs = (layer.key_codec, layer.value_codec)
-    if layer.key_codec.block > 1 and part != "bulk":
+    if layer.slots.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
 

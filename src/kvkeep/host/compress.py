@@ -107,10 +107,10 @@ def _chosen(
                 f"compress with policy {one.policy.name}; give a spec such as kvzip:25%"
             )
         for codec in (layer.key_codec, layer.value_codec, one.key_codec, one.value_codec):
-            if codec.block > 1:
+            if codec.block > 1 or layer.slots.block > 1:
                 raise SpecError(
-                    f"compress evicts single slots, but codec {codec.name} encodes blocks of "
-                    "tokens; use int8 or int8/int4"
+                    f"compress evicts single slots, but codec {codec.name} encodes tokens "
+                    "together; use int8 or int8/int4"
                 )
         if layer.history.embedded:
             raise StateError(

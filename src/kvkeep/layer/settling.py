@@ -124,15 +124,15 @@ class Settling:
             self._evict(0, observation)  # the mass counts hidden slots too
             observation = None
             with cursor.moved():
-                slots.free_hidden()
-                cursor.history.floor = cursor.history.columns
+                if not slots.free_hidden():
+                    cursor.history.floor = cursor.history.columns
         budget = self.policy.at(cursor.history.columns).budget
         surplus = 0 if budget is None else slots.surplus(budget)
         self._evict(surplus, observation, hide=hide)
         if slots.waiting:
             with cursor.moved():
-                slots.encode_waiting(hide=hide)
-                cursor.history.floor = cursor.history.columns
+                if not slots.encode_waiting(hide=hide):
+                    cursor.history.floor = cursor.history.columns
         if not hide:
             cursor.journal = []
 

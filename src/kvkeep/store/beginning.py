@@ -26,8 +26,8 @@ def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
 def _exact(spec: CacheSpec) -> CacheSpec:
     if spec.policy.compression is not None:  # has texts of its own in a store
         return spec
-    alone = spec.key_codec.rewritable and spec.value_codec.rewritable and not spec.key_codec.centre
-    if spec.policy.evicts or not alone:
+    tail = max(spec.key_codec.together, spec.value_codec.together) > 1
+    if spec.policy.evicts or tail or spec.key_codec.centre:
         return CacheSpec(KeepAll())
     return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())
 
