@@ -58,8 +58,9 @@ struct KvReach {
 struct KvCentre {
     const float* mean;      // (rows, heads, key_width), width contiguous
     int64_t row, head;      // strides in elements
-    const uint16_t* table;  // float16 (positions, 2 frequencies) contiguous: cosines, then sines;
-                            // greater positions use the last row
+    const float* table;     // (positions, 2 frequencies) contiguous: cosines, then sines; greater
+                            // positions use the last row
+    const float* near;      // (2 frequencies, 64): the first 64 rows of `table`, transposed
     int64_t positions;
     int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table has
                             // one more frequency, 0

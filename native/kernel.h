@@ -49,11 +49,12 @@ static inline int64_t kv_turns(const KvCentre& centre, int64_t width) {
     return 2 * (centre.pairs + (2 * centre.pairs < width));
 }
 
-// Floats of scratch memory for a centre: coefficients of queries, scores, and a block's rows.
+// Floats of scratch memory for a centre: coefficients of queries, the same turned to a block, scores
+// of a block, and its rows of the table.
 static inline int64_t kv_centred(const KvCall& call, int64_t records) {
     if (!call.centre) return 0;
     const int64_t width = kv_padded(kv_turns(*call.centre, call.key_width));
-    return records * (width + KV_BLOCK) + KV_BLOCK * width;
+    return records * (2 * width + KV_BLOCK) + KV_BLOCK * width;
 }
 
 // Floats of scratch memory that a run needs.

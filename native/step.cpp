@@ -60,8 +60,8 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
     for (int64_t row = 0; row < e.rows; ++row) {
         const int64_t place =
             std::clamp<int64_t>(kv_position(step, row), 0, centre.positions - 1);
-        const uint16_t* cos = centre.table + place * 2 * (pairs + rest);
-        const uint16_t* sin = cos + pairs + rest;
+        const float* cos = centre.table + place * 2 * (pairs + rest);
+        const float* sin = cos + pairs + rest;
         for (int64_t head = 0; head < e.heads; ++head, to += e.width) {
             const int64_t from = row * e.x.row + head * e.x.head;
             const float* mean = centre.mean + row * centre.row + head * centre.head;
@@ -72,7 +72,7 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
             for (int64_t i = 0; i < pairs; ++i) {
                 const int64_t a = centre.interleaved ? 2 * i : i;
                 const int64_t b = centre.interleaved ? a + 1 : i + pairs;
-                const float c = F16::widen1(cos[i]), s = F16::widen1(sin[i]);
+                const float c = cos[i], s = sin[i];
                 to[a] -= mean[a] * c - mean[b] * s;
                 to[b] -= mean[b] * c + mean[a] * s;
             }
@@ -368,12 +368,12 @@ class Masses {
 // Attends for all steps: in one call if their queries see all slots, and they have as many heads with
 // the same slopes and table of a centre.
 int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses) {
-    std::map<std::tuple<int64_t, const float*, const uint16_t*>, std::vector<const KvSequence*>>
+    std::map<std::tuple<int64_t, const float*, const float*>, std::vector<const KvSequence*>>
         alike;
     for (const KvSequence* step = steps; step < steps + count; ++step) {
         const KvCall& call = step->step->call;
         if (count > 1 && step->dense) {
-            const uint16_t* table = call.centre ? call.centre->table : nullptr;
+            const float* table = call.centre ? call.centre->table : nullptr;
             alike[{call.heads, call.slopes, table}].push_back(step);
         }
         else if (attend_alone(*step, Token(tokens, *step), masses.of(step))) return 1;

@@ -101,17 +101,18 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         queries, *new = (x[:, :, part].to(DEVICE) for x in (q, k, v))
         view = layer.extend(*new, None if given is None else given.to(DEVICE))
         # What attention reads is what was encoded; of a block, that is another thing each time.
-        keys, values = encoded(layer, *new)
+        keys, values = encoded(layer, *new, position.to(DEVICE))
         # Where a backend refuses a call, the one that attend chooses answers for it.
         named = next(b for b in backends() if b.name == backend)
-        options = Options(0.4, need_mass=need, observed=layer.policy.observed)
+        observed, centre = layer.policy.observed, layer.centre
+        options = Options(0.4, need_mass=need, observed=observed, centre=centre)
         refused = not named.available or named.refuses(queries, view, options)
         chosen = None if refused else backend
         out, mass = dispatch(queries, view, options, chosen)
         out = out.cpu()
         layer.settle(Observation(mass, queries=queries))
         oracle.step(q[:, :, part], k[:, :, part], v[:, :, part], position, scale=0.4)
-        if layer.key_codec.block == 1:
+        if layer.slots.block == 1:
             expected = stored.step(q[:, :, part], keys, values, position, scale=0.4, live=live)
             if spec.policy.budget is not None:
                 out = out.masked_fill((position < 0)[:, None, :, None], 0.0)
@@ -120,12 +121,16 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         check_layer(layer, oracle)
 
 
-def encoded(layer, k, v):
-    """What the codecs make of keys and values."""
-    pairs = (layer.key_codec, k), (layer.value_codec, v)
-    if layer.key_codec.block > 1:
+def encoded(layer, k, v, position):
+    """What the codecs make of keys and values at `position`."""
+    if layer.slots.block > 1:
         return k.cpu(), v.cpu()
-    return (codec.decode(codec.encode(x), torch.float64).cpu() for codec, x in pairs)
+    centre = layer.centre
+    lacking = k if centre is None else centre.without(k, position)
+    pairs = (layer.key_codec, lacking), (layer.value_codec, v)
+    keys, values = (codec.decode(codec.encode(x), torch.float64) for codec, x in pairs)
+    keys = keys if centre is None else centre.added(keys, position.reshape(-1, 1, k.shape[2]))
+    return keys.cpu(), values.cpu()
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def test_a_large_constant_costs_no_precision(kind: str) -> None:
     rotary, chunks = ROTARIES[kind], [40, 1, 1, 20, 1]
     text = tokens(sum(chunks), rotary)
     exact = fed(made("keep_all", rotary), *text, chunks)
-    assert apart(fed(made("keep_all+int4", rotary), *text, chunks), exact) < 0.15
-    assert apart(fed(made("keep_all+int4:centre=0", rotary), *text, chunks), exact) > 0.3
+    assert apart(fed(made("keep_all+int4@fixed:64", rotary), *text, chunks), exact) < 0.15
+    assert apart(fed(made("keep_all+int4:centre=0@fixed:64", rotary), *text, chunks), exact) > 0.3
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
@@ -155,7 +155,8 @@ def test_changes_of_a_layer_keep_its_centre() -> None:
 def test_a_layer_begins_with_whole_keys() -> None:
     rotary = ROTARIES["whole"]
     q, k, v = tokens(60, rotary)
-    text, layer, alone = (made(f"keep_all{x}", rotary) for x in ("", "+int4", "+int4"))
+    spec = "keep_all+int4:recent=0,sinks=0"
+    text, layer, alone = (made(x, rotary) for x in ("keep_all", spec, spec))
     fed(text, q[:, :, :50], k[:, :, :50], v[:, :, :50], [50])
     fed(alone, q[:, :, :50], k[:, :, :50], v[:, :, :50], [50])
     begin_with(layer, text)
@@ -163,7 +164,7 @@ def test_a_layer_begins_with_whole_keys() -> None:
     begin_with(again, layer)  # codes are shared, so their centre is too
     chunk = [x[:, :, 50:] for x in (q, k, v)]
     out, expected = (fed(x, *chunk, [9, 1]) for x in (layer, alone))
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     assert apart(fed(again, *chunk, [9, 1]), expected) < 0.1
 
 

@@ -6,8 +6,8 @@ range is smaller, so that the same number of bits encodes it more precisely. Att
 q . R(p) m to the score of q for the slot. It is the sum over the frequencies f of
 a_f cos(p f) + b_f sin(p f), where a and b depend on q and m alone.
 
-The same rounded cosines and sines are used for encoding, attention and decoding. So an error of a
-cosine, or of m, makes codes less precise but no result wrong.
+Encoding, attention and decoding use the same cosines and sines. So frequencies other than the
+model's, or an error of m, make codes less precise but no result wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvkeep.rotary import Rotary
 
 _FEWEST_ROWS, _MOST_ROWS = 8192, 1 << 20
 """Rows of a table. Greater positions use its last row."""
+_NEAR = 64  # KV_BLOCK of native/kernel.h
 _SINKS = 4
 """How many first tokens do not count: their keys are unlike those of all others."""
 _FEWEST_TOKENS = 8
@@ -32,14 +33,16 @@ class Turns(NamedTuple):
     """Cosines and sines by position, shared by all heads and layers.
 
     Attributes:
-        table: float16 (P, 2 F); row p holds the cosines of p f for each of F frequencies f, then
+        table: float32 (P, 2 F); row p holds the cosines of p f for each of F frequencies f, then
             the sines.
+        near: float32 (2 F, 64), its first rows transposed, for the native library.
         pairs: how many frequencies belong to a pair of dimensions. One more frequency, 0, belongs
             to the dimensions that are not rotated, if there are any.
         interleaved: pairing of dimensions; see `Rotary`.
     """
 
     table: Tensor
+    near: Tensor
     pairs: int
     interleaved: bool
 
@@ -68,8 +71,10 @@ class Turns(NamedTuple):
         with torch.inference_mode(False):
             frequencies = torch.cat([inv_freq, inv_freq.new_zeros(1)]) if rest else inv_freq
             angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies
-            table = torch.cat([angles.cos(), angles.sin()], dim=1).to(device, torch.float16)
-        return cls(table, len(inv_freq), interleaved)
+            table = torch.cat([angles.cos(), angles.sin()], dim=1)
+            table = table.to(device, torch.float32)
+            near = table[:_NEAR].T.contiguous()
+        return cls(table, near, len(inv_freq), interleaved)
 
     def covers(self, rows: int) -> bool:
         """Whether the table has so many rows, or as many as tables have."""
@@ -83,7 +88,7 @@ class Turns(NamedTuple):
     def at(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float32 (*position.shape, F) each."""
         index = position.clamp(0, len(self.table) - 1).to(torch.int64)
-        cos, sin = self.table[index].float().chunk(2, dim=-1)
+        cos, sin = self.table[index].chunk(2, dim=-1)
         return cos, sin
 
     def paired(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +183,8 @@ def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
     if not last:
         return total
     cos, sin = (x[..., : turns.pairs] for x in turns.at(position[:, None, :last]))
-    keys = k[:, :, :last].detach().float()
+    # Contiguous, so that sums are rounded alike whatever the strides.
+    keys = k[:, :, :last].detach().float().contiguous()
     a, b = turns.paired(keys)
     turned = torch.cat(
         [turns.unpaired(a * cos + b * sin, b * cos - a * sin), keys[..., 2 * turns.pairs :]], dim=-1

@@ -34,7 +34,7 @@ _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # Layouts of KvCall, KvSegment, KvReach and KvCentre in native/abi.h; absent pointers are 0.
 CALL, _SEGMENT, REACH = Struct("=33q2d"), Struct("=49q"), Struct("=4q")
-_CENTRE = Struct("=12q")
+_CENTRE = Struct("=13q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -159,10 +159,11 @@ def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
     """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors that it points
     to, to `kept`."""
     mean, turns = centre.mean.contiguous(), centre.turns
-    kept += [mean, turns.table]
+    kept += [mean, turns.table, turns.near]
     return _CENTRE.pack(
         *(mean.data_ptr(), *mean.stride()[:2]),
-        *(turns.table.data_ptr(), len(turns.table), turns.pairs, turns.interleaved),
+        *(turns.table.data_ptr(), turns.near.data_ptr()),
+        *(len(turns.table), turns.pairs, turns.interleaved),
         *_plane(q, False, kept),
     )
 

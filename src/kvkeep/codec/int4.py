@@ -67,7 +67,7 @@ class Int4(Grouped):
             return None
         return (
             "codec int4 without a centre loses too much precision of keys in models with a few "
-            "large key channels (Qwen2.5: a KL of 1.8 nats); use +int4 or +int8/int4"
+            "large key channels (Qwen2.5: a KL of 1.8 nats); use +int8/int4 or leave out centre=0"
         )
 
     @property

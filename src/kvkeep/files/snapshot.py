@@ -291,8 +291,6 @@ class Saved:
         geometry = _geometry(header, dtype)
         history = self._history(index, header, tensors)
         history.geometry = geometry
-        if (history.centre is not None) != bool(layer.key_codec.centre and header.columns):
-            raise SavedCacheError(f"{where}: mean keys are missing or too many; save it again")
         reason = layer.policy.why_not_memory(history.memory, geometry)
         if reason:
             raise SavedCacheError(f"{where}: {reason}")
@@ -305,6 +303,7 @@ class Saved:
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
         _require_tokens(parts, layer, header, where, padded=history.pads is not None)
+        self._check_centre(index, history.centre, layer, header)
         state = LayerState(history, parts)
         layer.require_room(state)
         return state
@@ -342,10 +341,6 @@ class Saved:
                 setattr(history, name, x.clone())
             elif name == "centre":
                 history.centre = x.clone()
-                shape = (header.rows, header.heads, header.key_width)
-                _require(x, shape, torch.float32, self.path, f"{index}.centre")
-                if not bool(x.isfinite().all()):
-                    raise SavedCacheError(f"{where}: its mean keys are not finite; save it again")
             elif name == "offset":
                 history.offset = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")
@@ -355,6 +350,23 @@ class Saved:
                         "save it again"
                     )
         return history
+
+    def _check_centre(
+        self, index: int, centre: Tensor | None, layer: LayerCache, header: LayerHeader
+    ) -> None:
+        if (centre is not None) != bool(layer.key_codec.centre and header.columns):
+            raise SavedCacheError(
+                f"{self.path}, layer {index}: its mean keys are missing, or its codec has none; "
+                "save it again"
+            )
+        if centre is None:
+            return
+        shape = (header.rows, header.heads, header.key_width)
+        _require(centre, shape, torch.float32, self.path, f"{index}.centre")
+        if not bool(centre.isfinite().all()):
+            raise SavedCacheError(
+                f"{self.path}, layer {index}: its mean keys are not finite; save it again"
+            )
 
     def _check(
         self, part: str, planes: Planes, specs: Mapping[str, PlaneSpec], header: LayerHeader

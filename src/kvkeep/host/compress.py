@@ -17,7 +17,7 @@ from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.rereading import Rereading
 from kvkeep.layer.slots import Codecs
-from kvkeep.planes import POSITION, Planes, part, take
+from kvkeep.planes import POSITION, Planes, take
 from kvkeep.policy import Compression
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.spec import CacheSpec
@@ -107,10 +107,10 @@ def _chosen(
                 f"compress with policy {one.policy.name}; give a spec such as kvzip:25%"
             )
         for codec in (layer.key_codec, layer.value_codec, one.key_codec, one.value_codec):
-            if codec.block > 1 or layer.slots.block > 1:
+            if codec.block > 1:
                 raise SpecError(
-                    f"compress evicts single slots, but codec {codec.name} encodes tokens "
-                    "together; use int8 or int8/int4"
+                    f"compress evicts single slots, but codec {codec.name} encodes blocks of "
+                    "tokens; use int8 or int8/int4"
                 )
         if layer.history.embedded:
             raise StateError(
@@ -227,15 +227,13 @@ def _kept(
 
 def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
     """All slots of a layer, encoded as those of the new one, whose `history` gets its centre."""
-    planes = layer.slots.evictable()
-    position = planes[POSITION]
-    if (layer.key_codec, layer.value_codec) == (new.key_codec, new.value_codec):
+    late = layer.slots.block > 1  # some tokens are not encoded yet
+    if not late and (layer.key_codec, layer.value_codec) == (new.key_codec, new.value_codec):
+        planes = layer.slots.evictable()
         return {name: planes[name] for name in planes if name[0] in "kv" or name == POSITION}
-    geometry = layer.history.geometry
-    assert geometry is not None
-    k = layer.key_codec.decode(part(planes, "k"), geometry.dtype)
-    v = layer.value_codec.decode(part(planes, "v"), geometry.dtype)
-    k = k if layer.centre is None else layer.centre.added(k, position)
+    held = layer.held()
+    assert held is not None
+    k, v, position = held[:3]
     centre = new.centre_for(k, position[:, 0])
     k = k if centre is None else centre.without(k, position)
     history.centre = None if centre is None else centre.mean

@@ -37,7 +37,7 @@ def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator
     frozen: FrozenRuns = text.slots.frozen
     geometry = text.history.geometry
     codecs, centre = Codecs(text.key_codec, text.value_codec), text.centre
-    alike = codecs == layer.slots.codecs
+    alike = codecs == layer.slots.codecs and (centre is None) == (not layer.key_codec.centre)
     if geometry is None:
         return
     if not alike:
