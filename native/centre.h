@@ -44,8 +44,12 @@ class Centred {
                            std::clamp<int64_t>(place[j], 0, centre.positions - 1) * width,
                        width * sizeof *rows);
             const Rows turns = rows_of_floats(rows, width);
-            scores(Columns<F32>{}, turns, turns, work.count, width, coefficients, work.records,
-                   share, work.columns);
+            if (work.records >= MANY)
+                scores(Columns<F32>{}, turns, turns, work.count, width, coefficients, work.records,
+                       share, work.columns);
+            else
+                scores(Widened<F32>{}, turns, turns, work.count, width, coefficients, work.records,
+                       share, nullptr);
         }
         for (int64_t i = 0; i < work.records * BLOCK; i += BLOCK)
             for (int64_t j = 0; j < work.count; j += W)
@@ -58,6 +62,8 @@ class Centred {
         const KvRun& run = work.run;
         const KvCentre& centre = *call.centre;
         const KvPlane& plane = centre.queries;
+        static_assert(F32::lane(1) == 1, "coefficients are in the order of the table");
+        memset(coefficients, 0, work.records * stride * sizeof *coefficients);
         float* to = coefficients;
         with_type(plane.type, [&](auto type) {
             typedef decltype(type) T;

@@ -26,8 +26,10 @@ def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
 def _exact(spec: CacheSpec) -> CacheSpec:
     if spec.policy.compression is not None:  # has texts of its own in a store
         return spec
-    tail = max(spec.key_codec.together, spec.value_codec.together) > 1
-    if spec.policy.evicts or tail or spec.key_codec.centre:
+    key, value = spec.key_codec, spec.value_codec
+    alone = key.rewritable and value.rewritable and not key.centre
+    late = key.together == value.together > 1  # the newest tokens are not encoded
+    if spec.policy.evicts or late or not alone:
         return CacheSpec(KeepAll())
     return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())
 
