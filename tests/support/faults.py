@@ -760,7 +760,7 @@ FAULTS = (
         "beginning-without-scores-of-its-own",
         "layer/beginning.py",
         "mine = {name: x.expand(history.rows, *x.shape[1:]).clone() for name, x in own.items()}",
-        "mine = {n: x.expand(rows, *x.shape[1:]).clone() * 0 for n, x in own.items()}",
+        "mine = {n: x.expand(history.rows, *x.shape[1:]).clone() * 0 for n, x in own.items()}",
         "layer/test_beginning.py",
     ),
     Fault(

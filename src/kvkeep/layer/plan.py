@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.layer.cursor import State
-from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, possible
+from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, is_read, possible
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing
@@ -91,12 +91,11 @@ class StepPlan:
         rows = inputs.k.shape[0]
         self._left = torch.zeros(len(parts), dtype=torch.int64)
         centre, self._mean = layer.centre, history.centre
-        # The most columns for whose positions there are turns.
-        self._most = LAST if centre is None else centre.turns.most
+        self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
             *(policy, rule, slots.codecs, history.geometry.value_width),
-            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device)),
-            *(centre, self._left),
+            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), centre),
+            self._left,
         )
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)
@@ -152,8 +151,8 @@ class StepPlan:
             return None
         if layer.readers and policy.evicts and policy.reach is None:
             return None  # the layer settles only after its readings
-        if rule.by_keys and layer.key_codec.centre:
-            return None  # the library would rank by keys without their centre
+        if rule.by_keys and layer.key_codec.centre:  # it would rank by keys without their centre
+            return None
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
@@ -300,7 +299,7 @@ class StepPlan:
             return None
         places = given = 0
         if position is not None:
-            if not _is_read(position, q.shape[0]):
+            if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
         if self._given:
@@ -453,12 +452,6 @@ class StepPlan:
 def _no_plan() -> None:
     """Replaces a plan in copies of a layer."""
     return None
-
-
-def _is_read(position: Tensor, rows: int) -> bool:
-    """Whether the library can read the positions of one token a row in place."""
-    fits = position.shape in ((1,), (rows, 1))
-    return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()
 
 
 def _exactly(inputs: StepInputs) -> tuple[object, ...]:

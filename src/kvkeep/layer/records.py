@@ -205,3 +205,9 @@ def step_tokens(inputs: StepInputs, out: Tensor) -> bytes:
         *(size * x.stride(2) for x in (q, k, v, out)),
         *(size * n * x.stride(1) for n, x in ((group, q), (1, k), (1, v), (group, out))),
     )
+
+
+def is_read(position: Tensor, rows: int) -> bool:
+    """Whether the library can read the positions of one token a row in place."""
+    fits = position.shape in ((1,), (rows, 1))
+    return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()
