@@ -1,5 +1,6 @@
 // Codes of 8 and 4 bits: their layout in vectors, their scales, and conversion to floats.
 #pragma once
+#include "packings.h"
 #include "rows.h"
 
 namespace {
@@ -80,7 +81,7 @@ struct Units {
 // exactly.
 [[maybe_unused]] bool fits(const KvEncoded& x, int64_t width) {
     if (x.plane.type < KV_I8 || x.block > 1) return false;
-    const bool bytes = x.plane.type == KV_I8;
+    const bool bytes = kv_read_type(x.plane.type) == KV_I8;
     const int64_t piece = bytes ? Codes<8>::PIECE : Codes<4>::PIECE;
     const bool whole = x.group >= width || x.group % piece == 0 || (!bytes && x.group == piece / 2);
     return width % piece == 0 && width <= MOST_WIDTH && whole;

@@ -52,7 +52,7 @@ int64_t all_slots(const KvSequence& step) {
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors) {
     KvEncoding e = written;
     e.x.data = x;
-    if (e.bits) {
+    if (e.codes.type >= KV_I8) {
         const auto at = [&](KvPlane& plane, int64_t size) {
             if (plane.data) plane.data = (const char*)plane.data + slot * plane.slot * size;
         };
@@ -334,8 +334,8 @@ int run(const KvSequence* steps, int64_t count, const KvTokens& tokens) {
     // Encoding takes longer than copying, but only many tokens are worth another thread.
     const KvStep& first = *steps[0].step;
     const int64_t bytes = first.key.width * first.key.heads * element_bytes(first.key.x.type);
-    const int64_t threads =
-        count == 1 ? 1 : threads_for(count * bytes * (first.key.bits ? 8 : 1), first.call.threads);
+    const int64_t cost = first.key.codes.type >= KV_I8 ? 8 : 1;
+    const int64_t threads = count == 1 ? 1 : threads_for(count * bytes * cost, first.call.threads);
     std::atomic<bool> failed{false};
     const auto each = [&](int64_t threads, auto f) {
         share(threads, count, [&](int64_t i) {

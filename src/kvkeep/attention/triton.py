@@ -21,7 +21,7 @@ from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.checks import wants_gradients
-from kvkeep.packing import CODES, KernelLayout
+from kvkeep.packing import PACKINGS, KernelLayout
 from kvkeep.planes import LAST, POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,7 +97,7 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
     channel multiply the queries, one tile at a time, so only keys can have them, and tiles must
     divide the blocks."""
     layout = codec.layout
-    if layout is None or layout.packing not in CODES:
+    if layout is None:
         return None
     by_channel = layout.block > 1
     return None if by_channel and (values or layout.block % _FEWEST_SLOTS) else layout
@@ -140,7 +140,7 @@ class Coded(NamedTuple):
         scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
         if zero is not None and zero.stride() != scale.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        code, size = CODES[layout.packing], layout.group if layout.block == 1 else width
+        code, size = PACKINGS[layout.packing].number, layout.group if layout.block == 1 else width
         # The kernels assume a stride of 1 along the groups.
         scale = _along_width(scale)
         own_zero = scale if zero is None else _along_width(zero)

@@ -1,0 +1,152 @@
+"""6, 5, 4, 3 or 2 bits per element, with one scale per token and group of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.codec.groups import (
+    Grouped,
+    check_group,
+    divided,
+    group_count,
+    grouped,
+    packed_as,
+    rounded_half,
+    ungrouped,
+    unpacked_as,
+)
+from kvkeep.errors import ShapeError, SpecError
+from kvkeep.packing import PACKINGS, Packing
+from kvkeep.planes import Planes, PlaneSpec
+
+_MOST_AFFINE = 4  # bits
+
+
+@dataclass(frozen=True)
+class Ints(Grouped):
+    """x = (code - 2**(bits - 1)) * scale, or code * scale + zero when `affine`; codes
+    0..2**bits - 1.
+
+    Planes: "" uint8 (D * bits / 8,), packed as `kvkeep.packing` says; "_scale" float16 (groups,),
+    and "_zero" likewise when affine. The symmetric scale has the sign that maps the element of
+    largest magnitude to code 0, as llama.cpp's Q4_0 does. Keys are rotated by a Hadamard matrix
+    first, unless `hadamard` is False; values are not, because they have no outlier channels.
+    """
+
+    group: int = 32
+    affine: bool = False
+    hadamard: bool = True
+
+    def __post_init__(self) -> None:
+        check_group(self.name, self.group)
+        if self.affine and self.bits > _MOST_AFFINE:
+            raise SpecError(
+                f"{self.name} affine=1: codes of {self.bits} bits have no zero points; use "
+                f"{self.name}, or int{_MOST_AFFINE}:affine=1"
+            )
+
+    @property
+    def key_warning(self) -> str | None:
+        """The rotation spreads the error of a large channel over all channels but does not reduce
+        it."""
+        if self.bits > _MOST_AFFINE:
+            return None
+        return (
+            f"codec {self.name} loses too much precision of keys in models with a few large key "
+            "channels (Qwen2.5: a KL of 1.8 nats in 4 bits); use +int8/int4, or +kivi with keep_all"
+        )
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How the codes lie in memory."""
+        return PACKINGS[self.name]
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        if dim % self.packing.together:
+            raise ShapeError(
+                f"{self.name} packs {self.packing.together} elements together, but the width is "
+                f"{dim}; use int8"
+            )
+        scale = PlaneSpec((group_count(dim, self.group),), torch.float16)
+        planes = {"": PlaneSpec((dim * self.bits // 8,), torch.uint8), "_scale": scale}
+        return planes | ({"_zero": scale} if self.affine else {})
+
+    def encode_in_steps(self, x: Tensor) -> Planes:
+        groups = grouped(self.rotate(x), self.group)
+        low, high = groups.aminmax(dim=-1)
+        most, middle = 2**self.bits - 1, 2 ** (self.bits - 1)
+        if self.affine:
+            zero = rounded_half(low)
+            scale = rounded_half((high - zero.to(high.dtype)) / most)
+            codes = divided(groups - zero.to(high.dtype)[..., None], scale[..., None])
+            more = {"_zero": zero}
+        else:
+            scale = rounded_half(torch.where(high > -low, high, low) / -middle)
+            codes = divided(groups, scale[..., None]) + middle
+            more = {}
+        codes = ungrouped(codes.round_().clamp_(0, most), x.shape[-1]).to(torch.uint8)
+        return {"": packed_as(codes, self.packing), "_scale": scale} | more
+
+    def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        compute = torch.promote_types(dtype, torch.float32)
+        codes = unpacked_as(planes[""], self.packing).to(compute)
+        scale = planes["_scale"].to(compute)[..., None]
+        width = codes.shape[-1]
+        if self.affine:
+            x = grouped(codes, self.group) * scale + planes["_zero"].to(compute)[..., None]
+        else:
+            x = grouped(codes - 2 ** (self.bits - 1), self.group) * scale
+        return self.rotate(ungrouped(x, width)).to(dtype)
+
+    def width(self, planes: Planes) -> int:
+        return planes[""].shape[-1] * 8 // self.bits
+
+
+@final
+@dataclass(frozen=True)
+class Int6(Ints):
+    """6 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int6"
+    bits: ClassVar[int] = 6
+
+
+@final
+@dataclass(frozen=True)
+class Int5(Ints):
+    """5 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int5"
+    bits: ClassVar[int] = 5
+
+
+@final
+@dataclass(frozen=True)
+class Int4(Ints):
+    """4 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+
+
+@final
+@dataclass(frozen=True)
+class Int3(Ints):
+    """3 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int3"
+    bits: ClassVar[int] = 3
+
+
+@final
+@dataclass(frozen=True)
+class Int2(Ints):
+    """2 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int2"
+    bits: ClassVar[int] = 2
