@@ -18,6 +18,7 @@ KV_PUBLIC int kv_abi();
 enum KvType : int32_t {
     KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2,
     KV_I8 = 3, KV_I4 = 4, KV_I2 = 6, KV_I6 = 7, KV_I5 = 8, KV_I3 = 9,
+    KV_HIGH_HALF = 10,  // of scales only: the higher byte of a float16, which is E5M2
 };
 
 // A tensor (rows, heads, slots or queries, width). Strides are in elements: 1 along the width, 0
@@ -28,17 +29,18 @@ struct KvPlane {
     int64_t type;  // KvType; ignored for positions, which are int32
 };
 
-// Encoded keys or values. Each `group` elements of a slot share a float16 scale. 8-bit codes mean
+// Encoded keys or values. Each `group` elements of a slot share a scale. 8-bit codes mean
 // code * scale; unsigned codes of b bits (code - 2**(b - 1)) * scale, or code * scale + zero, which
 // codes of 6 and 5 bits never do. If `block` > 1, scales are by channel: each element has its own scale, shared by `block`
 // slots.
 struct KvEncoded {
     KvPlane plane;
-    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; by channel (rows, heads,
+    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16, scales by slot also of
+                          // KV_HIGH_HALF; by channel (rows, heads,
                           // slots / block, width). Null data: no scales, or no zero points
     int64_t group;        // a multiple of 8; a slot's last group may be shorter
     int64_t block;        // 1: scales by slot; otherwise the number of slots is a multiple of it
-    int64_t rotated;      // 1: keys are Hadamard-rotated, so queries must be rotated too
+    int64_t rotated;      // 1: Hadamard-rotated, so queries, or the sums of values, must be too
 };
 
 // A run of slots with one encoding. `queries` already include the segment's rotary offset, which is

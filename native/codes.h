@@ -96,15 +96,27 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
+// A scale or zero point.
+[[maybe_unused]] float scale1(const KvPlane& plane, int64_t index) {
+    if (plane.type == KV_HIGH_HALF)
+        return F16::widen1((uint16_t)(((const uint8_t*)plane.data)[index] << 8));
+    return F16::widen1(((const uint16_t*)plane.data)[index]);
+}
+
 // Loads the scales or zero points of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from
 // `count` on.
 [[maybe_unused]] void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot,
                                   int64_t count, int64_t groups, float* table) {
     uint16_t halves[BLOCK * MOST_WIDTH / 16];
     float flat[BLOCK * MOST_WIDTH / 16], pairs[4 * BLOCK];
-    const uint16_t* from =
-        (const uint16_t*)plane.data + row * plane.row + head * plane.head + slot * plane.slot;
-    if (plane.slot == groups) {
+    const int64_t first = row * plane.row + head * plane.head + slot * plane.slot;
+    const uint16_t* from = (const uint16_t*)plane.data + first;
+    if (plane.type == KV_HIGH_HALF) {
+        const uint8_t* bytes = (const uint8_t*)plane.data + first;
+        for (int64_t j = 0; j < count; ++j)
+            for (int64_t g = 0; g < groups; ++g)
+                halves[j * groups + g] = (uint16_t)(bytes[j * plane.slot + g] << 8);
+    } else if (plane.slot == groups) {
         memcpy(halves, from, count * groups * sizeof *halves);
     } else {
         for (int64_t j = 0; j < count; ++j)
@@ -187,19 +199,17 @@ template <int BITS>
 void decode(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows codes, Rows next,
             int64_t count, int64_t width, float* wide) {
     const int64_t stride = padded(width), groups = group_count(width, x.group);
-    const auto at = [&](const KvPlane& plane, int64_t j) {
-        return (const uint16_t*)plane.data + row * plane.row + head * plane.head +
-               (slot + j) * plane.slot;
+    const auto of = [&](const KvPlane& plane, int64_t j, int64_t g) {
+        const int64_t at = row * plane.row + head * plane.head + (slot + j) * plane.slot;
+        return scale1(plane, at + g);
     };
     for (int64_t j = 0; j < count; ++j) {
         const uint8_t* from = (const uint8_t*)codes.at(j);
-        const uint16_t* scales = at(x.scale, j);
         float* to = wide + j * stride;
         prefetch(next.at(j), next.bytes);
         for (int64_t g = 0; g < groups; ++g) {
-            const float scale = F16::widen1(scales[g]);
-            const float zero =
-                x.zero.data ? F16::widen1(at(x.zero, j)[g]) : -Codes<BITS>::MIDDLE * scale;
+            const float scale = of(x.scale, j, g);
+            const float zero = x.zero.data ? of(x.zero, j, g) : -Codes<BITS>::MIDDLE * scale;
             const int64_t end = (g + 1) * x.group < width ? (g + 1) * x.group : width;
             int64_t d = g * x.group;
             for (; d + 8 <= end; d += 8)

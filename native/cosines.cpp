@@ -2,6 +2,7 @@
 #include "cosines.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "codes.h"
 #include "spread.h"
@@ -171,8 +172,8 @@ void reading(const KvEncoded& keys, int64_t width, int64_t row, int64_t head, fl
         widened([=, &keys](int64_t slot, int64_t count) {
             const Rows held{(const char*)plane.data + first + slot * plane.slot, plane.slot,
                             kv_packing(plane.type).bytes(width)};
-            char spread[BLOCK * MOST_WIDTH];
-            const Rows codes = readable(keys, held, count, width, spread);
+            std::vector<char> memory(kv_packing(plane.type).spread() ? BLOCK * width : 0);
+            const Rows codes = readable(keys, held, count, width, memory.data());
             decode<bits.size>(keys, row, head, slot, codes, codes, count, width, wide);
         });
     };

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr float MOST_HALF = 65504.0f;  // the largest float16
+constexpr float MOST_E5M2 = 57344.0f;
 
 template <class T>
 void load(const void* from, int64_t offset, int64_t width, float* to) {
@@ -32,6 +33,15 @@ float rounded_half(float x, uint16_t* out) {
     if (!std::isfinite(x)) x = std::numeric_limits<float>::quiet_NaN();
     x = x > MOST_HALF ? MOST_HALF : x < -MOST_HALF ? -MOST_HALF : x;
     *out = F16::narrow1(x);
+    return F16::widen1(*out);
+}
+
+// The same to E5M2 if `high`, the higher byte of a float16; ties to even.
+float rounded_scale(float x, bool high, uint16_t* out) {
+    const float half = rounded_half(x, out);
+    if (!high) return half;
+    if (half > MOST_E5M2 || half < -MOST_E5M2) *out = half > 0 ? 0x7b00 : 0xfb00;
+    else *out = half != half ? 0x7e00 : (*out + 0x7f + (*out >> 8 & 1)) & 0xff00;
     return F16::widen1(*out);
 }
 
@@ -61,21 +71,21 @@ Range range(const float* x, int64_t count) {
 }
 
 // Codes of a group, unsigned but for those of 8 bits.
-void encode_group(int64_t bits, const float* x, int64_t count, int* codes, uint16_t* scale,
-                  uint16_t* zero) {
+void encode_group(int64_t bits, bool high, const float* x, int64_t count, int* codes,
+                  uint16_t* scale, uint16_t* zero) {
     const Range found = range(x, count);
     const int highest = (1 << bits) - 1, middle = 1 << (bits - 1);
     if (bits == 8) {
         const float most = found.high > -found.low ? found.high : -found.low;
-        const float step = rounded_half(most / 127, scale);
+        const float step = rounded_scale(most / 127, high, scale);
         for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i], step, 0, -127, 127);
     } else if (zero) {
         const float base = rounded_half(found.low, zero);
-        const float step = rounded_half((found.high - base) / (float)highest, scale);
+        const float step = rounded_scale((found.high - base) / (float)highest, high, scale);
         for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i] - base, step, 0, 0, highest);
     } else {
         const float most = found.high > -found.low ? found.high : found.low;
-        const float step = rounded_half(most / -middle, scale);
+        const float step = rounded_scale(most / -middle, high, scale);
         for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i], step, middle, 0, highest);
     }
 }
@@ -135,8 +145,10 @@ int kv_encode(const KvEncoding* given) {
     try {
         std::vector<float> token(e.width);
         std::vector<int> codes(e.width);
+        const bool high = e.scale.type == KV_HIGH_HALF;
         const KvPacking packing = kv_packing(e.codes.type);
         const int64_t groups = (e.width + e.group - 1) / e.group;
+        std::vector<uint16_t> scales(groups);
         for (int64_t row = 0; row < e.rows; ++row)
             for (int64_t head = 0; head < e.heads; ++head)
                 for (int64_t slot = 0; slot < e.slots; ++slot) {
@@ -145,14 +157,17 @@ int kv_encode(const KvEncoding* given) {
                     };
                     load(e.x, at(e.x), e.width, token.data());
                     if (e.hadamard) rotate(token.data(), e.width);
-                    uint16_t* scale = (uint16_t*)e.scale.data + at(e.scale);
+                    uint16_t* scale = scales.data();
                     uint16_t* zero = e.zero.data ? (uint16_t*)e.zero.data + at(e.zero) : nullptr;
                     for (int64_t g = 0; g < groups; ++g) {
                         const int64_t from = g * e.group;
                         const int64_t count = e.width - from < e.group ? e.width - from : e.group;
-                        encode_group(packing.bits, token.data() + from, count, codes.data() + from, scale + g,
+                        encode_group(packing.bits, high, token.data() + from, count, codes.data() + from, scale + g,
                                      zero ? zero + g : nullptr);
                     }
+                    for (int64_t g = 0; g < groups; ++g)
+                        if (high) ((uint8_t*)e.scale.data)[at(e.scale) + g] = scale[g] >> 8;
+                        else ((uint16_t*)e.scale.data)[at(e.scale) + g] = scale[g];
                     if (e.errors)
                         e.errors[(row * e.heads + head) * e.slots + slot] +=
                             squared_error(e, token.data(), codes.data(), scale, zero);

@@ -229,6 +229,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     values.write_sums(work);
     float* out = run.partial;
     for (int64_t r = 0; r < records; ++r) {
+        if (work.segment().v.rotated) rotate(out, call.value_width);
         out[call.value_width] = work.top[r];
         out[call.value_width + 1] = work.total[r];
         out += call.value_width + 2;

@@ -326,9 +326,10 @@ template <int BITS>
 const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     for (const KvPlane* plane : {&x.scale, &x.zero}) {
         if (!plane->data || plane->slot != groups) continue;
-        const uint16_t* from = (const uint16_t*)plane->data + work.run.row0 * plane->row +
-                               work.run.head * plane->head + (work.at() + BLOCK) * groups;
-        prefetch((const char*)from, BLOCK * groups * 2);
+        const int64_t from = work.run.row0 * plane->row + work.run.head * plane->head +
+                             (work.at() + BLOCK) * groups;
+        const int64_t size = element_bytes(*plane);
+        prefetch((const char*)plane->data + from * size, BLOCK * groups * size);
     }
     float* zero = const_cast<float*>(load_groups(work, x, groups, scale));
     if (!zero) return nullptr;

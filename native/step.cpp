@@ -56,7 +56,7 @@ bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors
         const auto at = [&](KvPlane& plane, int64_t size) {
             if (plane.data) plane.data = (const char*)plane.data + slot * plane.slot * size;
         };
-        at(e.codes, 1), at(e.scale, 2), at(e.zero, 2);
+        at(e.codes, 1), at(e.scale, e.scale.type == KV_HIGH_HALF ? 1 : 2), at(e.zero, 2);
         e.errors = errors;
         return !kv_encode(&e);
     }

@@ -60,6 +60,10 @@ PACKINGS = {
 the other codes are unsigned."""
 
 
+HIGH_HALF = 10
+"""The number of scales of 8 bits in the native library."""
+
+
 class KernelLayout(NamedTuple):
     """The layout of an encoded tensor: the information that a kernel needs besides the planes.
 
@@ -74,12 +78,15 @@ class KernelLayout(NamedTuple):
     """Number of consecutive elements of a token that share a scale; 0: no scales."""
 
     hadamard: bool = False
-    """Whether tokens are rotated by the Hadamard matrix before encoding; queries on encoded keys
-    need the same rotation (`Codec.rotate`)."""
+    """Whether tokens are rotated by the Hadamard matrix before encoding; queries on encoded keys,
+    and sums of encoded values, need the same rotation (`Codec.rotate`)."""
 
     block: int = 1
     """If more than 1, scales are by channel: each element has its own scale, which this many
     consecutive tokens share, and `group` is 1."""
+
+    scale: int = 16
+    """Bits of a scale: a float16 or, without scales by channel, its higher byte, which is E5M2."""
 
     def width(self, plane: Tensor) -> int:
         """The width D of the tokens in a plane of codes or floats."""

@@ -25,7 +25,7 @@ from kvkeep.native_library import (  # noqa: F401 - imported from here by tests 
     reason,
     use_instructions,
 )
-from kvkeep.packing import PACKINGS, KernelLayout
+from kvkeep.packing import HIGH_HALF, PACKINGS, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
@@ -197,7 +197,7 @@ def _segment(segment: Segment, q: Tensor, placed: bool, kept: list[Tensor], foll
         *_encoded(planes, "k", key, shared, kept),
         rotates,
         *_encoded(planes, "v", value, shared, kept),
-        0,
+        value.hadamard,
         *position,
         *_plane(turned, False, kept),
         segment.slots,
@@ -219,7 +219,7 @@ def _encoded(
     zero = planes.get(name + "_zero")
     return (
         *_plane(plane, shared, kept, PACKINGS[layout.packing].number),
-        *_plane(planes[name + "_scale"], shared, kept),
+        *_plane(planes[name + "_scale"], shared, kept, HIGH_HALF if layout.scale == 8 else None),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
         layout.group,
         layout.block,

@@ -15,10 +15,11 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
 from kvkeep.native_library import LIBRARY, TYPES
-from kvkeep.packing import PACKINGS, KernelLayout, Packing
+from kvkeep.packing import HIGH_HALF, PACKINGS, KernelLayout, Packing
 from kvkeep.planes import Planes
 
 _MOST_HALF = 65504.0  # the largest float16
+_MOST_E5M2 = 57344.0
 
 
 def check_group(codec: str, group: int) -> None:
@@ -56,6 +57,19 @@ def rounded_half(x: Tensor) -> Tensor:
     stays visible."""
     finite = x.where(x.isfinite(), torch.nan)
     return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)
+
+
+def rounded_scale(x: Tensor, bits: int) -> Tensor:
+    """A scale as float16, or in 8 bits as the higher byte of a float16, uint8."""
+    if bits == 16:
+        return rounded_half(x)
+    half = rounded_half(x).clamp(-_MOST_E5M2, _MOST_E5M2)
+    return half.to(torch.float8_e5m2).view(torch.uint8)
+
+
+def scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `rounded_scale`."""
+    return (scale.view(torch.float8_e5m2) if scale.dtype is torch.uint8 else scale).to(dtype)
 
 
 def divided(x: Tensor, scale: Tensor) -> Tensor:
@@ -119,9 +133,9 @@ def _mask(bits: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class Grouped(Codec):
-    """Codes of 8 bits or fewer with scales per group. On the CPU the native library encodes a tensor in
-    one call; its codes may differ by one from those of tensor operations if x lies halfway between
-    two codes.
+    """Codes of 8 bits or fewer with scales per group. On the CPU the native library encodes a
+    tensor in one call; its codes may differ by one from those of tensor operations if x lies
+    halfway between two codes.
     """
 
     bits: ClassVar[int]
@@ -181,7 +195,7 @@ def encoding(x: Tensor, planes: Planes, prefix: str, layout: KernelLayout) -> tu
         *_plane(planes[prefix]),
         PACKINGS[layout.packing].number if layout.group else TYPES[x.dtype],
         *(_ABSENT if scale is None else _plane(scale)),
-        0,
+        HIGH_HALF if layout.scale == 8 else 0,
         *(_ABSENT if zero is None else _plane(zero)),
         0,
         *x.shape,

@@ -9,6 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from kvkeep.codec.base import Codec
 from kvkeep.codec.groups import (
     Grouped,
     check_group,
@@ -17,14 +18,18 @@ from kvkeep.codec.groups import (
     grouped,
     packed_as,
     rounded_half,
+    rounded_scale,
+    scale_values,
     ungrouped,
     unpacked_as,
 )
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.packing import PACKINGS, Packing
+from kvkeep.packing import PACKINGS, KernelLayout, Packing
 from kvkeep.planes import Planes, PlaneSpec
 
 _MOST_AFFINE = 4  # bits
+_MOST_SMALL = 4  # bits of codes whose scales are as good in 8 bits for half the group
+_ROTATED_VALUES = 3  # most bits for which rotating values reduces the loss
 
 
 @dataclass(frozen=True)
@@ -32,18 +37,25 @@ class Ints(Grouped):
     """x = (code - 2**(bits - 1)) * scale, or code * scale + zero when `affine`; codes
     0..2**bits - 1.
 
-    Planes: "" uint8 (D * bits / 8,), packed as `kvkeep.packing` says; "_scale" float16 (groups,),
-    and "_zero" likewise when affine. The symmetric scale has the sign that maps the element of
-    largest magnitude to code 0, as llama.cpp's Q4_0 does. Keys are rotated by a Hadamard matrix
-    first, unless `hadamard` is False; values are not, because they have no outlier channels.
+    Planes: "" uint8 (D * bits / 8,), packed as `kvkeep.packing` says; "_scale" (groups,), float16
+    or, if `scale` is 8, uint8, the higher byte of a float16; "_zero" float16 when affine. The
+    symmetric scale has the sign that maps the element of largest magnitude to code 0, as
+    llama.cpp's Q4_0 does. Keys, and values in 3 and 2 bits, are rotated by a Hadamard matrix first,
+    unless `hadamard` is False.
     """
 
     group: int = 32
     affine: bool = False
     hadamard: bool = True
+    scale: int = 16
 
     def __post_init__(self) -> None:
         check_group(self.name, self.group)
+        if self.scale not in (8, 16) or (self.scale == 8 and self.bits > _MOST_SMALL):
+            raise SpecError(
+                f"{self.name} scale={self.scale}: a scale takes 16 bits, or in codes of at most "
+                f"{_MOST_SMALL} bits 8; use {self.name}"
+            )
         if self.affine and self.bits > _MOST_AFFINE:
             raise SpecError(
                 f"{self.name} affine=1: codes of {self.bits} bits have no zero points; use "
@@ -72,9 +84,15 @@ class Ints(Grouped):
                 f"{self.name} packs {self.packing.together} elements together, but the width is "
                 f"{dim}; use int8"
             )
-        scale = PlaneSpec((group_count(dim, self.group),), torch.float16)
-        planes = {"": PlaneSpec((dim * self.bits // 8,), torch.uint8), "_scale": scale}
-        return planes | ({"_zero": scale} if self.affine else {})
+        groups = (group_count(dim, self.group),)
+        kind = torch.uint8 if self.scale == 8 else torch.float16
+        codes = PlaneSpec((dim * self.bits // 8,), torch.uint8)
+        planes = {"": codes, "_scale": PlaneSpec(groups, kind)}
+        return planes | ({"_zero": PlaneSpec(groups, torch.float16)} if self.affine else {})
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return KernelLayout(self.name, self.group, self.hadamard, scale=self.scale)
 
     def encode_in_steps(self, x: Tensor) -> Planes:
         groups = grouped(self.rotate(x), self.group)
@@ -82,12 +100,13 @@ class Ints(Grouped):
         most, middle = 2**self.bits - 1, 2 ** (self.bits - 1)
         if self.affine:
             zero = rounded_half(low)
-            scale = rounded_half((high - zero.to(high.dtype)) / most)
-            codes = divided(groups - zero.to(high.dtype)[..., None], scale[..., None])
+            scale = rounded_scale((high - zero.to(high.dtype)) / most, self.scale)
+            step = scale_values(scale, high.dtype)[..., None]
+            codes = divided(groups - zero.to(high.dtype)[..., None], step)
             more = {"_zero": zero}
         else:
-            scale = rounded_half(torch.where(high > -low, high, low) / -middle)
-            codes = divided(groups, scale[..., None]) + middle
+            scale = rounded_scale(torch.where(high > -low, high, low) / -middle, self.scale)
+            codes = divided(groups, scale_values(scale, high.dtype)[..., None]) + middle
             more = {}
         codes = ungrouped(codes.round_().clamp_(0, most), x.shape[-1]).to(torch.uint8)
         return {"": packed_as(codes, self.packing), "_scale": scale} | more
@@ -95,13 +114,16 @@ class Ints(Grouped):
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         compute = torch.promote_types(dtype, torch.float32)
         codes = unpacked_as(planes[""], self.packing).to(compute)
-        scale = planes["_scale"].to(compute)[..., None]
+        scale = scale_values(planes["_scale"], compute)[..., None]
         width = codes.shape[-1]
         if self.affine:
             x = grouped(codes, self.group) * scale + planes["_zero"].to(compute)[..., None]
         else:
             x = grouped(codes - 2 ** (self.bits - 1), self.group) * scale
         return self.rotate(ungrouped(x, width)).to(dtype)
+
+    def for_values(self) -> Codec:
+        return self if self.bits <= _ROTATED_VALUES else super().for_values()
 
     def width(self, planes: Planes) -> int:
         return planes[""].shape[-1] * 8 // self.bits

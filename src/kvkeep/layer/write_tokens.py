@@ -61,11 +61,18 @@ def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether the Triton kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
     codecs = key_codec, value_codec
-    layouts = [triton.readable(codec) for codec in codecs]
-    known = all(x and x.block == 1 and PACKINGS[x.packing].appended for x in layouts)
+    known = all(by_kernel(codec) for codec in codecs)
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
+
+
+def by_kernel(codec: Codec) -> bool:
+    """Whether the Triton kernel encodes as this codec does."""
+    layout = triton.readable(codec)
+    if layout is None or layout.block > 1 or layout.scale != 16:
+        return False
+    return codec.block == 1 and PACKINGS[layout.packing].appended
 
 
 def append(
