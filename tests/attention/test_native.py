@@ -94,14 +94,14 @@ def bound(view):
     """The error from codes, as a share of the largest result."""
     packings = {c.layout.packing for s in view.segments for c in (s.key_codec, s.value_codec)}
     keys = {s.key_codec.layout.packing for s in view.segments}
-    if "int2" in packings:
-        return NARROW
-    if keys & {"int4", "int3"} and native_library.instructions() in (
+    if keys & {"int4", "int3", "int2"} and native_library.instructions() in (
         "amx",
         "avx512bf16",
         "avx512vnni",
     ):
         return BYTES
+    if "int2" in packings:
+        return NARROW
     return CODED if packings != {PLAIN.packing} else 0
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvkeep.attention import Rotation, Segment, View, reference
 from kvkeep.attention.options import Options
 from kvkeep.codec import Codec, Int2, Int3, Int4, Int5, Int6, Int8, Kivi, Plain
-from kvkeep.packing import KernelLayout
+from kvkeep.packing import PACKINGS, KernelLayout
 from kvkeep.planes import POSITION, PlaneSpec, Reach, joined
 
 
@@ -129,7 +129,7 @@ KINDS = [
     (Int4(8), Int8(8)),
     (Int3(), Int2()),
     (Int6(), Int5(64)),
-    (Int4(16, scale=8), Int3(16, scale=8)),
+    (Int4(scale=8), Int3(scale=8)),
     (Kivi(), Kivi()),
     (Kivi(2, together=16), Kivi(2, together=16)),
 ]
@@ -189,8 +189,8 @@ def call(
     """Queries, a view and options of these features."""
     generator = torch.Generator().manual_seed(seed)
     key, value = codecs
-    width += -width % {"int4": 2, "kivi": 4}.get(key.name, 1)
-    values += -values % {"int4": 2, "kivi": 4}.get(value.name, 1)
+    width += -width % PACKINGS[key.layout.packing].together
+    values += -values % PACKINGS[value.layout.packing].together
 
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
