@@ -113,9 +113,13 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     const uint16_t* from = (const uint16_t*)plane.data + first;
     if (plane.type == KV_HIGH_HALF) {
         const uint8_t* bytes = (const uint8_t*)plane.data + first;
-        for (int64_t j = 0; j < count; ++j)
-            for (int64_t g = 0; g < groups; ++g)
-                halves[j * groups + g] = (uint16_t)(bytes[j * plane.slot + g] << 8);
+        uint8_t together[BLOCK * MOST_WIDTH / 16];
+        if (plane.slot != groups) {
+            for (int64_t j = 0; j < count; ++j)
+                memcpy(together + j * groups, bytes + j * plane.slot, groups);
+            bytes = together;
+        }
+        for (int64_t i = 0; i < count * groups; ++i) halves[i] = (uint16_t)(bytes[i] << 8);
     } else if (plane.slot == groups) {
         memcpy(halves, from, count * groups * sizeof *halves);
     } else {

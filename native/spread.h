@@ -22,6 +22,35 @@ struct Bytes<64> {
     typedef uint64_t words __attribute__((vector_size(64)));
 };
 
+// SOME bytes, as often as they fit C bytes.
+template <int SOME, int C>
+KV_INLINE typename Bytes<C>::words repeated(const char* x) {
+    typedef typename Bytes<C>::words words;
+    if constexpr (SOME == C) return load<words>(x);
+    if constexpr (SOME == 8) return load<uint64_t>(x) - words{};
+#if defined(__AVX512F__)  // GCC 12 would build the vectors element by element
+    if constexpr (SOME == 32) return (words)_mm512_maskz_broadcast_i64x4(0xff, load<__m256i>(x));
+    if constexpr (SOME == 16 && C == 64)
+        return (words)_mm512_maskz_broadcast_i32x4(0xffff, load<__m128i>(x));
+#endif
+#if defined(__AVX2__)
+    if constexpr (SOME == 16 && C == 32)
+        return (words)_mm256_broadcastsi128_si256(load<__m128i>(x));
+#endif
+    words out;
+    for (int i = 0; i < C; i += SOME) memcpy((char*)&out + i, x, SOME);
+    return out;
+}
+
+// How far 8 bytes of a row of R bytes are shifted whose parts of N bytes share a plane.
+template <int BITS, int N, int R>
+struct Shifts {
+    alignas(64) uint64_t of[R / 8] = {};
+    constexpr Shifts() {
+        for (int i = 0; i < R / 8; ++i) of[i] = 8 * i / N * BITS;
+    }
+};
+
 // Codes of 2 bits, four in a byte, to the four half-bytes of a 16-bit word.
 KV_INLINE void spread_pairs(const char* from, int64_t bytes, int added, char* to) {
     const auto four = [](auto x) { return (x & 0x0f) | (x & 0xf0) << 4; };
@@ -47,13 +76,9 @@ struct Folded {
     KV_INLINE auto bytes(const char* plane, int at) {
         typedef typename Bytes<C>::words words;
         constexpr int N = R / PARTS, SOME = N < C ? N : C;  // bytes of a part; bytes to load
-        uint64_t repeated[C / 8];
-        words shift;
-#pragma GCC unroll 8
-        for (int i = 0; i < C; i += SOME) memcpy((char*)repeated + i, plane + at % N, SOME);
-#pragma GCC unroll 8
-        for (int i = 0; i < C / 8; ++i) shift[i] = (at + 8 * i) / N * BITS;
-        return (load<words>(repeated) >> shift) & (words{} + 0x0101010101010101u * MASK);
+        static constexpr Shifts<BITS, N, R> shifts;
+        const words x = repeated<SOME, C>(plane + at % N), shift = load<words>(shifts.of + at / 8);
+        return (x >> shift) & (words{} + 0x0101010101010101u * MASK);
     }
     KV_INLINE uint8_t byte(const char* plane, int64_t at, int64_t row) {
         const int64_t part = row / PARTS;

@@ -115,20 +115,22 @@ def unpacked_as(plane: Tensor, packing: Packing) -> Tensor:
 
 def _folded(wide: Tensor, bits: int, first: int, width: int) -> Tensor:
     """A plane of `bits` bits, from bit `first` on, of codes packed at `width` bits."""
-    parts = (wide >> first & _mask(bits, width)).unflatten(-1, (width // bits, -1))
-    shifts = torch.arange(0, width, bits, device=wide.device, dtype=torch.uint8)
-    return (parts << shifts[:, None]).sum(dim=-2, dtype=torch.uint8)
+    parts = (wide >> first & _mask(bits, width)).chunk(width // bits, dim=-1)
+    out = parts[0]
+    for i in range(1, len(parts)):
+        out = out | (parts[i] << (bits * i))
+    return out
 
 
 def _unfolded(plane: Tensor, bits: int, width: int) -> Tensor:
     """The inverse of `_folded`, with the bits at bit 0."""
-    shifts = torch.arange(0, width, bits, device=plane.device, dtype=torch.uint8)
-    return (plane[..., None, :] >> shifts[:, None] & _mask(bits, width)).flatten(-2)
+    mask = _mask(bits, width)
+    return torch.cat([plane >> shift & mask for shift in range(0, width, bits)], dim=-1)
 
 
 def _mask(bits: int, width: int) -> int:
     """The lowest `bits` bits of each code in a byte."""
-    return (2**bits - 1) * (0x11 if width == 4 else 1)
+    return ((1 << bits) - 1) * (0x11 if width == 4 else 1)
 
 
 @dataclass(frozen=True)
