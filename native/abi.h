@@ -13,8 +13,13 @@ constexpr int KV_ABI = 17;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
-// codes are packed in bytes, the first in the low bits; the strides of their planes count bytes.
-enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4, KV_I2 = 6 };
+// codes are packed in bytes, the first in the low bits; codes of 6, 5 and 3 bits in two planes
+// (spread.h). The strides of their planes count bytes.
+enum KvType : int32_t {
+    KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2,
+    KV_I8 = 3, KV_I4 = 4, KV_I2 = 6, KV_I6 = 7, KV_I5 = 8, KV_I3 = 9,
+    KV_HIGH_HALF = 10,  // of scales only: the higher byte of a float16, which is E5M2
+};
 
 // A tensor (rows, heads, slots or queries, width). Strides are in elements: 1 along the width, 0
 // along a shared axis. Any alignment is allowed.
@@ -24,17 +29,18 @@ struct KvPlane {
     int64_t type;  // KvType; ignored for positions, which are int32
 };
 
-// Encoded keys or values. Each `group` elements of a slot share a float16 scale. 8-bit codes mean
-// code * scale; 4-bit codes (code - 8) * scale, or code * scale + zero; 2-bit codes have zero
-// points. If `block` > 1, scales are by channel: each element has its own scale, shared by `block`
+// Encoded keys or values. Each `group` elements of a slot share a scale. 8-bit codes mean
+// code * scale; unsigned codes of b bits (code - 2**(b - 1)) * scale, or code * scale + zero, which
+// codes of 6 and 5 bits never do. If `block` > 1, scales are by channel: each element has its own scale, shared by `block`
 // slots.
 struct KvEncoded {
     KvPlane plane;
-    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; by channel (rows, heads,
+    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16, scales by slot also of
+                          // KV_HIGH_HALF; by channel (rows, heads,
                           // slots / block, width). Null data: no scales, or no zero points
     int64_t group;        // a multiple of 8; a slot's last group may be shorter
     int64_t block;        // 1: scales by slot; otherwise the number of slots is a multiple of it
-    int64_t rotated;      // 1: keys are Hadamard-rotated, so queries must be rotated too
+    int64_t rotated;      // 1: Hadamard-rotated, so queries, or the sums of values, must be too
 };
 
 // A run of slots with one encoding. `queries` already include the segment's rotary offset, which is
@@ -140,11 +146,12 @@ KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
                        const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
                        int64_t count, int64_t length);
 
-// Tokens to encode in 8 or 4 bits; src/kvkeep/codec/int8.py and int4.py define the codes.
+// Tokens to encode; src/kvkeep/codec/ints.py defines the codes. `codes.type` is their packing, or
+// the type of x for tokens that are copied.
 struct KvEncoding {
     KvPlane x, codes, scale, zero;  // zero.data is null unless codes are affine
     int64_t rows, heads, slots, width;
-    int64_t bits, group;
+    int64_t group;
     int64_t hadamard;  // 1: rotate tokens by the Hadamard matrix first
     float* errors;     // (rows, heads, slots) contiguous: the squared distance of each token to its
                        // decoded form is added here; or null

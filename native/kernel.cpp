@@ -216,14 +216,14 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                 const int64_t query = row * call.position_row + run.query0 + r % work.tokens;
                 return {work.place, call.position[query], call.slopes[run.head * call.group + head]};
             };
-            const auto narrow = [&](const KvEncoded& x) { return x.plane.type == KV_I2; };
-            if (narrow(work.segment().k)) work.key = spread(work.key, work.count, work.spread_key);
+            work.key = readable(work.segment().k, work.key, work.count, call.key_width,
+                                work.spread_key);
             keys.score(work);
             if (call.centre) centred.add();
             softmax(call, records, work.s, work.count, bias_of, mask_of, work.alpha, work.top,
                     work.total);
-            if (narrow(work.segment().v))
-                work.value = spread(work.value, work.count, work.spread_value);
+            work.value = readable(work.segment().v, work.value, work.count, call.value_width,
+                                  work.spread_value);
             values.add(work);
         }
         if (run.weights) keep_weights(work, seen != NONE);
@@ -231,6 +231,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     values.write_sums(work);
     float* out = run.partial;
     for (int64_t r = 0; r < records; ++r) {
+        if (work.segment().v.rotated) rotate(out, call.value_width);
         out[call.value_width] = work.top[r];
         out[call.value_width + 1] = work.total[r];
         out += call.value_width + 2;

@@ -41,8 +41,8 @@ static inline int64_t kv_gathered(const KvCall& call) {
     return KV_BLOCK * ((call.key_width + call.value_width) * 5 / 4 + 4);
 }
 
-// Floats of scratch memory for a block of 2-bit codes, spread to 4 bits.
-static inline int64_t kv_spread(int64_t padded) { return KV_BLOCK * padded / 8; }
+// Floats of scratch memory for a block of spread codes, of at most 8 bits.
+static inline int64_t kv_spread(int64_t padded) { return KV_BLOCK * padded / 4; }
 
 // Numbers in a row of a centre's table.
 static inline int64_t kv_turns(const KvCentre& centre, int64_t width) {

@@ -89,7 +89,7 @@ bool write_key(const KvSequence& step, const char* key, int64_t slot, float* err
     KvEncoding e = step.step->key;
     if (!step.step->call.centre) return write(e, key, slot, errors);
     std::vector<float> keys = centred_keys(step, key);
-    const int64_t type = e.bits ? KV_F32 : e.x.type;
+    const int64_t type = e.codes.type >= KV_I8 ? KV_F32 : e.x.type;
     auto* narrow = (uint16_t*)keys.data();
     for (size_t i = 0; type != KV_F32 && i < keys.size(); ++i)
         narrow[i] = type == KV_BF16 ? BF16::narrow1(keys[i]) : F16::narrow1(keys[i]);
@@ -101,11 +101,11 @@ bool write_key(const KvSequence& step, const char* key, int64_t slot, float* err
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors) {
     KvEncoding e = written;
     e.x.data = x;
-    if (e.bits) {
+    if (e.codes.type >= KV_I8) {
         const auto at = [&](KvPlane& plane, int64_t size) {
             if (plane.data) plane.data = (const char*)plane.data + slot * plane.slot * size;
         };
-        at(e.codes, 1), at(e.scale, 2), at(e.zero, 2);
+        at(e.codes, 1), at(e.scale, e.scale.type == KV_HIGH_HALF ? 1 : 2), at(e.zero, 2);
         e.errors = errors;
         return !kv_encode(&e);
     }
@@ -412,8 +412,8 @@ int run(const KvSequence* steps, int64_t count, const KvTokens& tokens) {
     // Encoding takes longer than copying, but only many tokens are worth another thread.
     const KvStep& first = *steps[0].step;
     const int64_t bytes = first.key.width * first.key.heads * element_bytes(first.key.x.type);
-    const int64_t threads =
-        count == 1 ? 1 : threads_for(count * bytes * (first.key.bits ? 8 : 1), first.call.threads);
+    const int64_t cost = first.key.codes.type >= KV_I8 ? 8 : 1;
+    const int64_t threads = count == 1 ? 1 : threads_for(count * bytes * cost, first.call.threads);
     std::atomic<bool> failed{false};
     const auto each = [&](int64_t threads, auto f) {
         share(threads, count, [&](int64_t i) {

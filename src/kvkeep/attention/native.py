@@ -1,6 +1,6 @@
 """The native CPU backend: one pass of C++ over the slots, without copying.
 
-It reads keys and values of float32, bfloat16 and float16, and codes of 8, 4 and 2 bits, through
+It reads keys and values of float32, bfloat16 and float16, and codes of 8 bits and fewer, through
 pointers and strides (see `native/abi.h`). It uses torch's OpenMP threads and the best available of
 AVX-512, AVX2 and portable code. If no C++ compiler is present at installation, kvkeep installs
 without this backend and uses the other backends.
@@ -27,7 +27,7 @@ from kvkeep.native_library import (  # noqa: F401 - imported from here by tests 
     reason,
     use_instructions,
 )
-from kvkeep.packing import CODES, NATIVE, KernelLayout
+from kvkeep.packing import HIGH_HALF, PACKINGS, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
@@ -58,7 +58,7 @@ def _unread(q: Tensor, segment: Segment) -> str | None:
     k, v = planes["k"], planes["v"]
     for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
         layout = codec.layout
-        if layout is None or layout.packing not in NATIVE:
+        if layout is None or not PACKINGS[layout.packing].native:
             return f"the native kernel cannot read what {codec} encodes"
         if layout.packing == "plain" and plane.dtype not in TYPES:
             return f"the native kernel cannot read {plane.dtype}"
@@ -217,7 +217,7 @@ def _segment(segment: Segment, q: Tensor, placed: bool, kept: list[Tensor], foll
         *_encoded(planes, "k", key, shared, kept),
         rotates,
         *_encoded(planes, "v", value, shared, kept),
-        0,
+        value.hadamard,
         *position,
         *_plane(turned, False, kept),
         segment.slots,
@@ -238,8 +238,8 @@ def _encoded(
         return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0, 1)
     zero = planes.get(name + "_zero")
     return (
-        *_plane(plane, shared, kept, CODES[layout.packing]),
-        *_plane(planes[name + "_scale"], shared, kept),
+        *_plane(plane, shared, kept, PACKINGS[layout.packing].number),
+        *_plane(planes[name + "_scale"], shared, kept, HIGH_HALF if layout.scale == 8 else None),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
         layout.group,
         layout.block,

@@ -54,7 +54,8 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
 
 
 def _values(segment: Segment) -> KernelLayout | None:
-    return readable(segment.value_codec, values=True)
+    layout = readable(segment.value_codec, values=True)
+    return None if layout is None or layout.hadamard else layout
 
 
 class _Run(NamedTuple):

@@ -108,7 +108,8 @@ class Codec(ABC):
 
     def rotate(self, q: Tensor) -> Tensor:
         """Queries (..., D) to multiply with encoded keys: the keys may be encoded as R k with an
-        orthonormal R, and q . k = R q . R k. The result is q itself or in at least float32."""
+        orthonormal R, and q . k = R q . R k. Likewise the sum of encoded values, where R is its own
+        inverse. The result is q itself or in at least float32."""
         return q
 
 
