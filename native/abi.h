@@ -10,12 +10,17 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 17;
+constexpr int KV_ABI = 18;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
-// codes are packed in bytes, the first in the low bits; the strides of their planes count bytes.
-enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_I8 = 3, KV_I4 = 4, KV_I2 = 6 };
+// codes are packed in bytes, the first in the low bits; codes of 6, 5 and 3 bits in two planes
+// (spread.h). The strides of their planes count bytes.
+enum KvType : int32_t {
+    KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2,
+    KV_I8 = 3, KV_I4 = 4, KV_I2 = 6, KV_I6 = 7, KV_I5 = 8, KV_I3 = 9,
+    KV_HIGH_HALF = 10,  // of scales only: the higher byte of a float16, which is E5M2
+};
 
 // A tensor (rows, heads, slots or queries, width). Strides are in elements: 1 along the width, 0
 // along a shared axis. Any alignment is allowed.
@@ -25,17 +30,18 @@ struct KvPlane {
     int64_t type;  // KvType; ignored for positions, which are int32
 };
 
-// Encoded keys or values. Each `group` elements of a slot share a float16 scale. 8-bit codes mean
-// code * scale; 4-bit codes (code - 8) * scale, or code * scale + zero; 2-bit codes have zero
-// points. If `block` > 1, scales are by channel: each element has its own scale, shared by `block`
+// Encoded keys or values. Each `group` elements of a slot share a scale. 8-bit codes mean
+// code * scale; unsigned codes of b bits (code - 2**(b - 1)) * scale, or code * scale + zero, which
+// codes of 6 and 5 bits never do. If `block` > 1, scales are by channel: each element has its own scale, shared by `block`
 // slots.
 struct KvEncoded {
     KvPlane plane;
-    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16; by channel (rows, heads,
+    KvPlane scale, zero;  // (rows, heads, slots, groups) of float16, scales by slot also of
+                          // KV_HIGH_HALF; by channel (rows, heads,
                           // slots / block, width). Null data: no scales, or no zero points
     int64_t group;        // a multiple of 8; a slot's last group may be shorter
     int64_t block;        // 1: scales by slot; otherwise the number of slots is a multiple of it
-    int64_t rotated;      // 1: keys are Hadamard-rotated, so queries must be rotated too
+    int64_t rotated;      // 1: Hadamard-rotated, so queries, or the sums of values, must be too
 };
 
 // A run of slots with one encoding. `queries` already include the segment's rotary offset, which is
@@ -52,6 +58,21 @@ struct KvSegment {
 // keep_from <= p < keep_to.
 struct KvReach {
     int64_t size, sinks, keep_from, keep_to;
+};
+
+// The mean key of each head, turned by a slot's position, which the keys of all slots lack: it is
+// added to a key before it is multiplied by queries. src/kvkeep/attention/centre.py defines it.
+struct KvCentre {
+    const float* mean;      // (rows, heads, key_width), width contiguous
+    int64_t row, head;      // strides in elements
+    const float* table;     // (positions, 2 frequencies) contiguous: cosines, then sines; greater
+                            // positions use the last row
+    const float* near;      // (2 frequencies, 64): the first 64 rows of `table`, transposed
+    int64_t positions;
+    int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table has
+                            // one more frequency, 0
+    int64_t interleaved;    // 1: pairs are (0, 1), (2, 3), ...; 0: (i, i + pairs)
+    KvPlane queries;        // as KvSegment.queries, but without a rotary offset
 };
 
 // Rows `first` to `end` - 1.
@@ -71,6 +92,7 @@ struct KvCall {
     const float* slopes;      // (heads * group): added to a query's scores for each position by
                               // which a slot follows the query, for which `position` and the
                               // segments' positions are set even if `dense`; or null
+    const KvCentre* centre;   // for which the segments' positions are set even if `dense`; or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
     float* const* masses;     // in place of `mass`, for each row: (heads, its slots), zeroed
@@ -125,11 +147,12 @@ KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
                        const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
                        int64_t count, int64_t length);
 
-// Tokens to encode in 8 or 4 bits; src/kvkeep/codec/int8.py and int4.py define the codes.
+// Tokens to encode; src/kvkeep/codec/ints.py defines the codes. `codes.type` is their packing, or
+// the type of x for tokens that are copied.
 struct KvEncoding {
     KvPlane x, codes, scale, zero;  // zero.data is null unless codes are affine
     int64_t rows, heads, slots, width;
-    int64_t bits, group;
+    int64_t group;
     int64_t hadamard;  // 1: rotate tokens by the Hadamard matrix first
     float* errors;     // (rows, heads, slots) contiguous: the squared distance of each token to its
                        // decoded form is added here; or null
@@ -189,7 +212,7 @@ struct KvRule {
 // How a layer's slots, or those of some rows or one head, take a token. All rows have the same
 // number of slots in use.
 struct KvStep {
-    KvCall call;         // one query a row
+    KvCall call;         // one query a row; the data of its centre's queries is ignored
     KvEncoding key, value;  // encode one token to slot 0; bits are 0 if it is copied unencoded
     KvPlane position;    // positions of all slots
     int64_t position_heads;

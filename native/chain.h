@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernel.h"
+#include "packings.h"
 
 namespace {
 
@@ -14,8 +15,8 @@ int64_t element_bytes(const KvPlane& plane) {
 
 // Bytes of a slot in a plane.
 int64_t slot_bytes(const KvPlane& plane, int64_t width) {
-    return plane.type == KV_I4 ? width / 2 : plane.type == KV_I2 ? width / 4
-                                                                 : width * element_bytes(plane);
+    if (plane.type >= KV_I8) return kv_packing(plane.type).bytes(width);
+    return width * element_bytes(plane);
 }
 
 // The slots of the current block: in place, or gathered in scratch memory if the block spans

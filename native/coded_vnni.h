@@ -58,8 +58,9 @@ constexpr float MOST_TWO_BYTES = 32639;
 
 // Whether groups and widths are multiples of the piece size.
 bool fits_bytes(const KvEncoded& x, int64_t width) {
-    if (x.plane.type != KV_I8 && x.plane.type != KV_I4) return false;
-    const int64_t piece = x.plane.type == KV_I8 ? ByteCodes<8>::PIECE : ByteCodes<4>::PIECE;
+    const int64_t type = kv_read_type(x.plane.type);
+    if (type < KV_I8 || x.block > 1) return false;
+    const int64_t piece = type == KV_I8 ? ByteCodes<8>::PIECE : ByteCodes<4>::PIECE;
     return width % piece == 0 && width <= MOST_WIDTH && (x.group >= width || x.group % piece == 0);
 }
 

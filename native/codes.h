@@ -1,5 +1,6 @@
 // Codes of 8 and 4 bits: their layout in vectors, their scales, and conversion to floats.
 #pragma once
+#include "packings.h"
 #include "rows.h"
 
 namespace {
@@ -80,7 +81,7 @@ struct Units {
 // exactly.
 [[maybe_unused]] bool fits(const KvEncoded& x, int64_t width) {
     if (x.plane.type < KV_I8 || x.block > 1) return false;
-    const bool bytes = x.plane.type == KV_I8;
+    const bool bytes = kv_read_type(x.plane.type) == KV_I8;
     const int64_t piece = bytes ? Codes<8>::PIECE : Codes<4>::PIECE;
     const bool whole = x.group >= width || x.group % piece == 0 || (!bytes && x.group == piece / 2);
     return width % piece == 0 && width <= MOST_WIDTH && whole;
@@ -95,15 +96,31 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
+// A scale or zero point.
+[[maybe_unused]] float scale1(const KvPlane& plane, int64_t index) {
+    if (plane.type == KV_HIGH_HALF)
+        return F16::widen1((uint16_t)(((const uint8_t*)plane.data)[index] << 8));
+    return F16::widen1(((const uint16_t*)plane.data)[index]);
+}
+
 // Loads the scales or zero points of a block: (BLOCK, groups) -> floats (groups, BLOCK), 0 from
 // `count` on.
 [[maybe_unused]] void load_scales(const KvPlane& plane, int64_t row, int64_t head, int64_t slot,
                                   int64_t count, int64_t groups, float* table) {
     uint16_t halves[BLOCK * MOST_WIDTH / 16];
     float flat[BLOCK * MOST_WIDTH / 16], pairs[4 * BLOCK];
-    const uint16_t* from =
-        (const uint16_t*)plane.data + row * plane.row + head * plane.head + slot * plane.slot;
-    if (plane.slot == groups) {
+    const int64_t first = row * plane.row + head * plane.head + slot * plane.slot;
+    const uint16_t* from = (const uint16_t*)plane.data + first;
+    if (plane.type == KV_HIGH_HALF) {
+        const uint8_t* bytes = (const uint8_t*)plane.data + first;
+        uint8_t together[BLOCK * MOST_WIDTH / 16];
+        if (plane.slot != groups) {
+            for (int64_t j = 0; j < count; ++j)
+                memcpy(together + j * groups, bytes + j * plane.slot, groups);
+            bytes = together;
+        }
+        for (int64_t i = 0; i < count * groups; ++i) halves[i] = (uint16_t)(bytes[i] << 8);
+    } else if (plane.slot == groups) {
         memcpy(halves, from, count * groups * sizeof *halves);
     } else {
         for (int64_t j = 0; j < count; ++j)
@@ -186,19 +203,17 @@ template <int BITS>
 void decode(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows codes, Rows next,
             int64_t count, int64_t width, float* wide) {
     const int64_t stride = padded(width), groups = group_count(width, x.group);
-    const auto at = [&](const KvPlane& plane, int64_t j) {
-        return (const uint16_t*)plane.data + row * plane.row + head * plane.head +
-               (slot + j) * plane.slot;
+    const auto of = [&](const KvPlane& plane, int64_t j, int64_t g) {
+        const int64_t at = row * plane.row + head * plane.head + (slot + j) * plane.slot;
+        return scale1(plane, at + g);
     };
     for (int64_t j = 0; j < count; ++j) {
         const uint8_t* from = (const uint8_t*)codes.at(j);
-        const uint16_t* scales = at(x.scale, j);
         float* to = wide + j * stride;
         prefetch(next.at(j), next.bytes);
         for (int64_t g = 0; g < groups; ++g) {
-            const float scale = F16::widen1(scales[g]);
-            const float zero =
-                x.zero.data ? F16::widen1(at(x.zero, j)[g]) : -Codes<BITS>::MIDDLE * scale;
+            const float scale = of(x.scale, j, g);
+            const float zero = x.zero.data ? of(x.zero, j, g) : -Codes<BITS>::MIDDLE * scale;
             const int64_t end = (g + 1) * x.group < width ? (g + 1) * x.group : width;
             int64_t d = g * x.group;
             for (; d + 8 <= end; d += 8)

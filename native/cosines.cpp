@@ -2,8 +2,10 @@
 #include "cosines.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "codes.h"
+#include "spread.h"
 
 namespace {
 
@@ -168,7 +170,10 @@ void reading(const KvEncoded& keys, int64_t width, int64_t row, int64_t head, fl
     };
     const auto coded = [&](auto bits) {
         widened([=, &keys](int64_t slot, int64_t count) {
-            const Rows codes{(const char*)plane.data + first + slot * plane.slot, plane.slot, 0};
+            const Rows held{(const char*)plane.data + first + slot * plane.slot, plane.slot,
+                            kv_packing(plane.type).bytes(width)};
+            std::vector<char> memory(kv_packing(plane.type).spread() ? BLOCK * width : 0);
+            const Rows codes = readable(keys, held, count, width, memory.data());
             decode<bits.size>(keys, row, head, slot, codes, codes, count, width, wide);
         });
     };
@@ -180,7 +185,9 @@ void reading(const KvEncoded& keys, int64_t width, int64_t row, int64_t head, fl
             if (keys.group < width || step != width) return coded(Tile<8>{});
             return in_place(I8{}, (const uint16_t*)keys.scale.data + row * keys.scale.row +
                                       head * keys.scale.head);
-        default: return coded(Tile<4>{});
+        default:
+            if (kv_packing(plane.type).wide == 8) return coded(Tile<8>{});
+            return coded(Tile<4>{});
     }
 }
 

@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "methods.h"
+#include "centre.h"
 
 namespace {
 
@@ -190,6 +190,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     const KeyMethod keys = key_method(work, many);
     const ValueMethod values = value_method(work, many);
     keys.load(work);
+    const Centred centred(work);
     memset(work.acc, 0, records * work.value_stride * sizeof *work.acc);
     for (int64_t r = 0; r < records; ++r) work.top[r] = -INFINITY, work.total[r] = 0;
 
@@ -208,20 +209,21 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                 if (seen == ALL) return nullptr;
                 return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;
             };
-            if (call.slopes) load_places(work);
+            if (call.slopes || call.centre) load_places(work);
             const auto bias_of = [&](int64_t r) -> Bias {
                 if (!call.slopes) return {};
                 const int64_t row = run.row0 + r / per_row, head = r % per_row / work.tokens;
                 const int64_t query = row * call.position_row + run.query0 + r % work.tokens;
                 return {work.place, call.position[query], call.slopes[run.head * call.group + head]};
             };
-            const auto narrow = [&](const KvEncoded& x) { return x.plane.type == KV_I2; };
-            if (narrow(work.segment().k)) work.key = spread(work.key, work.count, work.spread_key);
+            work.key = readable(work.segment().k, work.key, work.count, call.key_width,
+                                work.spread_key);
             keys.score(work);
+            if (call.centre) centred.add();
             softmax(call, records, work.s, work.count, bias_of, mask_of, work.alpha, work.top,
                     work.total);
-            if (narrow(work.segment().v))
-                work.value = spread(work.value, work.count, work.spread_value);
+            work.value = readable(work.segment().v, work.value, work.count, call.value_width,
+                                  work.spread_value);
             values.add(work);
         }
         if (run.weights) keep_weights(work, seen != NONE);
@@ -229,6 +231,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     values.write_sums(work);
     float* out = run.partial;
     for (int64_t r = 0; r < records; ++r) {
+        if (work.segment().v.rotated) rotate(out, call.value_width);
         out[call.value_width] = work.top[r];
         out[call.value_width + 1] = work.total[r];
         out += call.value_width + 2;

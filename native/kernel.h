@@ -41,14 +41,27 @@ static inline int64_t kv_gathered(const KvCall& call) {
     return KV_BLOCK * ((call.key_width + call.value_width) * 5 / 4 + 4);
 }
 
-// Floats of scratch memory for a block of 2-bit codes, spread to 4 bits.
-static inline int64_t kv_spread(int64_t padded) { return KV_BLOCK * padded / 8; }
+// Floats of scratch memory for a block of spread codes, of at most 8 bits.
+static inline int64_t kv_spread(int64_t padded) { return KV_BLOCK * padded / 4; }
+
+// Numbers in a row of a centre's table.
+static inline int64_t kv_turns(const KvCentre& centre, int64_t width) {
+    return 2 * (centre.pairs + (2 * centre.pairs < width));
+}
+
+// Floats of scratch memory for a centre: coefficients of queries, the same turned to a block, scores
+// of a block, and its rows of the table.
+static inline int64_t kv_centred(const KvCall& call, int64_t records) {
+    if (!call.centre) return 0;
+    const int64_t width = kv_padded(kv_turns(*call.centre, call.key_width));
+    return records * (2 * width + KV_BLOCK) + KV_BLOCK * width;
+}
 
 // Floats of scratch memory that a run needs.
 static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
     return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value + 1) + 64 +
-           kv_gathered(call) + kv_spread(key) + kv_spread(value);
+           kv_gathered(call) + kv_spread(key) + kv_spread(value) + kv_centred(call, records);
 }
 
 // kv_attend, after the fields that the library sets are set.

@@ -20,7 +20,7 @@ struct Work {
     const int64_t records, tokens, value_stride;
     float *queries, *s, *acc, *alpha, *top, *total;
     float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
-    float *spread_key, *spread_value;   // a block of 2-bit codes in 4 bits
+    float *spread_key, *spread_value;   // a block of spread codes
     int32_t* mask;                      // (rows, tokens, BLOCK)
     int32_t* place;                     // (BLOCK): positions of the slots, if there are slopes
     int64_t slot, count;
@@ -326,9 +326,10 @@ template <int BITS>
 const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     for (const KvPlane* plane : {&x.scale, &x.zero}) {
         if (!plane->data || plane->slot != groups) continue;
-        const uint16_t* from = (const uint16_t*)plane->data + work.run.row0 * plane->row +
-                               work.run.head * plane->head + (work.at() + BLOCK) * groups;
-        prefetch((const char*)from, BLOCK * groups * 2);
+        const int64_t from = work.run.row0 * plane->row + work.run.head * plane->head +
+                             (work.at() + BLOCK) * groups;
+        const int64_t size = element_bytes(*plane);
+        prefetch((const char*)plane->data + from * size, BLOCK * groups * size);
     }
     float* zero = const_cast<float*>(load_groups(work, x, groups, scale));
     if (!zero) return nullptr;
@@ -417,8 +418,9 @@ KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
 
 KeyMethod key_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().k;
-    if (x.plane.type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
-    if (x.plane.type > KV_I8) return coded_key_method<4>(x, work.call.key_width, many);
+    const int64_t type = kv_read_type(x.plane.type);
+    if (type == KV_I8) return coded_key_method<8>(x, work.call.key_width, many);
+    if (type == KV_I4) return coded_key_method<4>(x, work.call.key_width, many);
 #if defined(KV_BF16_PAIRS)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16) {
 #if defined(KV_TILES)
@@ -450,8 +452,9 @@ ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
 
 ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
-    if (x.plane.type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
-    if (x.plane.type > KV_I8) return coded_value_method<4>(x, work.call.value_width, many);
+    const int64_t type = kv_read_type(x.plane.type);
+    if (type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
+    if (type == KV_I4) return coded_value_method<4>(x, work.call.value_width, many);
 #if defined(KV_BF16_PAIRS)
 #if defined(KV_TILES)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && on_tiles(work))

@@ -5,10 +5,12 @@
 #include <cstring>
 #include <map>
 #include <new>
+#include <tuple>
 #include <vector>
 
 #include "machine.h"
 #include "policy.h"
+#include "simd.h"
 
 namespace {
 
@@ -48,15 +50,62 @@ int64_t all_slots(const KvSequence& step) {
     return slots;
 }
 
+// Keys (rows, heads, width) of a step's token less its turned centre, as floats.
+std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
+    const KvEncoding& e = step.step->key;
+    const KvCentre& centre = *step.step->call.centre;
+    const int64_t pairs = centre.pairs, rest = 2 * pairs < e.width;
+    std::vector<float> out(e.rows * e.heads * e.width);
+    float* to = out.data();
+    for (int64_t row = 0; row < e.rows; ++row) {
+        const int64_t place =
+            std::clamp<int64_t>(kv_position(step, row), 0, centre.positions - 1);
+        const float* cos = centre.table + place * 2 * (pairs + rest);
+        const float* sin = cos + pairs + rest;
+        for (int64_t head = 0; head < e.heads; ++head, to += e.width) {
+            const int64_t from = row * e.x.row + head * e.x.head;
+            const float* mean = centre.mean + row * centre.row + head * centre.head;
+            for (int64_t i = 0; i < e.width; ++i)
+                to[i] = e.x.type == KV_F32    ? ((const float*)keys)[from + i]
+                        : e.x.type == KV_BF16 ? BF16::widen1(((const uint16_t*)keys)[from + i])
+                                              : F16::widen1(((const uint16_t*)keys)[from + i]);
+            for (int64_t i = 0; i < pairs; ++i) {
+                const int64_t a = centre.interleaved ? 2 * i : i;
+                const int64_t b = centre.interleaved ? a + 1 : i + pairs;
+                const float c = cos[i], s = sin[i];
+                to[a] -= mean[a] * c - mean[b] * s;
+                to[b] -= mean[b] * c + mean[a] * s;
+            }
+            for (int64_t i = 2 * pairs; i < e.width; ++i) to[i] -= mean[i];
+        }
+    }
+    return out;
+}
+
+bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors);
+
+// Copies or encodes a step's key to slot `slot`.
+bool write_key(const KvSequence& step, const char* key, int64_t slot, float* errors) {
+    KvEncoding e = step.step->key;
+    if (!step.step->call.centre) return write(e, key, slot, errors);
+    std::vector<float> keys = centred_keys(step, key);
+    const int64_t type = e.codes.type >= KV_I8 ? KV_F32 : e.x.type;
+    auto* narrow = (uint16_t*)keys.data();
+    for (size_t i = 0; type != KV_F32 && i < keys.size(); ++i)
+        narrow[i] = type == KV_BF16 ? BF16::narrow1(keys[i]) : F16::narrow1(keys[i]);
+    e.x = {nullptr, e.heads * e.width, e.width, e.width, type};
+    return write(e, (const char*)keys.data(), slot, errors);
+}
+
 // Copies or encodes x to slot `slot`. `errors` may be null.
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors) {
     KvEncoding e = written;
     e.x.data = x;
-    if (e.bits) {
+    if (e.codes.type >= KV_I8) {
         const auto at = [&](KvPlane& plane, int64_t size) {
             if (plane.data) plane.data = (const char*)plane.data + slot * plane.slot * size;
         };
-        at(e.codes, 1), at(e.scale, 2), at(e.zero, 2);
+        at(e.codes, 1), at(e.scale, e.scale.type == KV_HIGH_HALF ? 1 : 2), at(e.zero, 2);
         e.errors = errors;
         return !kv_encode(&e);
     }
@@ -94,7 +143,7 @@ bool append(const KvSequence& step, const Token& token) {
         if (!drop(step)) return false;
         kv_forget(step);
     }
-    if (!write(s.key, token.k, slot, errors.data()) ||
+    if (!write_key(step, token.k, slot, errors.data()) ||
         !write(s.value, token.v, slot, errors.data() + count))
         return false;
     const KvPlane& place = s.position;
@@ -117,6 +166,12 @@ int attend_alone(const KvSequence& step, const Token& token, float* mass) {
     call.out = token.out;
     call.mass = mass;
     call.dense = step.dense;
+    KvCentre centre;
+    if (call.centre) {
+        centre = *call.centre;
+        centre.queries.data = token.q;
+        call.centre = &centre;
+    }
     for (int64_t row = 0; row < call.rows; ++row)
         places.push_back((int32_t)kv_position(step, row));
     call.position = places.data();
@@ -151,6 +206,8 @@ class Together {
     std::vector<void*> outs;
     std::vector<int32_t> places;
     std::vector<char> queries;  // queries of rows that share segments, adjacent
+    std::vector<float> means;   // of the rows' centres
+    KvCentre centre;
     int64_t query_bytes;        // bytes of one row's query
 
   public:
@@ -182,6 +239,7 @@ class Together {
             }
         }
         divide(0, count, 0);
+        if (call.centre) gather_centres(call);
     }
 
     // `mass` returns where to write a step's mass; null: not needed.
@@ -198,6 +256,7 @@ class Together {
         call.segment_count = (int64_t)segments.size();
         call.segments = segments.data();
         call.reaches = nullptr;
+        if (call.centre) call.centre = &centre;
         call.holders = holders.data();
         call.outs = outs.data();
         call.position = places.data();
@@ -209,6 +268,21 @@ class Together {
     }
 
   private:
+    // One centre for all rows. Their tables are the same.
+    void gather_centres(const KvCall& call) {
+        centre = *call.centre;
+        centre.row = call.heads * call.key_width, centre.head = call.key_width;
+        for (const KvSequence* row : rows) {
+            const KvCentre& own = *row->step->call.centre;
+            for (int64_t head = 0; head < call.heads; ++head) {
+                const float* mean = own.mean + head * own.head;
+                means.insert(means.end(), mean, mean + call.key_width);
+            }
+        }
+        centre.mean = means.data();
+        centre.queries = segments[0].queries;
+    }
+
     int64_t count_of(int64_t row) const { return rows[row]->step->call.segment_count; }
 
     // Whether two rows have the same frozen segment at index `depth`.
@@ -292,12 +366,16 @@ class Masses {
 };
 
 // Attends for all steps: in one call if their queries see all slots, and they have as many heads with
-// the same slopes.
+// the same slopes and table of a centre.
 int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses) {
-    std::map<std::pair<int64_t, const float*>, std::vector<const KvSequence*>> alike;
+    std::map<std::tuple<int64_t, const float*, const float*>, std::vector<const KvSequence*>>
+        alike;
     for (const KvSequence* step = steps; step < steps + count; ++step) {
         const KvCall& call = step->step->call;
-        if (count > 1 && step->dense) alike[{call.heads, call.slopes}].push_back(step);
+        if (count > 1 && step->dense) {
+            const float* table = call.centre ? call.centre->table : nullptr;
+            alike[{call.heads, call.slopes, table}].push_back(step);
+        }
         else if (attend_alone(*step, Token(tokens, *step), masses.of(step))) return 1;
     }
     for (auto& [kind, some] : alike) {
@@ -334,8 +412,8 @@ int run(const KvSequence* steps, int64_t count, const KvTokens& tokens) {
     // Encoding takes longer than copying, but only many tokens are worth another thread.
     const KvStep& first = *steps[0].step;
     const int64_t bytes = first.key.width * first.key.heads * element_bytes(first.key.x.type);
-    const int64_t threads =
-        count == 1 ? 1 : threads_for(count * bytes * (first.key.bits ? 8 : 1), first.call.threads);
+    const int64_t cost = first.key.codes.type >= KV_I8 ? 8 : 1;
+    const int64_t threads = count == 1 ? 1 : threads_for(count * bytes * cost, first.call.threads);
     std::atomic<bool> failed{false};
     const auto each = [&](int64_t threads, auto f) {
         share(threads, count, [&](int64_t i) {

@@ -26,7 +26,8 @@ def test_each_part_is_exported_and_imported_for_type_checkers(package, table):
         kind = getattr(package, part.kind)
         assert found[name] is kind
         assert (kind.name, kind.__name__) == (name, part.kind)
-        assert f"from {package.__name__}.{name} import {part.kind} as {part.kind}\n" in source
+        home = f"{package.__name__}.{part.module or name}"
+        assert f"from {home} import {part.kind} as {part.kind}\n" in source
         assert part.kind in package.__all__
     assert {table, *package.__all__} <= set(dir(package))
     assert getattr(package, table) is found  # so that new parts stay registered

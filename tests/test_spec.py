@@ -97,6 +97,7 @@ def test_parse_and_print_are_inverse(policy, storage):
         ("window:8,sinks=3000000000", "below 2"),
         ("window:4,size=9", "'size' twice"),
         ("keep_all+plain/plain/plain", "3 codecs"),
+        ("keep_all+int7", "no codec 'int7' .*; there is int8, int6, int5, int4, int3, int2$"),
         ("keep_all+int4,affine=1", "commas between options; write int4:affine=1$"),
         ("keep_all+int8/int4,64,affine=1", "write int4:64,affine=1$"),
         ("keep_all+int4:32:affine=1", "write int4:32,affine=1$"),

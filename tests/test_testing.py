@@ -71,7 +71,7 @@ def test_codecs_that_nobody_chose_give_no_warning(monkeypatch):
         warnings.simplefilter("error")
         check_policy("mine:8,recent=2")
     with pytest.warns(PrecisionWarning):  # it was not used up
-        CacheSpec.parse("mine:8+int4").layer()
+        CacheSpec.parse("mine:8+int4:centre=0").layer()
 
 
 def test_no_policy():

@@ -11,7 +11,7 @@ from kvkeep.renamed import refuse_name
 
 
 class Part(NamedTuple):
-    """A policy, codec or storage, whose class lies in the module of its name.
+    """A policy, codec or storage.
 
     Args:
         kind: the name of its class.
@@ -20,12 +20,14 @@ class Part(NamedTuple):
         error: of a codec, the largest error of one token's key or value, relative to its norm, for
             small widths and normally distributed elements. The distance of two different tokens
             is then 1.4.
+        module: the module of its class, if it has another name than the part.
     """
 
     kind: str
     suggested: str = ""
     example: str = ""
     error: float = 0.0
+    module: str = ""
 
 
 def exports(
@@ -46,7 +48,7 @@ def exports(
     """
     package = module["__name__"]
     homes = {name: home for home, names in others.items() for name in names}
-    homes |= {part.kind: home for home, part in parts.items()}
+    homes |= {part.kind: part.module or name for name, part in parts.items()}
     former = {name: f"{package}.{now}" for name, now in (renamed or {}).items()}
 
     def find(name: str) -> Any:

@@ -373,6 +373,10 @@ def _elsewhere(kind: str, text: str, whole: str) -> str:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
+    stem = name.rstrip("0123456789")
+    alike = [one for one in names if one != stem and one.rstrip("0123456789") == stem != name]
+    if len(alike) > 1:
+        return f"there is {', '.join(alike)}"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -276,7 +276,8 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
     for segment in layer.slots.segments():
-        keys, values = segment.keys(torch.float64).cpu(), segment.values(torch.float64).cpu()
+        keys = segment.keys(torch.float64, segment.own(layer.centre)).cpu()
+        values = segment.values(torch.float64).cpu()
         position = segment.position.cpu()
         own = range(heads) if segment.head is None else [segment.head]
         held = range(rows) if segment.rows is None else segment.rows.tolist()

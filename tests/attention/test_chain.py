@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Options, Segment, View, backends
 from kvkeep.attention.native import available
-from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
+from kvkeep.codec import Fp8, Int3, Int4, Int6, Int8, Kivi, Plain
 from kvkeep.planes import POSITION, Reach, joined
 
-CODECS = [Plain(), Int8(), Int4(), Int4(affine=True, group=8), Fp8()]
+CODECS = [Plain(), Int8(), Int4(), Int4(affine=True, group=8), Fp8(), Int3(16, scale=8), Int6()]
 CODECS += [Kivi(4, together=24), Kivi(2, together=5)]  # blocks that no tile of slots begins with
 BACKENDS = {b.name: b.run for b in backends()}
 

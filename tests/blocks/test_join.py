@@ -121,7 +121,13 @@ def test_the_first_text_alone_is_itself():
 
 
 @pytest.mark.parametrize(
-    "spec", ["keep_all+int8", "keep_all+int4", "keep_all@fixed:64", "window:60"]
+    "spec",
+    [
+        "keep_all+int8",
+        "keep_all+int4:centre=0,recent=0,sinks=0",
+        "keep_all@fixed:64",
+        "window:60",
+    ],
 )
 def test_other_specs(spec):
     """As the same caches joined for good, by a snapshot; within what encoding again costs."""

@@ -36,7 +36,7 @@ def test_the_names_are_those_of_the_library():
     [
         ("win", ["window:1024"]),
         ("keep_all;ke", ["keep_all;keep_all", "keep_all;keydiff:1024"]),
-        ("keep_all+int", ["keep_all+int8", "keep_all+int4"]),
+        ("keep_all+int", [f"keep_all+int{bits}" for bits in (8, 6, 5, 4, 3, 2)]),
         ("keep_all+int8/k", ["keep_all+int8/kivi"]),
         ("window:9+int8@f", ["window:9+int8@fixed"]),
         ("nothing", []),
@@ -113,7 +113,7 @@ def test_bash(tmp_path):
     )
     assert ran.stdout.splitlines() == [
         "generate",
-        "keep_all+int8 keep_all+int4",
+        " ".join(f"keep_all+int{bits}" for bits in (8, 6, 5, 4, 3, 2)),
         "gemma3-270m",
         "qa,needle",
     ], ran.stderr

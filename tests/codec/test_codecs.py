@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from kvkeep import native_library
-from kvkeep.codec import CODECS, Fp8, Int4, Int8, Kivi, Plain
-from kvkeep.codec.groups import packed, unpacked
+from kvkeep.codec import CODECS, Fp8, Int2, Int3, Int4, Int5, Int6, Int8, Kivi
+from kvkeep.codec.groups import packed, packed_as, unpacked, unpacked_as
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import ShapeError, SpecError
+from kvkeep.packing import PACKINGS
 from kvkeep.testing import CODEC_ERRORS
 
 # |x - x'| / |x| for normally distributed tokens.
-ERROR = CODEC_ERRORS | {"int8": 0.01, "int4": 0.1, "fp8": 0.04, "kivi": 0.12}
+ERROR = CODEC_ERRORS | {
+    "int8": 0.01, "int6": 0.025, "int5": 0.05, "int4": 0.1, "int3": 0.2, "int2": 0.4, "fp8": 0.04,
+    "kivi": 0.12,
+}  # fmt: skip
 """Widths of 64 and more have smaller errors than small ones."""
 
 EVERY = [
@@ -24,6 +28,7 @@ EVERY = [
     Int8(16, hadamard=False),
     Int4(64),
     Int4(8, affine=True),
+    Int3(16, scale=8),
     Kivi(together=4, group=16),
 ]
 
@@ -68,6 +73,18 @@ def test_affine_int4_literal(compiled):
     assert codec.decode(planes, torch.float32).equal(x)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_int3_literal(compiled):
+    """As 4-bit codes these are the bytes 70 54 36 12 77 77 44 44. Two parts of them share the
+    bytes of the lower two bits, four parts those of the highest bit."""
+    codec = Int3(16, hadamard=False)
+    x = numbers(-4, 3, 0, 1, 2, -1, -2, -3, 3, 3, 3, 3, 0, 0, 0, 0)
+    planes = codec.encode(x) if compiled else steps(codec)(x)
+    assert planes["_scale"].item() == 1.0
+    assert planes[""].flatten().tolist() == [0xFC, 0xDC, 0x32, 0x12, 0xDE, 0xDD]
+    assert codec.decode(planes, torch.float32).equal(x)
+
+
 def test_kivi_literal():
     """A channel of keys has a scale over four tokens; values have one for each token and group."""
     keys = Kivi(2, together=4)
@@ -109,20 +126,30 @@ def test_planes_are_as_declared_and_the_error_as_expected(codec, dtype, width):
     assert codec.decode(planes, torch.float64).dtype == torch.float64
 
 
-@pytest.mark.parametrize(("codec", "ratio"), [(Int8(), 1.9), (Int4(), 3.5)])
-def test_honest_ratios(codec, ratio):
-    def slot_bytes(one):
-        planes = one.encode(torch.randn(1, 1, 100, 64, dtype=torch.bfloat16))
-        return sum(plane.nbytes for plane in planes.values())
+INTS = [Int8, Int6, Int5, Int4, Int3, Int2]
 
-    for one in (codec, codec.for_values()):
-        assert slot_bytes(Plain()) / slot_bytes(one) >= ratio
+
+@pytest.mark.parametrize("kind", INTS)
+def test_a_slot_takes_its_codes_and_scales(kind):
+    codecs = [kind(), kind().for_values()]
+    codecs += [kind(16, scale=8)] if kind.bits <= 4 else []
+    for codec in codecs:
+        planes = codec.encode(torch.randn(1, 1, 100, 128, dtype=torch.bfloat16))
+        scales = 128 // codec.group * getattr(codec, "scale", 16)
+        assert (
+            sum(plane.nbytes for plane in planes.values()) == 100 * (128 * kind.bits + scales) / 8
+        )
 
 
 @pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 @pytest.mark.parametrize(
-    "codec", [Int8(), Int8(16, hadamard=False), Int4(), Int4(64), Int4(affine=True)], ids=str
-)
+    "codec",
+    [
+        *[kind() for kind in INTS], Int8(16, hadamard=False), Int4(64), Int4(affine=True),
+        Int2(affine=True), Int3(16, scale=8), Int4(scale=8),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compiled_encoding_is_that_of_tensor_operations(codec, dtype):
     for width, strided in product((64, 80, 40), (False, True)):
@@ -132,8 +159,10 @@ def test_compiled_encoding_is_that_of_tensor_operations(codec, dtype):
         for name in ("_scale", "_zero"):
             if name in other:
                 torch.testing.assert_close(one[name], other[name], rtol=2e-3, atol=1e-6)
+        packing = PACKINGS[codec.layout.packing]
         codes = [
-            p[""].int() if codec.name == "int8" else unpacked(p[""], 4).int() for p in (one, other)
+            p[""].int() if codec.name == "int8" else unpacked_as(p[""], packing).int()
+            for p in (one, other)
         ]
         apart = (codes[0] - codes[1]).abs()
         assert apart.max() <= 1
@@ -183,12 +212,23 @@ def test_bits_are_packed_without_loss():
     for bits in (2, 4):
         codes = torch.randint(0, 2**bits, (3, 16), dtype=torch.uint8)
         assert unpacked(packed(codes, bits), bits).equal(codes)
+    for name in ("int6", "int5", "int4", "int3", "int2"):
+        packing = PACKINGS[name]
+        codes = torch.randint(0, 2**packing.bits, (3, 40), dtype=torch.uint8)
+        whole = packed_as(codes, packing)
+        assert whole.shape[-1] == 5 * packing.bits
+        assert unpacked_as(whole, packing).equal(codes)
 
 
 def test_wrong_options():
     for wrong in (lambda: Int8(0), lambda: Int4(12), lambda: Fp8(-8), lambda: Kivi(group=3)):
         with pytest.raises(SpecError, match="multiple of 8"):
             wrong()
+    for wrong in (lambda: Int3(scale=4), lambda: Int6(scale=8)):
+        with pytest.raises(SpecError, match="16 bits, or in codes of at most 4 bits 8; use int"):
+            wrong()
+    with pytest.raises(SpecError, match="use int5, or int4:affine=1"):
+        Int5(affine=True)
     for wrong in (lambda: Kivi(3), lambda: Kivi(together=1), lambda: Kivi(recent=-1)):
         with pytest.raises(SpecError, match="use kivi:4"):
             wrong()
@@ -197,5 +237,7 @@ def test_wrong_options():
 def test_widths_that_cannot_be_packed():
     with pytest.raises(ShapeError, match="width is 7"):
         Int4().encode(torch.randn(1, 1, 1, 7))
+    with pytest.raises(ShapeError, match="int3 packs 8 elements together, but the width is 12"):
+        Int3().encode(torch.randn(1, 1, 1, 12))
     with pytest.raises(ShapeError, match="width is 6"):
         Kivi(2, together=2).encode(torch.randn(1, 1, 2, 6))

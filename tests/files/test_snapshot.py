@@ -206,7 +206,7 @@ def test_headers_that_do_not_fit_change_nothing(tmp_path, change):
 def test_widths_that_a_codec_refuses(tmp_path):
     """int4 has no codes of 3 elements."""
     path = tmp_path / "a.kv"
-    cache = filled("keep_all+int4", 2, ragged=False)
+    cache = filled("keep_all+int4:recent=0,sinks=0", 2, ragged=False)
     save(cache, path)
     rewritten(path, layers=layers_with(path, key_width=3))
     before = held(cache)

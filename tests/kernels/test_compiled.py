@@ -42,7 +42,18 @@ def compiled(*arguments):
 def test_kernels(capability, dtypes, codecs):
     found = compiled(str(capability), dtypes, *filter(None, [",".join(codecs)]))
     assert {"append", "attend", "merge", "receive", "weigh"} <= {x["kernel"] for x in found}
-    every = {"plain", "int8", "int4", "int4-affine", "fp8", "kivi", "kivi-2-bits"}
+    every = {
+        "plain",
+        "int8",
+        "int6",
+        "int4",
+        "int3",
+        "int2",
+        "int4-affine",
+        "fp8",
+        "kivi",
+        "kivi-2-bits",
+    }
     assert {x["codec"] for x in found} == (codecs or every)
     packed = {x["codec"] for x in found if x["kernel"] == "attend" and "sequences" in x}
     assert packed == (codecs or every)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.attention import triton
-from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
+from kvkeep.codec import Fp8, Int3, Int4, Int8, Kivi, Plain
 from kvkeep.layer.write_tokens import able, append
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, joined
@@ -118,4 +118,6 @@ def test_what_it_cannot():
     x = torch.randn(1, 1, 1, 64, device=DEVICE)
     assert able(x, x, Int8(), Plain())
     assert not able(x, x, Kivi(), Kivi())
+    assert not able(x, x, Int8(), Int3())
+    assert not able(x, x, Int4(scale=8), Int8())
     assert not able(x.double(), x.double(), Plain(), Plain())

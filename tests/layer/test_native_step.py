@@ -43,7 +43,7 @@ SPECS = [
     "random:8",
     "keydiff:8,recent=2",
     "keydiff:8,recent=2+int8",
-    "keydiff:8,recent=2+int4/int8",
+    "keydiff:8,recent=2+int4:centre=0/int8",
     "adakv(keydiff:8)",
     "expected_attention:12,sinks=2",
     "adakv(expected_attention:12,sinks=2)",

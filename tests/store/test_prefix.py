@@ -150,7 +150,7 @@ def test_a_hit_outlives_its_entry():
     assert holds(fed([*tokens[:7], 50, 51], cache), [*tokens[:7], 50, 51])
 
 
-@pytest.mark.parametrize("spec", ["keep_all+int8", "keep_all+int4@fixed:64", "window:40"])
+@pytest.mark.parametrize("spec", ["keep_all+int8", "keep_all+int4:centre=0@fixed:64", "window:40"])
 def test_other_caches(spec):
     store = PrefixStore()
     k = torch.randn(1, 2, 30, 32)

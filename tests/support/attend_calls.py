@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvkeep.attention import Rotation, Segment, View, reference
 from kvkeep.attention.options import Options
-from kvkeep.codec import Codec, Int4, Int8, Kivi, Plain
-from kvkeep.packing import KernelLayout
+from kvkeep.codec import Codec, Int2, Int3, Int4, Int5, Int6, Int8, Kivi, Plain
+from kvkeep.packing import PACKINGS, KernelLayout
 from kvkeep.planes import POSITION, PlaneSpec, Reach, joined
 
 
@@ -88,6 +88,11 @@ def qkv(rows=1, heads=2, group=2, slots=100, n=1, width=64, values=None, dtype=t
     )
 
 
+def not_a_number(plane):
+    """NaN as a number of a plane of floats or scales, of which uint8 has the higher half."""
+    return 0x7E if plane.dtype is torch.uint8 else torch.nan
+
+
 PLAIN = st.just(Plain())
 CODECS = st.one_of(
     PLAIN,
@@ -97,6 +102,12 @@ CODECS = st.one_of(
         group=st.sampled_from([32, 64, 8, 128]),
         affine=st.booleans(),
         hadamard=st.booleans(),
+    ),
+    st.builds(
+        lambda kind, group, scale: kind(group, scale=scale if kind.bits <= 4 else 16),
+        kind=st.sampled_from([Int6, Int5, Int4, Int3, Int2]),
+        group=st.sampled_from([32, 64, 16, 8]),
+        scale=st.sampled_from([16, 8]),
     ),
 )
 
@@ -116,6 +127,9 @@ KINDS = [
     (Int8(32, hadamard=False), Plain()),
     (Plain(), Int4(affine=True)),
     (Int4(8), Int8(8)),
+    (Int3(), Int2()),
+    (Int6(), Int5(64)),
+    (Int4(scale=8), Int3(scale=8)),
     (Kivi(), Kivi()),
     (Kivi(2, together=16), Kivi(2, together=16)),
 ]
@@ -175,8 +189,8 @@ def call(
     """Queries, a view and options of these features."""
     generator = torch.Generator().manual_seed(seed)
     key, value = codecs
-    width += -width % {"int4": 2, "kivi": 4}.get(key.name, 1)
-    values += -values % {"int4": 2, "kivi": 4}.get(value.name, 1)
+    width += -width % PACKINGS[key.layout.packing].together
+    values += -values % PACKINGS[value.layout.packing].together
 
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)

@@ -24,15 +24,18 @@ from triton.runtime.jit import JITFunction
 import kvkeep.attention.triton as backend
 from kvkeep.attention import Rotation, View, triton_packed
 from kvkeep.attention.options import Options
-from kvkeep.codec import Fp8, Int4, Int8, Kivi, Plain
-from kvkeep.layer.write_tokens import append
+from kvkeep.codec import Fp8, Int2, Int3, Int4, Int6, Int8, Kivi, Plain
+from kvkeep.layer.write_tokens import append, by_kernel
 from kvkeep.planes import Reach
 from support.attend_calls import dense, qkv, segment
 
 CODECS = {
     "plain": Plain(),
     "int8": Int8(),
+    "int6": Int6(),
     "int4": Int4(),
+    "int3": Int3(16, hadamard=False, scale=8),
+    "int2": Int2(hadamard=False),
     "int4-affine": Int4(affine=True),
     "fp8": Fp8(),
     "kivi": Kivi(),
@@ -116,7 +119,7 @@ def main(capability, dtypes, codecs):
                 backend.run(q, view, options)
                 planes, (rows, heads) = view.segments[0].planes, k.shape[:2]
                 cursor = torch.zeros(rows, heads, 1, dtype=torch.int64)
-                if codec.block == 1:
+                if by_kernel(codec):
                     append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)
                 told(compiled, codec=name, dtype=str(dtype), n=n)
             q, k, v = qkv(heads=8, group=4, slots=2048, width=128, dtype=dtype)

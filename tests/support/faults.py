@@ -134,16 +134,16 @@ FAULTS = (
     ),
     Fault(
         "int4-zero-code",
-        "codec/int4.py",
-        "x = grouped(codes - 8, self.group) * scale",
-        "x = grouped(codes - 7, self.group) * scale",
+        "codec/ints.py",
+        "x = grouped(codes - 2 ** (self.bits - 1), self.group) * scale",
+        "x = grouped(codes - 2 ** (self.bits - 1) + 1, self.group) * scale",
         "codec/test_codecs.py",
     ),
     Fault(
         "int4-affine-zero-unrounded",
-        "codec/int4.py",
-        "codes = divided(groups - zero.to(high.dtype)[..., None], scale[..., None])",
-        "codes = divided(groups - low[..., None], scale[..., None])",
+        "codec/ints.py",
+        "codes = divided(groups - zero.to(high.dtype)[..., None], step)",
+        "codes = divided(groups - low[..., None], step)",
         "codec/test_codecs.py",
     ),
     Fault(
@@ -759,8 +759,8 @@ FAULTS = (
     Fault(
         "beginning-without-scores-of-its-own",
         "layer/beginning.py",
-        "mine = {name: x.expand(rows, *x.shape[1:]).clone() for name, x in own.items()}",
-        "mine = {n: x.expand(rows, *x.shape[1:]).clone() * 0 for n, x in own.items()}",
+        "mine = {name: x.expand(history.rows, *x.shape[1:]).clone() for name, x in own.items()}",
+        "mine = {n: x.expand(history.rows, *x.shape[1:]).clone() * 0 for n, x in own.items()}",
         "layer/test_beginning.py",
     ),
     Fault(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep import native_library
 from kvkeep.attention import explicit, native, reference, sdpa, triton, triton_packed
+from kvkeep.attention.centre import Centre
 from kvkeep.attention.fitting import check_call, in_memory
 from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
@@ -20,6 +21,7 @@ from kvkeep.planes import Reach, unsliced
 __all__ = [
     "Attend",
     "Backend",
+    "Centre",
     "Held",
     "Options",
     "Rotation",
@@ -148,6 +150,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    centre: Centre | None = None,
     need_mass: bool = False,
     observed: int | None = None,
     peak: bool = False,
@@ -167,6 +170,7 @@ def attend(
         sinks: logits (Hq,) added to the softmax's denominator; they have no value vector.
         slopes: bias (Hq,) of each query head: a slot at position p adds slope * (p - t) to its
             score for a query at position t (ALiBi, linear biases). They get no gradients.
+        centre: what the keys of the slots lack; None: nothing.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
             row in the chunk; None: all.
@@ -187,7 +191,7 @@ def attend(
         view = view._replace(bounds=unbounded(view.position))
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes)
+    options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes, centre)
     check_call(q, view, options)
     return dispatch(*in_memory(q, view, options), backend)
 
@@ -266,7 +270,7 @@ def _each_part(
         alone = segment._replace(head=None, rows=None, part=False)
         part = view._replace(segments=(alone,), position=position, bounds=bounds)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
-        asked = options._replace(sinks=sinks, slopes=slopes)
+        asked = options._replace(sinks=sinks, slopes=slopes, centre=segment.own(options.centre))
         out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)
         outs.append(out)
         if mass is not None:

@@ -29,7 +29,7 @@ def run(
     """
     rows, query_heads, n, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
-    held = view.in_order(q.dtype, q.dtype, moved=moved)
+    held = view.in_order(q.dtype, q.dtype, moved=moved, centre=options.centre)
     group = query_heads // held.keys.shape[1]
     seen = view.sees(held.position)
     logits = scores(q.to(compute), held.keys.to(compute), group, options)

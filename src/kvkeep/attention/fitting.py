@@ -56,6 +56,15 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     for name, x in (("sinks", options.sinks), ("slopes", options.slopes)):
         if x is not None:
             check_memory(name, x, q.device)
+    if options.centre is not None:
+        mean, heads = options.centre.mean, _tensor(view.segments[-1], "k").shape[1]
+        fits = (q.shape[0], heads, q.shape[3])
+        if tuple(mean.shape) != fits or mean.dtype is not torch.float32:
+            raise ShapeError(
+                f"a centre of {tuple(mean.shape)} {mean.dtype}; give float32 {fits}: rows, kv "
+                "heads and the width of keys"
+            )
+        check_memory("centre", mean, q.device)
     for reach in view.reaches:
         _check_reach(reach)
     if not view.segments:

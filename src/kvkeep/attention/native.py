@@ -1,6 +1,6 @@
 """The native CPU backend: one pass of C++ over the slots, without copying.
 
-It reads keys and values of float32, bfloat16 and float16, and codes of 8, 4 and 2 bits, through
+It reads keys and values of float32, bfloat16 and float16, and codes of 8 bits and fewer, through
 pointers and strides (see `native/abi.h`). It uses torch's OpenMP threads and the best available of
 AVX-512, AVX2 and portable code. If no C++ compiler is present at installation, kvkeep installs
 without this backend and uses the other backends.
@@ -14,24 +14,27 @@ from struct import Struct
 import torch
 from torch import Tensor
 
+from kvkeep.attention.centre import Centre
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.checks import wants_gradients
 from kvkeep.native_library import (  # noqa: F401 - imported from here by tests and tools
     LIBRARY,
     TYPES,
+    address_of,
     available,
     instructions,
     reason,
     use_instructions,
 )
-from kvkeep.packing import CODES, NATIVE, KernelLayout
+from kvkeep.packing import HIGH_HALF, PACKINGS, KernelLayout
 from kvkeep.planes import POSITION, Planes, unsliced
 
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
-# Layouts of KvCall, KvSegment and KvReach in native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, REACH = Struct("=32q2d"), Struct("=49q"), Struct("=4q")
+# Layouts of KvCall, KvSegment, KvReach and KvCentre in native/abi.h; absent pointers are 0.
+CALL, _SEGMENT, REACH = Struct("=33q2d"), Struct("=49q"), Struct("=4q")
+_CENTRE = Struct("=13q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -55,7 +58,7 @@ def _unread(q: Tensor, segment: Segment) -> str | None:
     k, v = planes["k"], planes["v"]
     for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
         layout = codec.layout
-        if layout is None or layout.packing not in NATIVE:
+        if layout is None or not PACKINGS[layout.packing].native:
             return f"the native kernel cannot read what {codec} encodes"
         if layout.packing == "plain" and plane.dtype not in TYPES:
             return f"the native kernel cannot read {plane.dtype}"
@@ -86,7 +89,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     dense = view.dense
     kept: list[Tensor] = []  # keeps temporary tensors alive during the call
     slopes = None if options.slopes is None else options.slopes.float().contiguous()
-    placed = not dense or slopes is not None
+    centre = None if options.centre is None else pack_centre(options.centre, q, kept)
+    placed = not dense or slopes is not None or centre is not None
     segments = pack_segments(view.segments, q, kept, placed=placed)
     reaches = b"".join([REACH.pack(*reach) for reach in view.reaches])
     position = view.position.to(torch.int32).contiguous() if placed else None
@@ -98,6 +102,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         0 if bounds is None else bounds.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if slopes is None else slopes.data_ptr(),
+        0 if centre is None else address_of(centre),
         out.data_ptr(),
         0 if mass is None else mass.data_ptr(),
         *(0, 0),
@@ -129,14 +134,16 @@ def _shape(q: Tensor, heads: int, value_width: int) -> tuple[int, ...]:
 
 
 def call_of_step(
-    q: Tensor, heads: int, value_width: int, segments: int, options: Options
+    q: Tensor, heads: int, value_width: int, segments: int, options: Options, centre: int
 ) -> tuple[float, ...]:
     """The fields of a KvCall for one token a row that sees all slots; the fields of `out` and of
     the segments are 0. `options` must have no sinks and no mass; its slopes, contiguous float32,
-    must stay alive as long as the call."""
+    must stay alive as long as the call. `centre`: the address of a packed
+    KvCentre, or 0."""
     return (
         *(0,) * 7,
         0 if options.slopes is None else options.slopes.data_ptr(),
+        centre,
         *(0,) * 5,
         segments,
         *(0,) * 6,
@@ -145,6 +152,19 @@ def call_of_step(
         torch.get_num_threads(),
         options.scale,
         options.softcap or 0.0,
+    )
+
+
+def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
+    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors that it points
+    to, to `kept`."""
+    mean, turns = centre.mean.contiguous(), centre.turns
+    kept += [mean, turns.table, turns.near]
+    return _CENTRE.pack(
+        *(mean.data_ptr(), *mean.stride()[:2]),
+        *(turns.table.data_ptr(), turns.near.data_ptr()),
+        *(len(turns.table), turns.pairs, turns.interleaved),
+        *_plane(q, False, kept),
     )
 
 
@@ -197,7 +217,7 @@ def _segment(segment: Segment, q: Tensor, placed: bool, kept: list[Tensor], foll
         *_encoded(planes, "k", key, shared, kept),
         rotates,
         *_encoded(planes, "v", value, shared, kept),
-        0,
+        value.hadamard,
         *position,
         *_plane(turned, False, kept),
         segment.slots,
@@ -218,8 +238,8 @@ def _encoded(
         return (*_plane(plane, shared, kept), *_ABSENT, *_ABSENT, 0, 1)
     zero = planes.get(name + "_zero")
     return (
-        *_plane(plane, shared, kept, CODES[layout.packing]),
-        *_plane(planes[name + "_scale"], shared, kept),
+        *_plane(plane, shared, kept, PACKINGS[layout.packing].number),
+        *_plane(planes[name + "_scale"], shared, kept, HIGH_HALF if layout.scale == 8 else None),
         *(_ABSENT if zero is None else _plane(zero, shared, kept)),
         layout.group,
         layout.block,

@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvkeep.attention.centre import Centre
+
 
 class Options(NamedTuple):
     """`scale` multiplies q.k; `softcap` c turns scores x into c tanh(x / c); `sinks` (Hq,): logits.
     `slopes` (Hq,): the bias of each query head, added to scores for each position by which a slot
     follows the query (so a positive slope lowers the scores of older slots); no gradients.
+    `centre`: what the keys of all slots lack; see `Centre`.
 
     `need_mass`: return the mass. It counts the newest `observed` real queries (position >= 0) of
     each row in the chunk; None: all. With `peak` it is the largest weight from any of these queries
@@ -24,3 +27,4 @@ class Options(NamedTuple):
     observed: int | None = None
     peak: bool = False
     slopes: Tensor | None = None
+    centre: Centre | None = None

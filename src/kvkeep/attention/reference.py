@@ -41,7 +41,12 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         logits = torch.cat(
             [
                 biased(
-                    scores(t[:, :, queries], segment.keys(q.dtype).to(compute), group, options),
+                    scores(
+                        t[:, :, queries],
+                        segment.keys(q.dtype, options.centre).to(compute),
+                        group,
+                        options,
+                    ),
                     view.distances(segment.position, queries),
                     options,
                 ).masked_fill(~view.visible(segment, queries)[:, :, None], -torch.inf)

@@ -53,7 +53,7 @@ def _gives_lse(q: Tensor, view: View) -> bool:
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     """Attention of q (B, Hq, n, D) over the view, in q's dtype."""
     if not _gives_lse(q, view):
-        return _whole(q, view, options.scale), None
+        return _whole(q, view, options), None
     view = view.in_runs()
     if options.slopes is not None:  # which every score needs, so nothing is unmasked
         view = view._replace(ragged=True)
@@ -62,7 +62,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     if wants_gradients(q, *planes, *sinks):
         rows = len(q)
         turned = [s.queries(q) for s in view.segments]
-        keys = [s.keys(q.dtype).expand(rows, -1, -1, -1) for s in view.segments]
+        keys = [s.keys(q.dtype, options.centre).expand(rows, -1, -1, -1) for s in view.segments]
         values = [s.values(q.dtype).expand(rows, -1, -1, -1) for s in view.segments]
         places = [s._replace(planes={POSITION: s.planes[POSITION]}) for s in view.segments]
         view = view._replace(segments=tuple(places))
@@ -70,7 +70,9 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
         unsunk = options._replace(sinks=None)
         out = recorded.apply(view, unsunk, options.sinks, *turned, *keys, *values)
         return cast(Tensor, out), None
-    inputs = ((s.queries(q), s.keys(q.dtype), s.values(q.dtype)) for s in view.segments)
+    inputs = (
+        (s.queries(q), s.keys(q.dtype, options.centre), s.values(q.dtype)) for s in view.segments
+    )
     return _attended(view, options, options.sinks, inputs)[0], None
 
 
@@ -195,10 +197,11 @@ def _kernel_gradients(
     return cast(tuple[Tensor, Tensor, Tensor], gradients)
 
 
-def _whole(q: Tensor, view: View, scale: float) -> Tensor:
+def _whole(q: Tensor, view: View, options: Options) -> Tensor:
     """Attention over one segment by torch's public function, which chooses a kernel itself."""
     (segment,) = view.segments
-    k, v = segment.keys(q.dtype), segment.values(q.dtype)
+    scale = options.scale
+    k, v = segment.keys(q.dtype, options.centre), segment.values(q.dtype)
     rows, query_heads, n, dim = q.shape
     heads = k.shape[1]
     k, v = k.expand(rows, -1, -1, -1), v.expand(rows, -1, -1, -1)

@@ -21,7 +21,7 @@ from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.attention.view import Decoder, Segment, View
 from kvkeep.checks import wants_gradients
-from kvkeep.packing import CODES, KernelLayout
+from kvkeep.packing import PACKINGS, KernelLayout
 from kvkeep.planes import LAST, POSITION, Planes, Reach, unsliced
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,7 +97,7 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
     channel multiply the queries, one tile at a time, so only keys can have them, and tiles must
     divide the blocks."""
     layout = codec.layout
-    if layout is None or layout.packing not in CODES:
+    if layout is None:
         return None
     by_channel = layout.block > 1
     return None if by_channel and (values or layout.block % _FEWEST_SLOTS) else layout
@@ -124,6 +124,9 @@ class Coded(NamedTuple):
     affine: bool
     block: int
     """Slots that share scales by channel; 1: scales by slot."""
+    planes: tuple[int, ...] = (0, 0)
+    """The bits of a code in each of two planes; `code` and `parts` are then those of the codes that
+    the kernels spread them to."""
 
     @classmethod
     def plain(cls, plane: Tensor) -> Coded:
@@ -136,16 +139,22 @@ class Coded(NamedTuple):
         """The planes of a layout that the kernels can read."""
         if layout.packing == "plain":
             return cls.plain(planes[name])
-        plane, parts = _in_words(_along_width(planes[name]), width)
+        packing = PACKINGS[layout.packing]
+        plane, code = _along_width(planes[name]), packing.number
+        if packing.low:
+            parts, code = 8 // packing.wide, PACKINGS[f"int{packing.wide}"].number
+        else:
+            plane, parts = _in_words(plane, width)
         scale, zero = planes[name + "_scale"], planes.get(name + "_zero")
         if zero is not None and zero.stride() != scale.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
-        code, size = CODES[layout.packing], layout.group if layout.block == 1 else width
+        size = layout.group if layout.block == 1 else width
         # The kernels assume a stride of 1 along the groups.
         scale = _along_width(scale)
         own_zero = scale if zero is None else _along_width(zero)
         affine, block = zero is not None, layout.block
-        return cls(plane, scale, own_zero, code, parts, width, size, affine, block)
+        bits = packing.planes if packing.low else (0, 0)
+        return cls(plane, scale, own_zero, code, parts, width, size, affine, block, bits)
 
     @property
     def groups(self) -> int:
@@ -154,8 +163,10 @@ class Coded(NamedTuple):
 
     def shape(self, name: str) -> dict[str, Any]:
         """The constants for compiling a kernel."""
+        low, high = self.planes
         return {
-            f"{name}_CODE": self.code, f"{name}_PARTS": self.parts, f"{name}_SIZE": self.size,
+            f"{name}_CODE": self.code, f"{name}_LOW": low, f"{name}_HIGH": high,
+            f"{name}_PARTS": self.parts, f"{name}_SIZE": self.size,
             f"{name}_COUNT": self.groups, f"{name}_GROUPS": power_of_two(self.groups),
             f"{name}_AFFINE": self.affine, f"D{name}": self.width,
             # Words of a token, padded to the operand size of a matrix product.
@@ -191,14 +202,18 @@ def _run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None
     whole = q.new_empty((rows, n, query_heads, width))
     lse = q.new_empty((rows, n, query_heads), dtype=torch.float32)
     out, out_lse = whole, lse
-    if parts > 1:
+    merged = parts > 1 or any(piece.rotated for piece in pieces)
+    if merged:
         out = q.new_empty((parts, rows, n, query_heads, width), dtype=torch.float32)
         out_lse = q.new_empty((parts, rows, n, query_heads), dtype=torch.float32)
     done = 0
     for index, piece in enumerate(pieces):
         call.attend(piece, out, out_lse, done, first=index == 0)
+        if piece.rotated:
+            own = out[done : done + piece.splits]
+            own.copy_(piece.segment.value_codec.rotate(own))
         done += piece.splits
-    if parts > 1:
+    if merged:
         queries = rows * n * query_heads
         wide = power_of_two(width)
         merge.merge[(queries,)](
@@ -216,6 +231,8 @@ class _Piece(NamedTuple):
     v: Coded
     position: Tensor
     shared: bool
+    rotated: bool
+    """Whether its sums of values must be rotated back."""
     slots: int
     before: int
     kind: torch.dtype
@@ -261,17 +278,21 @@ class _Call:
     def _piece(self, segment: Segment, first: int, first_tile: int, own: bool) -> _Piece:
         planes = segment.token_planes
         q = self.q if segment.rotation is None else segment.queries(self.q)
-        layout = readable(segment.key_codec)
+        centre = self.options.centre
+        if centre is not None:  # the keys are decoded for each row
+            planes = {n: x.expand(self.rows, *x.shape[1:]) for n, x in planes.items()}
+        layout = readable(segment.key_codec) if centre is None else None
         if layout is not None:
             q = segment.key_codec.rotate(q)
             k = Coded.of(planes, "k", layout, q.shape[3])
         else:
-            k = Coded.plain(segment.keys(q.dtype))
+            k = Coded.plain(segment.keys(q.dtype, centre))
         layout = readable(segment.value_codec, values=True)
         if layout is not None:
             v = Coded.of(planes, "v", layout, segment.value_width)
         else:
             v = Coded.plain(segment.values(q.dtype))
+        rotated = layout is not None and layout.hadamard
         q = _along_width(q)
         slots = segment.slots
         shared = k.plane.shape[0] != self.rows
@@ -294,7 +315,7 @@ class _Call:
         pairs = self.heads * (1 if shared else self.rows) * -(-lines // block_m)
         at_once = programs * tiles.processors(self.q.device)
         return _Piece(
-            segment, q, k, v, position, shared, slots,
+            segment, q, k, v, position, shared, rotated, slots,
             slots - self.n if own else slots, kind, block_m, block_n,
             tiles.splits(pairs, -(-slots // block_n), at_once),
             first, first_tile,
@@ -396,7 +417,10 @@ def coded_tile(k: Coded, v: Coded, mass: bool) -> tuple[int, int]:
     With the mass, kernels over 8-bit codes need so many registers that only three programs fit a
     multiprocessor; two waves of them are used.
     """
-    widest = max(x.plane.shape[3] * x.plane.element_size() for x in (k, v))
+    # Spread codes take a register each.
+    widest = max(
+        x.width if x.planes[0] else x.plane.shape[3] * x.plane.element_size() for x in (k, v)
+    )
     bytewise = widest >= max(k.width, v.width)
     if mass:
         return 64, 6 if bytewise else 4

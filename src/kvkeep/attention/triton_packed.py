@@ -35,8 +35,8 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
     """
     if options.need_mass:
         return "the mass is computed sequence by sequence"
-    if options.sinks is not None or options.slopes is not None:
-        return "sinks and slopes are computed sequence by sequence"
+    if any(x is not None for x in (options.sinks, options.slopes, options.centre)):
+        return "sinks, slopes and centres are computed sequence by sequence"
     for index, view in enumerate(views):
         reason = refuses(q[:, :, index : index + 1], view, options)
         if reason is not None:
@@ -54,7 +54,8 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
 
 
 def _values(segment: Segment) -> KernelLayout | None:
-    return readable(segment.value_codec, values=True)
+    layout = readable(segment.value_codec, values=True)
+    return None if layout is None or layout.hadamard else layout
 
 
 class _Run(NamedTuple):

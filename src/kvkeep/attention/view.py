@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.attention.centre import Centre
 from kvkeep.attention.rotation import Rotation
 from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import (
@@ -96,13 +97,29 @@ class Segment(NamedTuple):
         """Positions int32 (B|1, 1|H, S); -1 marks an empty slot, which no query sees."""
         return self.planes[POSITION].flatten(2)
 
-    def keys(self, dtype: torch.dtype) -> Tensor:
-        """(B|1, H, S, Dk); a view of the planes where the codec allows it."""
-        return self.key_codec.decode(part(self.planes, "k"), dtype)
+    def keys(self, dtype: torch.dtype, centre: Centre | None = None) -> Tensor:
+        """(B|1, H, S, Dk); a view of the planes where the codec allows it.
 
-    def placed_keys(self, dtype: torch.dtype) -> Tensor:
+        Args:
+            centre: what the slots' keys lack, for the segment's rows and heads.
+        """
+        if centre is None:
+            return self.key_codec.decode(part(self.planes, "k"), dtype)
+        position = self.position
+        if self.rotation is not None:  # the keys are still rotated for the positions before
+            position = position - self.rotation.offset
+        wide = torch.promote_types(dtype, torch.float32)
+        return centre.added(self.key_codec.decode(part(self.planes, "k"), wide), position).to(dtype)
+
+    def own(self, centre: Centre | None) -> Centre | None:
+        """The centre of this segment's rows and heads, of that of all."""
+        if centre is not None and self.rows is not None:
+            centre = centre.of_rows(self.rows)
+        return centre if centre is None or self.head is None else centre.of_head(self.head)
+
+    def placed_keys(self, dtype: torch.dtype, centre: Centre | None = None) -> Tensor:
         """`keys`, rotated for their positions of use."""
-        keys = self.keys(dtype)
+        keys = self.keys(dtype, centre)
         return keys if self.rotation is None else self.rotation.turned_keys(keys)
 
     def values(self, dtype: torch.dtype) -> Tensor:
@@ -279,18 +296,29 @@ class View(NamedTuple):
         runs = [s.runs(n) for s, n in zip(joined, own, strict=True)]
         return self._replace(segments=tuple(run for some in runs for run in some))
 
-    def in_order(self, key_dtype: torch.dtype, value_dtype: torch.dtype, *, moved: bool) -> Held:
-        """All slots, decoded; sorted by position if slots were `moved` or the view has parts."""
+    def in_order(
+        self,
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype,
+        *,
+        moved: bool,
+        centre: Centre | None = None,
+    ) -> Held:
+        """All slots, decoded; sorted by position if slots were `moved` or the view has parts.
+
+        Args:
+            centre: what the slots' keys lack.
+        """
         if self.in_parts:
             parts = [
                 self._replace(segments=(s._replace(head=None, rows=None, part=False),)).in_order(
-                    key_dtype, value_dtype, moved=True
+                    key_dtype, value_dtype, moved=True, centre=s.own(centre)
                 )
                 for s in self.segments
             ]
             return Held.of_parts(parts, self.segments)
         rows = self.segments[-1].position.shape[0]
-        keys = [segment.placed_keys(key_dtype) for segment in self.segments]
+        keys = [segment.placed_keys(key_dtype, centre) for segment in self.segments]
         values = [segment.values(value_dtype) for segment in self.segments]
         k, v = keys[0], values[0]
         if len(keys) > 1:

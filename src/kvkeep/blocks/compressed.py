@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvkeep.attention import Centre
 from kvkeep.blocks.join import moved, moving
 from kvkeep.blocks.prefill import Assembled, Span
 from kvkeep.geometry import Geometry
@@ -15,7 +17,8 @@ from kvkeep.host.compress import compressed_tokens, compresses
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
-from kvkeep.planes import Planes, concatenated
+from kvkeep.planes import POSITION, Planes, concatenated, joined
+from kvkeep.planes import part as own_planes
 from kvkeep.rotary import Rotary
 from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed
@@ -79,9 +82,25 @@ def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
         for name, planes in text.parts.items():
             run = moved(Run.of(planes), by, rotary)
             (placed,) = FrozenRuns([run], dtype).placed(layer.key_codec)
+            placed = _recentred(layer, text, name, placed)
             moved_parts[name] = concatenated(held.parts[name], placed)
         parts = moved_parts
     history = (held if by else text).history.fork()
     history.columns = history.floor = by + text.history.columns
     history.joined = bool(by)
     layer.restore(LayerState(history, parts))
+
+
+def _recentred(layer: LayerCache, text: LayerState, part: str, planes: Planes) -> Planes:
+    """A part of a text's slots at their positions in the layer, encoded with the layer's centre in
+    place of the text's."""
+    centre, mean = layer.centre, text.history.centre
+    if centre is None or mean is None:
+        return planes
+    turns = layer.turns_for(mean, layer.fed + text.history.columns)
+    apart = Centre(mean - centre.mean, turns)
+    if part.startswith("head."):
+        apart = apart.of_head(int(part.removeprefix("head.")))
+    keys = layer.key_codec.decode(own_planes(planes, "k"), torch.float32)
+    keys = apart.added(keys, planes[POSITION])
+    return {**planes, **joined(layer.key_codec.encode(keys), "k")}

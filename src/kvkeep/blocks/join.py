@@ -147,6 +147,14 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
                 f"policy {scoring.name} scores the tokens of one text; join caches of keep_all, "
                 "and give join() the spec of the result"
             )
+        centred = next(
+            (x.key_codec for x in cache.layers if x.key_codec.centre or x.slots.block > 1), None
+        )
+        if centred is not None:
+            raise UnsupportedError(
+                f"codec {centred.name} encodes tokens by what else their text holds; join caches "
+                "of keep_all, and give join() the spec of the result"
+            )
         if reason := cache.why_not(Feature.JOINED):
             raise UnsupportedError(f"the model {reason}; feed the texts one after the other")
         require_whole(cache)

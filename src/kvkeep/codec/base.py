@@ -41,6 +41,13 @@ class Codec(ABC):
         return 1
 
     @property
+    def together(self) -> int:
+        """How many tokens a layer encodes at a time, after they leave its plain tail; a multiple of
+        `block`. 1: it has no tail, and encodes tokens as they arrive. If slots hold single tokens,
+        a layer has a tail only if it evicts nothing and its storage grows."""
+        return self.block
+
+    @property
     def tail(self) -> int:
         """How many of the newest tokens, at least, are kept unencoded."""
         return 0
@@ -48,6 +55,12 @@ class Codec(ABC):
     @property
     def sinks(self) -> int:
         """How many of each row's first tokens are kept unencoded, beside the newest."""
+        return 0
+
+    @property
+    def centre(self) -> int:
+        """From how many of a layer's first tokens the mean of keys is measured that is taken out of
+        all keys before they are encoded; 0: none is. See `kvkeep.attention.centre`."""
         return 0
 
     @cached_property
@@ -95,18 +108,20 @@ class Codec(ABC):
 
     def rotate(self, q: Tensor) -> Tensor:
         """Queries (..., D) to multiply with encoded keys: the keys may be encoded as R k with an
-        orthonormal R, and q . k = R q . R k. The result is q itself or in at least float32."""
+        orthonormal R, and q . k = R q . R k. Likewise the sum of encoded values, where R is its own
+        inverse. The result is q itself or in at least float32."""
         return q
 
 
 def encoded_count(tokens: int, *codecs: Codec) -> int:
-    """How many of `tokens` tokens these codecs, of equal block, encode; the others stay plain."""
-    block = codecs[0].block
+    """How many of `tokens` tokens these codecs, of equal `together`, encode; the others stay
+    plain."""
+    block = codecs[0].together
     return max(0, tokens - plain_count(*codecs)) // block * block
 
 
 def plain_count(*codecs: Codec) -> int:
-    """How many tokens these codecs leave plain, beside the tokens whose block is not full."""
+    """How many tokens these codecs leave plain, beside tokens that are too few to be encoded."""
     return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
 
 

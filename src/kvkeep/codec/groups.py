@@ -15,10 +15,11 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import SpecError
 from kvkeep.native_library import LIBRARY, TYPES
-from kvkeep.packing import PLAIN, KernelLayout
+from kvkeep.packing import HIGH_HALF, PACKINGS, KernelLayout, Packing
 from kvkeep.planes import Planes
 
 _MOST_HALF = 65504.0  # the largest float16
+_MOST_E5M2 = 57344.0
 
 
 def check_group(codec: str, group: int) -> None:
@@ -58,6 +59,19 @@ def rounded_half(x: Tensor) -> Tensor:
     return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)
 
 
+def rounded_scale(x: Tensor, bits: int) -> Tensor:
+    """A scale as float16, or in 8 bits as the higher byte of a float16, uint8."""
+    if bits == 16:
+        return rounded_half(x)
+    half = rounded_half(x).clamp(-_MOST_E5M2, _MOST_E5M2)
+    return half.to(torch.float8_e5m2).view(torch.uint8)
+
+
+def scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `rounded_scale`."""
+    return (scale.view(torch.float8_e5m2) if scale.dtype is torch.uint8 else scale).to(dtype)
+
+
 def divided(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale, and 0 where the scale is 0 or NaN."""
     return torch.nan_to_num(x / scale.to(x.dtype), nan=0.0, posinf=0.0, neginf=0.0)
@@ -78,11 +92,52 @@ def unpacked(planes: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, dim=-1).flatten(-2)
 
 
+def packed_as(codes: Tensor, packing: Packing) -> Tensor:
+    """Codes uint8 (..., D) -> (..., D * bits / 8) bytes."""
+    if not packing.low:
+        return packed(codes, packing.bits)
+    wide = codes if packing.wide == 8 else packed(codes, packing.wide)
+    low, high = packing.planes
+    first, second = (_folded(wide, *x, packing.wide) for x in ((low, 0), (high, low)))
+    return torch.cat([first, second], dim=-1)
+
+
+def unpacked_as(plane: Tensor, packing: Packing) -> Tensor:
+    """The inverse of `packed_as`."""
+    if not packing.low:
+        return unpacked(plane, packing.bits)
+    low, high = packing.planes
+    first = plane.shape[-1] * low // packing.bits
+    wide = _unfolded(plane[..., :first], low, packing.wide)
+    wide = wide | _unfolded(plane[..., first:], high, packing.wide) << low
+    return wide if packing.wide == 8 else unpacked(wide, packing.wide)
+
+
+def _folded(wide: Tensor, bits: int, first: int, width: int) -> Tensor:
+    """A plane of `bits` bits, from bit `first` on, of codes packed at `width` bits."""
+    parts = (wide >> first & _mask(bits, width)).chunk(width // bits, dim=-1)
+    out = parts[0]
+    for i in range(1, len(parts)):
+        out = out | (parts[i] << (bits * i))
+    return out
+
+
+def _unfolded(plane: Tensor, bits: int, width: int) -> Tensor:
+    """The inverse of `_folded`, with the bits at bit 0."""
+    mask = _mask(bits, width)
+    return torch.cat([plane >> shift & mask for shift in range(0, width, bits)], dim=-1)
+
+
+def _mask(bits: int, width: int) -> int:
+    """The lowest `bits` bits of each code in a byte."""
+    return ((1 << bits) - 1) * (0x11 if width == 4 else 1)
+
+
 @dataclass(frozen=True)
 class Grouped(Codec):
-    """Codes of 8 or 4 bits with scales per group. On the CPU the native library encodes a tensor in
-    one call; its codes may differ by one from those of tensor operations if x lies halfway between
-    two codes.
+    """Codes of 8 bits or fewer with scales per group. On the CPU the native library encodes a
+    tensor in one call; its codes may differ by one from those of tensor operations if x lies
+    halfway between two codes.
     """
 
     bits: ClassVar[int]
@@ -126,10 +181,9 @@ class Grouped(Codec):
         return hadamard(q) if self.hadamard else q
 
 
-ENCODING = Struct("=28q")
+ENCODING = Struct("=27q")
 """KvEncoding of native/abi.h."""
 
-_BITS = {PLAIN.packing: 0, "int8": 8, "int4": 4}
 _ABSENT = (0, 0, 0, 0)
 
 
@@ -141,13 +195,12 @@ def encoding(x: Tensor, planes: Planes, prefix: str, layout: KernelLayout) -> tu
         *_plane(x),
         TYPES[x.dtype],
         *_plane(planes[prefix]),
-        0,
+        PACKINGS[layout.packing].number if layout.group else TYPES[x.dtype],
         *(_ABSENT if scale is None else _plane(scale)),
-        0,
+        HIGH_HALF if layout.scale == 8 else 0,
         *(_ABSENT if zero is None else _plane(zero)),
         0,
         *x.shape,
-        _BITS[layout.packing],
         layout.group,
         layout.hadamard,
         0,

@@ -34,7 +34,7 @@ from kvkeep.reading import open_file, read_into
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
-_OF_HISTORY = ("pads", "holes", "kinds", "offset")
+_OF_HISTORY = ("pads", "holes", "kinds", "offset", "centre")
 _TOKENS = "tokens"
 _CARRIED = "recurrent"
 
@@ -302,6 +302,7 @@ class Saved:
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
         _require_tokens(parts, layer, header, where, padded=history.pads is not None)
+        self._check_centre(index, history.centre, layer, header)
         state = LayerState(history, parts)
         layer.require_room(state)
         return state
@@ -337,6 +338,8 @@ class Saved:
                         f"{where}: {x.shape[1]} kinds of {header.columns} columns; save it again"
                     )
                 setattr(history, name, x.clone())
+            elif name == "centre":
+                history.centre = x.clone()
             elif name == "offset":
                 history.offset = x.clone()
                 _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")
@@ -346,6 +349,23 @@ class Saved:
                         "save it again"
                     )
         return history
+
+    def _check_centre(
+        self, index: int, centre: Tensor | None, layer: LayerCache, header: LayerHeader
+    ) -> None:
+        if (centre is not None) != bool(layer.key_codec.centre and header.columns):
+            raise SavedCacheError(
+                f"{self.path}, layer {index}: its mean keys are missing, or its codec has none; "
+                "save it again"
+            )
+        if centre is None:
+            return
+        shape = (header.rows, header.heads, header.key_width)
+        _require(centre, shape, torch.float32, self.path, f"{index}.centre")
+        if not bool(centre.isfinite().all()):
+            raise SavedCacheError(
+                f"{self.path}, layer {index}: its mean keys are not finite; save it again"
+            )
 
     def _check(
         self, part: str, planes: Planes, specs: Mapping[str, PlaneSpec], header: LayerHeader
@@ -410,7 +430,7 @@ def _plane_specs(
 ) -> dict[str, PlaneSpec]:
     """The planes that a part of a layer must have, by name."""
     codecs = (layer.key_codec, layer.value_codec)
-    if layer.key_codec.block > 1 and part != "bulk":
+    if layer.slots.block > 1 and part != "bulk":
         codecs = (Plain(), Plain())
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment, View
+from kvkeep.attention import Centre, Segment, View
 from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket, step
 from kvkeep.layer.layer import LayerCache
@@ -22,6 +22,8 @@ from kvkeep.planes import POSITION, unsliced
 from kvkeep.policy import Need, Observation
 
 _CPU = torch.device("cpu")
+_MOST_STEPS = 32768
+"""For how many steps of a layer with a budget turns of centres are made."""
 
 
 class Cursors:
@@ -86,6 +88,10 @@ class DeviceStep(Step):
         self._fed, self._held = layer.fed, layer.storage.length
         self._history = layer.history
         self._pads = self._history.pads
+        mean, room = self._history.centre, _MOST_STEPS if self._evicts else self._slots
+        self._centre = None
+        if mean is not None:
+            self._centre = Centre(mean, layer.turns_for(mean, self._fed + room))
         self._buffers = dict(unsliced(layer.storage.read()))
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
@@ -105,9 +111,18 @@ class DeviceStep(Step):
         self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
         self._ticket = Ticket(self)
 
+    @property
+    def centre(self) -> Centre | None:
+        return self._centre
+
     def require(self, n: int) -> None:
         """Raise CapacityError if n more tokens do not fit."""
         if self._evicts:
+            if self._centre is not None and not self._centre.turns.covers(self._fed + n):
+                raise CapacityError(
+                    f"{self._fed + n} tokens fed, but these steps take keys up to position "
+                    f"{len(self._centre.turns.table)}; close() them, and create new ones"
+                )
             return
         self._layer.storage.require(self._held + n)
         if self._held + n > self._slots:
@@ -155,8 +170,10 @@ class DeviceStep(Step):
     ) -> View:
         assert position is not None
         layer, queries = self._layer, position[0] if self._pads is None else position
-        own = layer.own_planes(k, v, queries)
-        write(k, v, own, self._planes, layer.key_codec, layer.value_codec, self._cursor)
+        centre = self.centre
+        coded = k if centre is None else centre.without(k, queries)
+        own = layer.own_planes(k, v, queries, coded)
+        write(coded, v, own, self._planes, layer.key_codec, layer.value_codec, self._cursor)
         # One position for all rows: the token is real in every row.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
@@ -231,7 +248,7 @@ def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "
             "reset() the cache first"
         )
-    blocks = not layer.key_codec.rewritable
+    blocks = not layer.key_codec.rewritable or layer.slots.block > 1
     if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.cursor.evicted is not None:
         what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
         raise UnsupportedError(

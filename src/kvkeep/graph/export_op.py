@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -52,8 +52,11 @@ class Description:
     slopes: list[float] = field(default_factory=list)
 
     def build(self) -> LayerCache:
-        """Build an empty layer."""
-        layer = CacheSpec.parse(self.spec).layer(
+        """Build an empty layer. Its keys have no centre, which a program's state does not hold."""
+        spec = CacheSpec.parse(self.spec)
+        if spec.key_codec.centre:
+            spec = replace(spec, key_codec=replace(cast(Any, spec.key_codec), centre=0))
+        layer = spec.layer(
             index=self.index,
             count=self.count,
             window=self.window,

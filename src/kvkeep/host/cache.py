@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvkeep.cache import Cache
-from kvkeep.errors import SpecError
+from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
 from kvkeep.layer.layer import LayerCache
@@ -67,8 +67,7 @@ class ModelCache(Cache):
             index if kind.place is None else kind.place for index, kind in enumerate(kinds)
         ]
         _require_calibrated(self.specs, identity)
-        needed = any(Need.ROTARY in one.policy.needs for one in self.specs)
-        rotary = rotaries() if needed else [None] * len(kinds)
+        rotary = _needed_rotaries(self.specs, rotaries)
         layers = []
         for index, (one, kind) in enumerate(zip(self.specs, kinds, strict=True)):
             try:
@@ -144,3 +143,19 @@ def _require_calibrated(specs: Sequence[CacheSpec], identity: Callable[[], str] 
                 f"{one} was calibrated for another model, or for other weights of this one; "
                 "calibrate this model with kvkeep calibrate"
             )
+
+
+def _needed_rotaries(
+    specs: Sequence[CacheSpec], rotaries: Callable[[], Sequence[Rotary | None]]
+) -> Sequence[Rotary | None]:
+    """Each layer's rotary embedding, if a policy or a codec uses it. A codec does without one that
+    is unknown: centres then do not turn, and codes are less precise."""
+    none = [None] * len(specs)
+    if any(Need.ROTARY in one.policy.needs for one in specs):
+        return rotaries()
+    if not any(one.key_codec.centre for one in specs):
+        return none
+    try:
+        return rotaries()
+    except UnsupportedError:
+        return none

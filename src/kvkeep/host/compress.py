@@ -13,10 +13,11 @@ from kvkeep.attention import Held
 from kvkeep.errors import ShapeError, SpecError, StateError
 from kvkeep.host.cache import ModelCache
 from kvkeep.host.specs import Specs, per_layer
-from kvkeep.layer.history import LayerState
+from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.rereading import Rereading
-from kvkeep.planes import POSITION, Planes, joined, part, take
+from kvkeep.layer.slots import Codecs
+from kvkeep.planes import POSITION, Planes, take
 from kvkeep.policy import Compression
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.spec import CacheSpec
@@ -191,11 +192,11 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
         new = one.layer(rotary=layer.rotary, index=index, count=len(layers))
-        planes = _encoded(layer, new)
+        history = layer.history
+        planes = _encoded(layer, new, history)
         heads = {
             f"head.{head}": _of_head(planes, head, masks[:, head]) for head in range(masks.shape[1])
         }
-        history = layer.history
         history.floor = history.columns
         new.restore(LayerState(history, heads))
         layers[index] = new
@@ -227,21 +228,19 @@ def _kept(
     return kept
 
 
-def _encoded(layer: LayerCache, new: LayerCache) -> Planes:
-    """All slots of a layer, in the encoding of `new`."""
-    planes = layer.slots.evictable()
-    position = planes[POSITION]
-    if (layer.key_codec, layer.value_codec) == (new.key_codec, new.value_codec):
+def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
+    """All slots of a layer, encoded as those of the new one, whose `history` gets its centre."""
+    late = layer.slots.block > 1  # some tokens are not encoded yet
+    if not late and (layer.key_codec, layer.value_codec) == (new.key_codec, new.value_codec):
+        planes = layer.slots.evictable()
         return {name: planes[name] for name in planes if name[0] in "kv" or name == POSITION}
-    geometry = layer.history.geometry
-    assert geometry is not None
-    found = {POSITION: position}
-    for name, before, after in (
-        ("k", layer.key_codec, new.key_codec),
-        ("v", layer.value_codec, new.value_codec),
-    ):
-        found |= joined(after.encode(before.decode(part(planes, name), geometry.dtype)), name)
-    return found
+    held = layer.held()
+    assert held is not None
+    k, v, position = held[:3]
+    centre = new.centre_for(k, position[:, 0])
+    k = k if centre is None else centre.without(k, position)
+    history.centre = None if centre is None else centre.mean
+    return {POSITION: position} | Codecs(new.key_codec, new.value_codec).encode(k, v)
 
 
 def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:

@@ -16,7 +16,18 @@ _PLAIN, _INT4, _INT2 = tl.constexpr(PLAIN), tl.constexpr(INT4), tl.constexpr(INT
 _LOG2_E = tl.constexpr(1.4426950408889634)
 COLUMNS = 16  # int64 numbers per item of a TABLE; 15 are used
 _COLUMNS = tl.constexpr(COLUMNS)
-_CENTRE = tl.constexpr(24.0)  # the middle of 4-bit codes (8) plus the 16 that `numbers` adds
+
+
+@triton.jit
+def _centre(CODE: tl.constexpr, AFFINE: tl.constexpr):
+    """What is subtracted from the numbers of 4-bit codes: their middle, 8, plus the 16 that
+    `numbers` adds; and from those of 2-bit codes, which `numbers` counts from 1.5."""
+    if CODE == _INT4:
+        return 24.0
+    elif AFFINE:
+        return 0.0
+    else:
+        return 0.5
 
 
 @triton.jit
@@ -62,13 +73,39 @@ def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl
 
 
 @triton.jit
-def _tile(X, slot, here, x_slot, D: tl.constexpr, WIDE: tl.constexpr):
-    """Loads words (slots, WIDE)."""
+def _part(X, d, row: tl.constexpr, BITS: tl.constexpr, SPREAD: tl.constexpr):
+    """The bits of a plane of BITS bits a code that belong to bytes d of a row of `row` bytes, whose
+    codes have SPREAD bits; see `kvkeep.packing.Packing`."""
+    part: tl.constexpr = row * BITS // SPREAD
+    mask: tl.constexpr = ((1 << BITS) - 1) * (17 if SPREAD == 4 else 1)
+    x = tl.load(X + d % part).to(tl.int32)
+    return (x >> (d // part * BITS)) & mask
+
+
+@triton.jit
+def _tile(X, slot, here, x_slot, CODE: tl.constexpr, AFFINE: tl.constexpr, LOW: tl.constexpr,
+          HIGH: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Loads words (slots, WIDE). If LOW, codes lie in planes of LOW and HIGH bits; their words are
+    bytes, each with one code of 8 bits or two of 4, as `numbers` reads these."""
     d = tl.arange(0, WIDE)
-    at = X + slot[:, None].to(tl.int64) * x_slot + d[None, :]
-    if D == WIDE:
-        return tl.load(at, mask=here[:, None], other=0)
-    return tl.load(at, mask=here[:, None] & (d < D)[None, :], other=0)
+    if LOW > 0:
+        spread: tl.constexpr = 4 if CODE == _INT4 else 8
+        middle: tl.constexpr = 1 << (LOW + HIGH - 1)
+        at = X + tl.where(here, slot, 0)[:, None].to(tl.int64) * x_slot
+        byte = tl.where(d < D, d, 0)[None, :]
+        low = _part(at, byte, D, LOW, spread)
+        words = low | (_part(at + D * LOW // spread, byte, D, HIGH, spread) << LOW)
+        if spread == 8:
+            words -= middle
+        elif not AFFINE:
+            words += (8 - middle) * 17
+        return tl.where(here[:, None] & (d < D)[None, :], words, 0)
+    else:
+        at = X + slot[:, None].to(tl.int64) * x_slot + d[None, :]
+        if D == WIDE:
+            return tl.load(at, mask=here[:, None], other=0)
+        else:
+            return tl.load(at, mask=here[:, None] & (d < D)[None, :], other=0)
 
 
 @triton.jit
@@ -76,7 +113,10 @@ def _scales(X, slot, here, x_slot, COUNT: tl.constexpr, GROUPS: tl.constexpr):
     """Loads scales (GROUPS, slots) as float32."""
     g = tl.arange(0, GROUPS)
     at = X + slot[None, :].to(tl.int64) * x_slot + g[:, None]
-    return tl.load(at, mask=here[None, :] & (g < COUNT)[:, None], other=0.0).to(tl.float32)
+    x = tl.load(at, mask=here[None, :] & (g < COUNT)[:, None], other=0)
+    if X.dtype.element_ty == tl.uint8:  # the higher byte of a float16
+        x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -97,19 +137,19 @@ def _times_scales(q, KS, KZ, at, FIRST: tl.constexpr, CODE: tl.constexpr, PARTS:
             middle += _middle(CODE) * scale
     added = tl.sum(wide * middle[None, :], axis=1)
     if CODE == _INT4:
-        added -= _CENTRE * tl.sum(scaled.to(tl.float32), axis=1)
+        added -= _centre(CODE, AFFINE) * tl.sum(scaled.to(tl.float32), axis=1)
     return scaled, added
 
 
 @triton.jit
 def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot, scale, cap,
-            CODE: tl.constexpr, PARTS: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
+            CODE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PARTS: tl.constexpr, AFFINE: tl.constexpr, COUNT: tl.constexpr,
             GROUPS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
             SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             TYPE: tl.constexpr):  # fmt: skip
     """Scores (BLOCK_M, BLOCK_N), in base-2 logarithmic units, of the slots from `first` on. If
     BLOCK > 1, scales are by channel, and all these slots share them."""
-    words = _tile(K, slot, here, k_slot, WORDS, WIDE)
+    words = _tile(K, slot, here, k_slot, CODE, AFFINE, LOW, HIGH, WORDS, WIDE)
     added = tl.zeros((BLOCK_M,), tl.float32)
     if BLOCK > 1:
         at = (tl.zeros((1,), tl.int64) + first // BLOCK) * ks_slot
@@ -133,8 +173,8 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot
     elif CODE != _PLAIN:
         s = tl.reshape(s, (GROUPS, BLOCK_M, BLOCK_N))
         ks = _scales(KS, slot, here, ks_slot, COUNT, GROUPS)
-        if CODE == _INT4:
-            s -= _CENTRE * q_sum[:, :, None]
+        if CODE == _INT4 or CODE == _INT2:  # noqa: SIM109 - not Triton
+            s -= _centre(CODE, AFFINE) * q_sum[:, :, None]
         s *= ks[:, None, :]
         if AFFINE:
             middle = _scales(KZ, slot, here, ks_slot, COUNT, GROUPS) + _middle(CODE) * ks
@@ -238,9 +278,9 @@ def attend(
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,
-    K_CODE: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
+    K_CODE: tl.constexpr, K_LOW: tl.constexpr, K_HIGH: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
     K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, K_BLOCK: tl.constexpr,
-    V_CODE: tl.constexpr, V_PARTS: tl.constexpr, V_SIZE: tl.constexpr, V_COUNT: tl.constexpr,
+    V_CODE: tl.constexpr, V_LOW: tl.constexpr, V_HIGH: tl.constexpr, V_PARTS: tl.constexpr, V_SIZE: tl.constexpr, V_COUNT: tl.constexpr,
     V_GROUPS: tl.constexpr, V_AFFINE: tl.constexpr,
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr, MASS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
@@ -326,7 +366,7 @@ def attend(
         slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    # Sums of the weights, to correct the offset of 4-bit values.
+    # Sums of the weights, to correct the offset of 4-bit and 2-bit values.
     weight = tl.zeros((V_GROUPS * BLOCK_M,), tl.float32)
     middles = tl.zeros((V_GROUPS, BLOCK_M), tl.float32)
     at_mass = ((row * HEADS + head) * n + token) * GROUP + query_head % GROUP
@@ -335,7 +375,7 @@ def attend(
         slot = first + tl.arange(0, BLOCK_N)
         here = slot < stop
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot, scale,
-                    cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
+                    cap, K_CODE, K_LOW, K_HIGH, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
                     WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
         position = slot
         if not DENSE:
@@ -357,7 +397,7 @@ def attend(
             tl.store(SHARE + at[:, None] + slot[None, :], p,
                      mask=real[:, None] & here[None, :])  # fmt: skip
             tl.store(TOP + at_mass * tops + top_first + first // BLOCK_N, base, mask=real)
-        words = _tile(V, slot, here, v_slot, DV // V_PARTS, WIDE_V)
+        words = _tile(V, slot, here, v_slot, V_CODE, V_AFFINE, V_LOW, V_HIGH, DV // V_PARTS, WIDE_V)
         fades = fade
         scaled = p
         if V_CODE != _PLAIN:
@@ -373,7 +413,7 @@ def attend(
         if V_PARTS > 2:
             acc2 = acc2 * fades[:, None] + product(scaled, numbers(words, V_CODE, 2, TYPE), TYPE)
             acc3 = acc3 * fades[:, None] + product(scaled, numbers(words, V_CODE, 3, TYPE), TYPE)
-        if V_CODE == _INT4:
+        if V_CODE == _INT4 or V_CODE == _INT2:  # noqa: SIM109 - not Triton
             weight = weight * fades + tl.sum(scaled.to(tl.float32), axis=1)
         if V_AFFINE:
             middle = _scales(VZ, slot, here, vs_slot, V_COUNT, V_GROUPS) + _middle(V_CODE) * vs
@@ -383,7 +423,9 @@ def attend(
     norm = tl.where(some, 1.0 / total, 0.0)
     at = ((part * rows + row) * n + token) * (HEADS * GROUP) + query_head
     tl.store(LSE + at, tl.where(some, top + tl.log2(total), -float("inf")), mask=real)
-    more = weight * -_CENTRE
+    more = weight * 0.0
+    if V_CODE == _INT4 or V_CODE == _INT2:  # noqa: SIM109 - not Triton
+        more = weight * -_centre(V_CODE, V_AFFINE)
     if V_AFFINE:
         more += tl.reshape(middles, (V_GROUPS * BLOCK_M,))
     OUT += at[:, None] * DV

@@ -5,12 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvkeep.packing import CODES
+from kvkeep.packing import PACKINGS
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs these kernels on the CPU (TRITON_INTERPRET=1)."""
 
-PLAIN, INT8, INT4, FP8, INT2 = (CODES[x] for x in ("plain", "int8", "int4", "fp8", "int2"))
+PLAIN, INT8, INT4, FP8, INT2 = (
+    PACKINGS[x].number for x in ("plain", "int8", "int4", "fp8", "int2")
+)
 """The encoding of a plane, as constants for kernels."""
 
 _INTERPRETED, _TRANSLATED = tl.constexpr(INTERPRETED), tl.constexpr(not INTERPRETED)

@@ -19,7 +19,7 @@ def weigh(
     n, slots, before, mass_slots, mass_first, seen_row, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, WIDE_K: tl.constexpr,
-    K_CODE: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
+    K_CODE: tl.constexpr, K_LOW: tl.constexpr, K_HIGH: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
     K_GROUPS: tl.constexpr, K_AFFINE: tl.constexpr, K_BLOCK: tl.constexpr,
     DENSE: tl.constexpr, REACHES: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr,
@@ -65,7 +65,7 @@ def weigh(
             low = tl.load(at_bounds, mask=real, other=0)
             high = tl.load(at_bounds + n, mask=real, other=-1)
         s = _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, start, slot, here, k_slot, ks_slot, scale,
-                    cap, K_CODE, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
+                    cap, K_CODE, K_LOW, K_HIGH, K_PARTS, K_AFFINE, K_COUNT, K_GROUPS, K_BLOCK, DK // K_PARTS,
                     WIDE_K, SOFTCAP, BLOCK_M, BLOCK_N, TYPE)  # fmt: skip
         if SLOPES is not None:
             slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E

@@ -22,12 +22,13 @@ def begin_with(layer: LayerCache, text: LayerCache) -> None:
     them, and the policy chooses among all. Where possible both layers share the slots until the
     policy evicts.
     """
-    layer.adopt_frozen(text.history, tuple(runs_for(layer, text)))
+    history = text.history
+    layer.adopt_frozen(history, tuple(_runs_for(layer, text, history)))
 
 
-def runs_for(layer: LayerCache, text: LayerCache) -> Iterator[Run]:
+def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator[Run]:
     """The slots of `text` as runs that `layer` can adopt: in its encoding, with its policy's
-    planes.
+    planes. Sets the centre of `history`, which the layer will have.
 
     The rows of `text` must have had no padding. Keys and values are shared if both layers encode
     alike and no slot was moved or hidden. The policy sees the decoded keys and values of `text`.
@@ -35,17 +36,21 @@ def runs_for(layer: LayerCache, text: LayerCache) -> Iterator[Run]:
     text.freeze()
     frozen: FrozenRuns = text.slots.frozen
     geometry = text.history.geometry
-    codecs = Codecs(text.key_codec, text.value_codec)
+    codecs, centre = Codecs(text.key_codec, text.value_codec), text.centre
+    alike = codecs == layer.slots.codecs and (centre is None) == (not layer.key_codec.centre)
     if geometry is None:
         return
+    if not alike:
+        history.centre = None
     for planes in frozen.placed(codecs.key):
         if not slot_count(planes):  # all of its slots are hidden
             continue
         position = planes[POSITION][0, 0]
         k = codecs.key.decode(part(planes, "k"), geometry.dtype)
         v = codecs.value.decode(part(planes, "v"), geometry.dtype)
-        alike = codecs == layer.slots.codecs
-        yield _run_of(layer, k, v, position, geometry.rows, planes if alike else None)
+        if centre is not None:
+            k = centre.added(k, planes[POSITION])
+        yield _run_of(layer, k, v, position, history, planes if alike else None)
 
 
 def check_tokens(layer: LayerCache, k: Tensor, v: Tensor) -> None:
@@ -81,7 +86,7 @@ def begin_with_tokens(
     history, _ = History().feed(position, len(k), shows_padding=True)
     history.geometry, history.embedded = Geometry.of(k, v), True
     history.floor = 0 if n == columns else columns
-    run = _run_of(layer, k, v, position[..., columns - n :], k.shape[0])
+    run = _run_of(layer, k, v, position[..., columns - n :], history)
     layer.adopt_frozen(history, (run,))
 
 
@@ -90,13 +95,27 @@ def _run_of(
     k: Tensor,
     v: Tensor,
     position: Tensor,
-    rows: int,
+    history: History,
     planes: Planes | None = None,
 ) -> Run:
     """A run of keys and values (B|1, H, n, D) at `position`, (n,) or (B, n), with the planes of the
-    layer's policy. `planes`: the same keys and values, already encoded; None: encode them."""
-    own = layer.own_planes(k, v, position)
-    slots = layer.slots.codecs.encode(k, v) if planes is None else {n: planes[n] for n in planes}
+    layer's policy.
+
+    Args:
+        history: the layer's history to come, whose centre is measured on its first run.
+        planes: the same keys and values, already encoded; None: encode them.
+    """
+    coded = k
+    if planes is None and (centre := layer.centre_for(k, position, history.centre)) is not None:
+        coded = centre.without(k, position)
+        coded = coded.to(k.dtype) if layer.slots.block > 1 else coded
+        history.centre = centre.mean.expand(history.rows, -1, -1).contiguous()
+        v = v.expand(coded.shape[0], -1, -1, -1)
+    own = layer.own_planes(k, v, position, coded)
+    if planes is None:
+        slots = layer.slots.codecs.encode(coded, v)
+    else:
+        slots = {name: planes[name] for name in planes}
     slots[POSITION] = own.pop(POSITION)
-    mine = {name: x.expand(rows, *x.shape[1:]).clone() for name, x in own.items()}
+    mine = {name: x.expand(history.rows, *x.shape[1:]).clone() for name, x in own.items()}
     return Run(FrozenPlanes(slots), mine)

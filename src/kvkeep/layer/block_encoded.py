@@ -1,4 +1,4 @@
-"""BlockEncoded: slots whose tokens are encoded a block at a time, each token once."""
+"""BlockEncoded: slots whose tokens are encoded some at a time, each token once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _BLOCKS = "bulk"  # the name of `blocks` in saved caches
 
 @final
 class BlockEncoded(LayerSlots):
-    """`blocks`, with one encoded block of tokens per slot, and a plain `tail` of the newest tokens.
+    """`blocks`, with one encoded token or block of tokens per slot, and a plain `tail` of the
+    newest tokens. If slots hold one token each, and no row has padding, both are in the order of
+    positions, so that encoded tokens can be cut off too.
 
     Args:
-        codecs: both with the same block length.
+        codecs: both with the same block length and the same `together`.
         storage: holds the tail; this object takes ownership. The blocks get an empty copy of it.
 
     Raises:
@@ -48,10 +50,10 @@ class BlockEncoded(LayerSlots):
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
         self.blocks = Undivided(codecs, (), storage.empty_copy())
-        storage.bound = plain_count(*codecs) + codecs.key.block
+        storage.bound = plain_count(*codecs) + codecs.key.together
         self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
         self.codecs = self.tail.codecs
-        self.block = codecs.key.block
+        self.block, self._each = codecs.key.together, codecs.key.block
         self._torn = False
 
     @property
@@ -60,11 +62,11 @@ class BlockEncoded(LayerSlots):
 
     @property
     def length(self) -> int:
-        return self.blocks.length * self.block + self.tail.length - self.hidden
+        return self.blocks.length * self._each + self.tail.length - self.hidden
 
     @property
     def capacity(self) -> int:
-        return self.blocks.capacity * self.block + self.tail.capacity
+        return self.blocks.capacity * self._each + self.tail.capacity
 
     @property
     def live_bytes(self) -> int:
@@ -97,7 +99,7 @@ class BlockEncoded(LayerSlots):
         return self.blocks.spans() + self.tail.spans()
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        self.tail.add(k, v, own)
+        self.tail.add(k.to(v.dtype), v, own)  # less a centre, keys are wider
 
     def evictable(self) -> Planes:
         return self.tail.evictable()
@@ -122,28 +124,56 @@ class BlockEncoded(LayerSlots):
     def waiting(self) -> int:
         return encoded_count(self.tail.length - self.hidden, *self.blocks.codecs)
 
-    def encode_waiting(self, *, hide: bool = False) -> None:
+    def encode_waiting(self, *, hide: bool = False) -> bool:
         planes = self.tail.evictable()
         order = order_of_encoding(planes[POSITION], *self.blocks.codecs)
         first = self.hidden  # hidden slots come first in the order: their position is -1
         oldest = order[:, :, first : first + self.waiting]
         taken = take(planes, oldest)
         position = taken[POSITION]
-        k, v = (filled(taken[name], position, self.block) for name in ("k", "v"))
+        k, v = (filled(taken[name], position, self._each) for name in ("k", "v"))
         encoded = self.blocks.codecs.encode(k, v)
-        encoded[POSITION] = position.reshape(*position.shape[:2], -1, self.block)
+        if self._each > 1:
+            position = position.reshape(*position.shape[:2], -1, self._each)
+        encoded[POSITION] = position
         self.blocks.append(encoded)
+        end = first + oldest.shape[2]
         if hide:
-            self.hide(order[:, :, : first + oldest.shape[2]], first + oldest.shape[2])
+            self.hide(order[:, :, :end], end)
+        elif self._each == 1:
+            return self._keep(order[:, :, end:]) and bool((position >= 0).all())
         else:
             self.tail.evict(oldest)
+        return False
+
+    def free_hidden(self) -> bool:
+        if self._each > 1:
+            return super().free_hidden()
+        order = self.tail.evictable()[POSITION].argsort(dim=2, stable=True)
+        kept, self.hidden = order[:, :, self.hidden :], 0
+        return self._keep(kept)
+
+    def _keep(self, index: Tensor) -> bool:
+        """Keep these slots of the tail only, in the order of their positions. Return whether all of
+        them hold tokens."""
+        planes = self.tail.evictable()
+        place = planes[POSITION].gather(2, index)
+        kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
+        self.tail.reset()
+        self.tail.append(kept)
+        return bool((place >= 0).all())
 
     def hide(self, victims: Tensor, count: int) -> None:
         self.tail.thaw()
         super().hide(victims, count)
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
-        return self.blocks.length, self.tail.length - fewer
+        # The newest tokens are those of the tail after its sinks, then the encoded ones.
+        sinks = max(codec.sinks for codec in self.blocks.codecs)
+        encoded = 0
+        if self._each == 1:
+            encoded = min(self.blocks.length, max(0, fewer - max(0, self.tail.length - sinks)))
+        return self.blocks.length - encoded, self.tail.length - (fewer - encoded)
 
     def cut(self, mark: tuple[int, ...]) -> None:
         self.blocks.cut(mark[:1])

@@ -53,7 +53,7 @@ class Drafts(Writing):
             )
         if not self.cursor.history.floor:
             return ""
-        if not policy.evicts and self.key_codec.block == 1:
+        if not policy.evicts and self.cursor.slots.block == 1:
             return f", and the tokens of images share positions; {again}"
         if not policy.evicts:
             codec = self.key_codec.name

@@ -36,7 +36,7 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
     why = ""
     if layer.by_token or policy.ragged:
         why = f"policy {policy.name} has already chosen slots by them"
-    elif codec.block > 1:
+    elif layer.slots.block > 1:
         why = f"codec {codec.name} has encoded them together with others"
     if why and bool(gone.any()):
         raise UnsupportedError(

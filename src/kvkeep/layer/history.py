@@ -21,6 +21,7 @@ class History:
     policy's state per row."""
 
     __slots__ = (
+        "centre",
         "columns",
         "embedded",
         "floor",
@@ -52,6 +53,8 @@ class History:
         self.offset: Tensor | None = None
         # (B, n) token ids of the first n columns, as far as they are known; None: unknown
         self.tokens: Tensor | None = None
+        # (B, H, Dk) float32, the mean keys that keys lack; see `Centre`. None: keys lack nothing
+        self.centre: Tensor | None = None
         self.geometry: Geometry | None = None  # None before the first token
         self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
 
@@ -116,7 +119,7 @@ class History:
         after.columns, after.geometry = self.columns + 1, self.geometry
         after.floor = self.floor if floor is None else floor
         after.pads, after.holes, after.kinds = self.pads, self.holes, self.kinds
-        after.joined = self.joined
+        after.joined, after.centre = self.joined, self.centre
         after.embedded, after.offset, after.tokens = self.embedded, self.offset, self.tokens
         after.memory = self.memory
         return after
@@ -148,6 +151,8 @@ class History:
             self.offset = self.offset.index_select(0, index.to(self.offset.device))
         if self.tokens is not None:
             self.tokens = self.tokens.index_select(0, index.to(self.tokens.device))
+        if self.centre is not None:
+            self.centre = self.centre.index_select(0, index.to(self.centre.device))
         if self.geometry is not None:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
@@ -226,7 +231,7 @@ class LayerState(NamedTuple):
     def to(self, device: torch.device) -> LayerState:
         """The same state on a device; tensors already on it are not copied."""
         history = self.history.fork()
-        for name in ("pads", "holes", "kinds", "offset"):
+        for name in ("pads", "holes", "kinds", "offset", "centre"):
             held = getattr(history, name)
             setattr(history, name, None if held is None else held.to(device))
         history.memory = {name: x.to(device) for name, x in history.memory.items()}

@@ -108,6 +108,7 @@ class LayerCache(Drafts):
         self.by_token = not settles_alone(policy)
         self.plans = True
         self._plan: StepPlan | None = None
+        self._turns = None
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -362,15 +363,16 @@ class LayerCache(Drafts):
         column. They are copied if `moved`."""
         geometry = self.cursor.history.geometry
         assert geometry is not None
-        return view.in_order(geometry.dtype, geometry.dtype, moved=self.moved)
+        return view.in_order(geometry.dtype, geometry.dtype, moved=self.moved, centre=self.centre)
 
     @property
     def moved(self) -> bool:
         """Whether slots may be out of position order, now or after this step: after an eviction, or
-        if the layer holds more than its budget or has a block to encode."""
+        if the layer holds more than its budget or encodes tokens late."""
         slots, history = self.slots, self.cursor.history
         budget = self.policy.at(history.columns).budget
-        return bool(history.floor) or slots.length > (budget or slots.length) or bool(slots.waiting)
+        late = slots.block > 1 and slots.length > 0  # sinks lie behind encoded tokens
+        return bool(history.floor) or late or slots.length > (budget or slots.length)
 
     def held(self) -> Held | None:
         """The decoded keys and values and their positions, the oldest first; None if the layer is

@@ -90,9 +90,10 @@ class Parted(LayerSlots):
             victims = marked(victims, self._split.length)
         self._split.drop(victims)
 
-    def free_hidden(self) -> None:
+    def free_hidden(self) -> bool:
         self._split.drop(self._split.read()[POSITION] < 0)
         self.hidden = 0
+        return False
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
         return tuple(storage.length - fewer for storage in self._split.storages)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.layer.cursor import State
-from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, possible
+from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, is_read, possible
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
-from kvkeep.planes import Chunks, limits
+from kvkeep.planes import LAST, Chunks, limits
 from kvkeep.policy import Arrivals, Policy
 from kvkeep.policy.base import rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
@@ -90,9 +90,12 @@ class StepPlan:
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
         self._left = torch.zeros(len(parts), dtype=torch.int64)
+        centre, self._mean = layer.centre, history.centre
+        self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
             *(policy, rule, slots.codecs, history.geometry.value_width),
-            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), self._left),
+            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), centre),
+            self._left,
         )
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)
@@ -148,6 +151,8 @@ class StepPlan:
             return None
         if layer.readers and policy.evicts and policy.reach is None:
             return None  # the layer settles only after its readings
+        if rule.by_keys and layer.key_codec.centre:  # it would rank by keys without their centre
+            return None
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
@@ -188,6 +193,7 @@ class StepPlan:
             or slots.step_state() != self._state
             or history.geometry is not self._geometry
             or history.pads is not self._pads
+            or history.centre is not self._mean
             or self._threads != torch.get_num_threads()
             or any(one.part.storage.described() is not one.described for one in self.parts)
         ):
@@ -235,7 +241,7 @@ class StepPlan:
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
-        if drops > 1 or (self._before and (drops or self.evicts)):
+        if drops > 1 or (self._before and (drops or self.evicts)) or columns >= self._most:
             return False
         # Parts shorter than the longest free fewer slots before the token is written.
         spare = max(self._lengths) - drops
@@ -293,7 +299,7 @@ class StepPlan:
             return None
         places = given = 0
         if position is not None:
-            if not _is_read(position, q.shape[0]):
+            if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
         if self._given:
@@ -446,12 +452,6 @@ class StepPlan:
 def _no_plan() -> None:
     """Replaces a plan in copies of a layer."""
     return None
-
-
-def _is_read(position: Tensor, rows: int) -> bool:
-    """Whether the library can read the positions of one token a row in place."""
-    fits = position.shape in ((1,), (rows, 1))
-    return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()
 
 
 def _exactly(inputs: StepInputs) -> tuple[object, ...]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Options
-from kvkeep.attention.native import CALL, REACH, call_of_step, pack_segments, reads
+from kvkeep.attention import Centre, Options
+from kvkeep.attention.native import CALL, REACH, call_of_step, pack_centre, pack_segments, reads
 from kvkeep.codec.groups import ENCODING, encoding
 from kvkeep.layer.slots import Codecs, StepPart
 from kvkeep.layer.step import StepInputs
@@ -59,6 +59,7 @@ class LayerRecords(NamedTuple):
     window: OwnWindow | None
     pads: Tensor | None
     slopes: Tensor | None
+    centre: Centre | None
     left: Tensor
 
     def of(self, index: int, part: StepPart, inputs: StepInputs) -> PartRecords:
@@ -74,7 +75,13 @@ class LayerRecords(NamedTuple):
         planes = part.planes
         segments = pack_segments(part.segments(), q, tensors)
         memory = self._memory(planes, k.shape[3])
-        step = self._step(index, part, inputs, memory)
+        centre = self.centre
+        if centre is not None:
+            rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
+            heads = slice(None) if part.head is None else slice(part.head, part.head + 1)
+            centre = centre._replace(mean=centre.mean[rows, heads])
+        packed = None if centre is None else pack_centre(centre, q, tensors)
+        step = self._step(index, part, inputs, memory, packed)
         described = slots_record(planes)
         # Keep the segments' tensors alive, but not the queries: each step brings its own, and these
         # may be a view of a long chunk's queries.
@@ -86,7 +93,7 @@ class LayerRecords(NamedTuple):
             part.storage.described(),
             planes[POSITION].shape[2],
             (first, second, third, len(planes)),
-            (step, segments, described, kept, self.pads, self.slopes, self.left),
+            (step, segments, described, packed, kept, self.pads, self.slopes, self.left),
             memory,
         )
 
@@ -99,7 +106,14 @@ class LayerRecords(NamedTuple):
         with torch.inference_mode(False):  # it is changed in any mode
             return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
 
-    def _step(self, index: int, part: StepPart, inputs: StepInputs, memory: Tensor | None) -> bytes:
+    def _step(
+        self,
+        index: int,
+        part: StepPart,
+        inputs: StepInputs,
+        memory: Tensor | None,
+        centre: bytes | None,
+    ) -> bytes:
         """A KvStep."""
         q, k, v = inputs[:3]
         planes, policy = part.planes, self.policy
@@ -120,7 +134,8 @@ class LayerRecords(NamedTuple):
         if slopes is not None and part.head is not None:
             slopes = slopes[part.head * q.shape[1] :]
         options = Options(inputs.scale, inputs.softcap, slopes=slopes)
-        call = call_of_step(q, heads, self.value_width, len(part.before) + 1, options)
+        at = 0 if centre is None else address_of(centre)
+        call = call_of_step(q, heads, self.value_width, len(part.before) + 1, options, at)
         return b"".join(
             [
                 CALL.pack(*call),
@@ -190,3 +205,9 @@ def step_tokens(inputs: StepInputs, out: Tensor) -> bytes:
         *(size * x.stride(2) for x in (q, k, v, out)),
         *(size * n * x.stride(1) for n, x in ((group, q), (1, k), (1, v), (group, out))),
     )
+
+
+def is_read(position: Tensor, rows: int) -> bool:
+    """Whether the library can read the positions of one token a row in place."""
+    fits = position.shape in ((1,), (rows, 1))
+    return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from kvkeep.attention import Centre
+from kvkeep.attention.centre import Turns
 from kvkeep.checks import Checks
 from kvkeep.codec import Codec
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.sight import Sight
-from kvkeep.planes import OwnWindow, part, positions_of
+from kvkeep.planes import POSITION, OwnWindow, Planes, part, positions_of
 from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 
@@ -30,6 +33,7 @@ class Settling:
     """Whether drafts are fed one by one, because the policy decides by more than positions."""
     _planes_of_policy: tuple[str, ...]
     _checks: Checks
+    _turns: Turns | None
 
     def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
@@ -63,9 +67,27 @@ class Settling:
             window=self.window,
             rotary=self.rotary,
             state=cursor.history.memory,
-            keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
+            keys=self._keys,
             values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
         )
+
+    @property
+    def centre(self) -> Centre | None:
+        """What the keys of the slots lack; None: nothing. Set by the first chunk, for good."""
+        mean, columns = self.cursor.history.centre, self.cursor.history.columns
+        return None if mean is None else Centre(mean, self.turns_for(mean, columns))
+
+    def turns_for(self, like: Tensor, positions: int) -> Turns:
+        """The turns of keys like these (B, H, ..., Dk), up to so many positions."""
+        turns = self._turns
+        if turns is None or turns.table.device != like.device or not turns.covers(positions):
+            turns = Turns.of(self.rotary, like.shape[-1], positions, like.device)
+            self._turns = turns
+        return turns
+
+    def _keys(self, planes: Planes) -> Tensor:
+        keys, centre = self.key_codec.decode(part(planes, "k"), torch.float32), self.centre
+        return keys if centre is None else centre.added(keys, planes[POSITION])
 
     def _evict(
         self, count: int, observation: Observation | None = None, *, hide: bool = False
@@ -102,15 +124,15 @@ class Settling:
             self._evict(0, observation)  # the mass counts hidden slots too
             observation = None
             with cursor.moved():
-                slots.free_hidden()
-                cursor.history.floor = cursor.history.columns
+                if not slots.free_hidden():
+                    cursor.history.floor = cursor.history.columns
         budget = self.policy.at(cursor.history.columns).budget
         surplus = 0 if budget is None else slots.surplus(budget)
         self._evict(surplus, observation, hide=hide)
         if slots.waiting:
             with cursor.moved():
-                slots.encode_waiting(hide=hide)
-                cursor.history.floor = cursor.history.columns
+                if not slots.encode_waiting(hide=hide):
+                    cursor.history.floor = cursor.history.columns
         if not hide:
             cursor.journal = []
 

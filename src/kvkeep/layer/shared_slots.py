@@ -60,7 +60,7 @@ class SharedSlots(Settling):
             n = q.shape[2]
             bounds = None if view.bounds is None else view.bounds[..., -n:]
             view = view._replace(position=view.position[..., -n:], bounds=bounds)
-            out, _ = (attend or dispatch)(q, view, inputs.options(self.slopes))
+            out, _ = (attend or dispatch)(q, view, inputs.options(self.slopes, self.centre))
             if cursor.unread == 1:
                 self._settle_now(cursor.observed, packs=attend is None)
                 cursor.observed = None

@@ -253,12 +253,14 @@ class LayerSlots(ABC):
         with torch.inference_mode():
             self.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
 
-    def free_hidden(self) -> None:
-        """Free the hidden slots."""
+    def free_hidden(self) -> bool:
+        """Free the hidden slots. Return whether `cut` can still remove any number of the newest
+        tokens."""
         live = self.evictable()[POSITION] >= 0
         order = live.to(torch.uint8).argsort(dim=2, stable=True)
         self.evict(order[:, :, : self.hidden])
         self.hidden = 0
+        return False
 
     def fills(self, tokens: int) -> bool:
         """Whether `tokens` more tokens fill a block."""
@@ -269,9 +271,9 @@ class LayerSlots(ABC):
         """Number of plain tokens that fill whole blocks."""
         return 0
 
-    def encode_waiting(self, *, hide: bool = False) -> None:
+    def encode_waiting(self, *, hide: bool = False) -> bool:
         """Encode the `waiting` oldest plain tokens, once and for all. Free their plain slots, or
-        hide them."""
+        hide them. Return whether `cut` can still remove any number of the newest tokens."""
         raise NotImplementedError("no tokens wait to be encoded")
 
     def step_parts(self) -> tuple[StepPart, ...]:

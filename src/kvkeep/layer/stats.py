@@ -54,7 +54,8 @@ def promised_bytes(
         specs = slot_planes(policy, key, value, geometry)
         return sum(spec.slot_bytes(geometry.heads) for spec in specs.values())
 
-    block = key_codec.block
-    encoded = kept if block == 1 else encoded_count(kept, key_codec, value_codec)
+    block, late = key_codec.block, key_codec.together == value_codec.together > 1
+    late = late and not policy.evicts
+    encoded = encoded_count(kept, key_codec, value_codec) if late else kept
     each = encoded // block * slot_bytes(key_codec, value_codec)
     return geometry.rows * (each + (kept - encoded) * slot_bytes(Plain(), Plain()))

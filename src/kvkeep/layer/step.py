@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Attend, Options, View, dispatch
+from kvkeep.attention import Attend, Centre, Options, View, dispatch
 from kvkeep.checks import resolved
 from kvkeep.errors import UnsupportedError
 from kvkeep.policy import Need, Observation, Policy
@@ -51,10 +51,11 @@ class StepInputs(NamedTuple):
             return self._replace(q=resolved(q), k=resolved(k), v=resolved(v))
         return self
 
-    def options(self, slopes: Slopes | None, **mass: Any) -> Options:
-        """The options of attention in a layer with these slopes. `mass`: `need_mass` and others."""
+    def options(self, slopes: Slopes | None, centre: Centre | None = None, **mass: Any) -> Options:
+        """The options of attention in a layer with these slopes and this centre. `mass`:
+        `need_mass` and others."""
         bias = slopes_on(slopes, self.q.device)
-        return Options(self.scale, self.softcap, self.sinks, slopes=bias, **mass)
+        return Options(self.scale, self.softcap, self.sinks, slopes=bias, centre=centre, **mass)
 
     def part(self, first: int, count: int) -> StepInputs:
         """The inputs of `count` tokens from token `first` on."""
@@ -124,6 +125,11 @@ class Step(ABC):
     policy: Policy
     slopes: Slopes | None
 
+    @property
+    @abstractmethod
+    def centre(self) -> Centre | None:
+        """What the keys of the layer's slots lack; None: nothing."""
+
     @abstractmethod
     def _extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
@@ -143,7 +149,9 @@ class Step(ABC):
         view = self._extend(inputs.k, inputs.v, inputs.position, inputs.until)
         policy = self.policy
         needs_mass = Need.MASS in policy.needs
-        options = inputs.options(self.slopes, need_mass=needs_mass, observed=policy.observed)
+        options = inputs.options(
+            self.slopes, self.centre, need_mass=needs_mass, observed=policy.observed
+        )
         out, mass = yield AttendCall(inputs.q, view, options)
         q = inputs.q.detach() if inputs.q.requires_grad else inputs.q
         self._settle(Observation(mass, queries=q, scale=inputs.scale))

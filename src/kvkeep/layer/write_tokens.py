@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.attention import triton
 from kvkeep.attention.tiles import power_of_two
 from kvkeep.codec import Codec
-from kvkeep.packing import CODES
+from kvkeep.packing import PACKINGS
 from kvkeep.planes import POSITION, Planes, along_slots, joined
 
 _MOST_WIDTH = 512
@@ -61,10 +61,18 @@ def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether the Triton kernel can write these tokens."""
     there = k.is_cuda or triton.interpreted()
     codecs = key_codec, value_codec
-    known = all(triton.readable(codec) and codec.block == 1 for codec in codecs)
+    known = all(by_kernel(codec) for codec in codecs)
     floats = k.dtype != torch.float64 and v.dtype != torch.float64
     fits = max(k.shape[3], v.shape[3]) <= _MOST_WIDTH
     return there and known and floats and fits and not triton.reason()
+
+
+def by_kernel(codec: Codec) -> bool:
+    """Whether the Triton kernel encodes as this codec does."""
+    layout = triton.readable(codec)
+    if layout is None or layout.block > 1 or layout.scale != 16:
+        return False
+    return codec.block == 1 and PACKINGS[layout.packing].appended
 
 
 def append(
@@ -145,7 +153,7 @@ class _Plane(NamedTuple):
         scale, zero = planes.get(name + "_scale", codes), planes.get(name + "_zero")
         layout = codec.layout
         assert layout is not None  # `able` has checked it
-        packing, group = CODES[layout.packing], layout.group or width
+        packing, group = PACKINGS[layout.packing].number, layout.group or width
         own = scale if zero is None else zero
         rotation = _rotation(codec, width, codes.device)
         return cls(codes, scale, own, packing, width, group, zero is not None, rotation)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention import View
+from kvkeep.attention import Centre, View
+from kvkeep.attention.centre import measured
 from kvkeep.checks import check_places, check_range, resolved
 from kvkeep.errors import StateError
 from kvkeep.geometry import Geometry
@@ -69,10 +70,12 @@ class Writing(SharedSlots, Step):
         if self.policy.reach is not None:
             self._evict(cursor.slots.length - self.sight.reachable(cursor))
         self._note(n)
-        own = self.own_planes(k, v, position)
+        centre = self.centre_for(k, position, cursor.history.centre)
+        coded = k if centre is None else centre.without(k, position)
+        own = self.own_planes(k, v, position, coded)
         cursor.begin()
         try:
-            cursor.slots.add(k, v, own)
+            cursor.slots.add(coded, v, own)
             if cursor.history.geometry is None:
                 cursor.history.geometry = Geometry.of(k, v)
             cursor.chunk = position
@@ -82,6 +85,7 @@ class Writing(SharedSlots, Step):
                 shows_padding=self.policy.shows_padding,
                 holes=cursor.holes_after is not None,
             )
+            cursor.history.centre = None if centre is None else centre.mean
         except BaseException:
             cursor.take_back()
             raise
@@ -109,12 +113,34 @@ class Writing(SharedSlots, Step):
             )
         cursor.note(self._planes_of_policy)
 
-    def own_planes(self, k: Tensor, v: Tensor, position: Tensor) -> dict[str, Tensor]:
-        """The planes of new tokens other than keys and values."""
+    def centre_for(self, k: Tensor, position: Tensor, mean: Tensor | None = None) -> Centre | None:
+        """The centre with which keys (B, H, n, Dk) at `position`, (n,) or (B, n), are encoded;
+        None: the codec takes none.
+
+        Args:
+            mean: that of the layer's keys; None: these keys are the first, and it is measured.
+        """
+        tokens, positions = self.key_codec.centre, self.cursor.history.columns + k.shape[2]
+        if not tokens:
+            return None
+        if position.device.type == "cpu":
+            positions = max(positions, int(position.max()) + 1)
+        turns = self.turns_for(k, positions)
+        return Centre(measured(k, position, tokens, turns) if mean is None else mean, turns)
+
+    def own_planes(
+        self, k: Tensor, v: Tensor, position: Tensor, coded: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The planes of new tokens other than keys and values. `coded`: the keys that are encoded;
+        None: `k`."""
         policy, slots, (rows, heads, n, _) = self.policy, self.cursor.slots, k.shape
         planes: dict[str, Tensor] = {}
         if self._planes_of_policy:
-            error = slots.errors(k, v) if Need.ENCODE_ERROR in policy.needs else None
+            error = (
+                slots.errors(k if coded is None else coded, v)
+                if Need.ENCODE_ERROR in policy.needs
+                else None
+            )
             planes |= policy.enter(Arrivals(k.detach(), v.detach(), position, error, self.rotary))
         place = position.to(torch.int32) if position.dim() == 1 else position[:, None].int()
         planes[POSITION] = place.expand(rows, heads if policy.per_head else 1, n)

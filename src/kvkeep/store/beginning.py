@@ -1,7 +1,7 @@
 """Exact slots: stores hold them for all specs, and caches of any spec begin with them.
 
-A cache with a budget, or with a codec that encodes blocks of tokens, begins with the slots of a
-plain `keep_all` cache. Its policy evicts after the next chunk.
+A cache begins with the slots of a plain `keep_all` cache if it has a budget, or a codec that encodes
+blocks of tokens or takes out the mean of a text's own keys. Its policy evicts after the next chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
 def _exact(spec: CacheSpec) -> CacheSpec:
     if spec.policy.compression is not None:  # stored as compressed texts
         return spec
-    if spec.policy.evicts or not (spec.key_codec.rewritable and spec.value_codec.rewritable):
+    key, value = spec.key_codec, spec.value_codec
+    alone = key.rewritable and value.rewritable and not key.centre
+    late = key.together == value.together > 1  # the newest tokens are not encoded
+    if spec.policy.evicts or late or not alone:
         return CacheSpec(KeepAll())
     return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.geometry import Geometry
 from kvkeep.host import ModelCache
 from kvkeep.layer.history import History, LayerState
-from kvkeep.planes import POSITION
+from kvkeep.planes import POSITION, Planes
 from kvkeep.store.geometry import LayerGeometry, ModelGeometry
 from kvkeep.store.layer_slices import Marks
 
@@ -49,7 +49,7 @@ class Compressed:
                 for part, planes in it.items()
                 for name in planes
             }
-            for it in (state.parts for state in cache.states("store"))
+            for it in (_contents(state) for state in cache.states("store"))
         ]
         return cls(layers, cache.fed)
 
@@ -62,12 +62,17 @@ class Compressed:
         history = History()
         history.columns = history.floor = len(self)
         history.geometry = geometry
-        return LayerState(history, _parts(self.layers[index])).to(geometry.device)
+        parts = _parts(self.layers[index])
+        history.centre = parts.pop(_CENTRE, {}).get("mean")
+        return LayerState(history, parts).to(geometry.device)
 
     def why_not(self, index: int, layer: LayerGeometry, start: int = 0) -> str:
         """Why the planes of layer `index` do not fit it; empty if they do. `start` is 0."""
         parts = _parts(self.layers[index])
         heads = layer.of_row.heads
+        mean = parts.pop(_CENTRE, {}).get("mean")
+        if (None if mean is None else (tuple(mean.shape), mean.dtype)) != layer.centre:
+            return f" has mean keys other than {layer.centre}"
         own = {f"head.{head}" for head in range(heads)} if layer.ragged else {"slots"}
         if parts.keys() != own:
             return f" has parts {sorted(parts)}, not {sorted(own)}"
@@ -103,6 +108,15 @@ class CompressedText:
         for index, (layer, own) in enumerate(zip(cache.layers, self.geometry.of_rows, strict=True)):
             layer.restore(self.content.state(index, own))
         cache.routed = self.geometry.routed
+
+
+_CENTRE = "centre"  # the part whose only plane is `History.centre`
+
+
+def _contents(state: LayerState) -> Mapping[str, Planes | dict[str, Tensor]]:
+    """The parts of a layer's slots, and its centre."""
+    mean = state.history.centre
+    return {**state.parts} if mean is None else {**state.parts, _CENTRE: {"mean": mean}}
 
 
 def _parts(planes: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

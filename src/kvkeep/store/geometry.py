@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from kvkeep.cache import Cache
 from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
@@ -17,18 +19,26 @@ from kvkeep.policy import KeepAll
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """A layer's geometry for one row, the planes of its slots, and whether its heads may keep
-    different numbers of tokens."""
+    """A layer's geometry for one row, the planes of its slots, whether its heads may keep different
+    numbers of tokens, and whether its keys lack a mean (`Centre`)."""
 
     of_row: Geometry
     planes: Mapping[str, PlaneSpec]
     ragged: bool = False
+    centred: bool = False
 
     @classmethod
     def of(cls, layer: LayerCache, geometry: Geometry) -> LayerGeometry:
         """The geometry of a layer with keys and values of `geometry`."""
         planes = planes_of(layer, geometry)
-        return cls(geometry._replace(rows=1), planes, layer.policy.ragged)
+        own, centred = geometry._replace(rows=1), bool(layer.key_codec.centre)
+        return cls(own, planes, layer.policy.ragged, centred)
+
+    @property
+    def centre(self) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of `History.centre`; None: the layer has none."""
+        shape = (1, self.of_row.heads, self.of_row.key_width)
+        return (shape, torch.float32) if self.centred else None
 
     def why_not(self, planes: Planes, heads: int, slots: int) -> str:
         """Why planes do not hold `slots` slots of `heads` heads; empty if they do."""

@@ -115,6 +115,8 @@ def _why_not_keepable(layer: LayerCache) -> str:
         return (
             f"codec {layer.key_codec.name} encodes several tokens together; use int8 or int8/int4"
         )
+    if layer.policy.compression is None and (layer.key_codec.centre or layer.slots.block > 1):
+        return f"codec {layer.key_codec.name} takes out the mean of a text's own keys; use keep_all"
     if not layer.storage.lasting:
         return f"{layer.storage.name} storage keeps no slots on the device to share; use @growing"
     return ""

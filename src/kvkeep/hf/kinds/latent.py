@@ -99,7 +99,7 @@ class LatentStep(Handed):
         for part in parts:
             own = position[..., part.first : part.first + part.tokens]
             view = part.layer.extend(part.of(latent), part.of(rotated), own)
-            held = view.in_order(latent.dtype, rotated.dtype, moved=False)
+            held = view.in_order(latent.dtype, rotated.dtype, moved=False, centre=part.layer.centre)
             self._begun.append((view, held))
         _of_thread.step = ref(self)
 

@@ -1,0 +1,197 @@
+"""Centres: the mean key of each head, which is taken out of keys before they are encoded.
+
+Before the rotary embedding R, the keys of a head are a constant m plus a little, and after it they
+are R(p) m plus a little. With a centre, the slot of a token at position p holds k - R(p) m, whose
+range is smaller, so that the same number of bits encodes it more precisely. Attention adds
+q . R(p) m to the score of q for the slot. It is the sum over the frequencies f of
+a_f cos(p f) + b_f sin(p f), where a and b depend on q and m alone.
+
+Encoding, attention and decoding use the same cosines and sines. So frequencies other than the
+model's, or an error of m, make codes less precise but no result wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.planes import LAST
+from kvkeep.rotary import Rotary
+
+_FEWEST_ROWS, _MOST_ROWS = 8192, 1 << 20
+"""Rows of a table. Greater positions use its last row."""
+_NEAR = 64  # KV_BLOCK of native/kernel.h
+_SINKS = 4
+"""How many first tokens do not count: their keys are unlike those of all others."""
+_FEWEST_TOKENS = 8
+"""The fewest tokens of which a mean is better than none."""
+
+
+class Turns(NamedTuple):
+    """Cosines and sines by position, shared by all heads and layers.
+
+    Attributes:
+        table: float32 (P, 2 F); row p holds the cosines of p f for each of F frequencies f, then
+            the sines.
+        near: float32 (2 F, 64), its first rows transposed, for the native library.
+        pairs: how many frequencies belong to a pair of dimensions. One more frequency, 0, belongs
+            to the dimensions that are not rotated, if there are any.
+        interleaved: pairing of dimensions; see `Rotary`.
+    """
+
+    table: Tensor
+    near: Tensor
+    pairs: int
+    interleaved: bool
+
+    @classmethod
+    def of(cls, rotary: Rotary | None, width: int, rows: int, device: torch.device) -> Turns:
+        """The turns of keys of a width, with at least `rows` rows, or as many as tables have.
+
+        Args:
+            rotary: by which keys are rotated; None: not at all.
+        """
+        inv_freq = torch.empty(0) if rotary is None else rotary.inv_freq.detach().cpu().double()
+        interleaved = rotary is not None and rotary.interleaved
+        key = (tuple(inv_freq.tolist()), interleaved, 2 * len(inv_freq) < width, device)
+        known = _tables.get(key)
+        if known is None or not known.covers(rows):
+            if len(_tables) == _MOST_TABLES:
+                _tables.clear()
+            known = _tables[key] = cls._new(inv_freq, interleaved, key[2], rows, device)
+        return known
+
+    @classmethod
+    def _new(
+        cls, inv_freq: Tensor, interleaved: bool, rest: bool, rows: int, device: torch.device
+    ) -> Turns:
+        count = min(_MOST_ROWS, max(_FEWEST_ROWS, 1 << (rows - 1).bit_length()))
+        with torch.inference_mode(False):
+            frequencies = torch.cat([inv_freq, inv_freq.new_zeros(1)]) if rest else inv_freq
+            angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies
+            table = torch.cat([angles.cos(), angles.sin()], dim=1)
+            table = table.to(device, torch.float32)
+            near = table[:_NEAR].T.contiguous()
+        return cls(table, near, len(inv_freq), interleaved)
+
+    def covers(self, rows: int) -> bool:
+        """Whether the table has so many rows, or as many as tables have."""
+        return self.most >= rows
+
+    @property
+    def most(self) -> int:
+        """How many positions it covers."""
+        return LAST if len(self.table) >= _MOST_ROWS else len(self.table)
+
+    def at(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32 (*position.shape, F) each."""
+        index = position.clamp(0, len(self.table) - 1).to(torch.int64)
+        cos, sin = self.table[index].chunk(2, dim=-1)
+        return cos, sin
+
+    def paired(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the second dimension of each pair of x (..., D): (..., pairs) each."""
+        turning = x[..., : 2 * self.pairs]
+        if self.interleaved:
+            return turning[..., 0::2], turning[..., 1::2]
+        return turning[..., : self.pairs], turning[..., self.pairs :]
+
+    def unpaired(self, first: Tensor, second: Tensor) -> Tensor:
+        """The inverse of `paired`, for the dimensions that are rotated."""
+        if self.interleaved:
+            return torch.stack([first, second], dim=-1).flatten(-2)
+        return torch.cat([first, second], dim=-1)
+
+
+_tables: dict[object, Turns] = {}
+_MOST_TABLES = 64
+
+
+class Centre(NamedTuple):
+    """The mean key of each head of a layer, and how it turns.
+
+    Attributes:
+        mean: m, float32 (B, H, Dk), before the rotary embedding.
+        turns: the rotary embedding as a table.
+    """
+
+    mean: Tensor
+    turns: Turns
+
+    def at(self, position: Tensor) -> Tensor:
+        """R(p) m for positions (B|1, 1|H, S): float32 (B, H, S, Dk)."""
+        turns, mean = self.turns, self.mean[:, :, None]
+        cos, sin = (x[..., : turns.pairs] for x in turns.at(position))
+        a, b = turns.paired(mean)
+        turned = turns.unpaired(a * cos - b * sin, b * cos + a * sin)
+        rest = mean[..., 2 * turns.pairs :].expand(*turned.shape[:3], -1)
+        return torch.cat([turned, rest], dim=-1)
+
+    def without(self, keys: Tensor, position: Tensor) -> Tensor:
+        """Keys (B, H, n, Dk) at positions (n,) or (B, n), or expanded over heads (B, 1|H, n), less
+        the turned mean; in at least float32."""
+        if position.dim() < 3:
+            position = position.reshape(-1, 1, position.shape[-1])
+        return keys.to(torch.promote_types(keys.dtype, torch.float32)) - self.at(position)
+
+    def added(self, keys: Tensor, position: Tensor) -> Tensor:
+        """The inverse of `without`, for positions (B|1, 1|H, S) and in the dtype of the keys."""
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        return (keys.to(dtype) + self.at(position)).to(keys.dtype)
+
+    def coefficients(self, q: Tensor) -> Tensor:
+        """The factors of a row of the table in the scores of queries (B, Hq, n, Dk), float32
+        (B, Hq, n, 2 F)."""
+        turns = self.turns
+        mean = self.mean.repeat_interleave(q.shape[1] // self.mean.shape[1], dim=1)[:, :, None]
+        q = q.float()
+        (a, b), (x, y) = turns.paired(q), turns.paired(mean)
+        cos, sin = a * x + b * y, b * x - a * y
+        if 2 * turns.pairs < q.shape[-1]:
+            rest = slice(2 * turns.pairs, None)
+            constant = (q[..., rest] * mean[..., rest]).sum(dim=-1, keepdim=True)
+            cos = torch.cat([cos, constant], dim=-1)
+            sin = torch.cat([sin, torch.zeros_like(constant)], dim=-1)
+        return torch.cat([cos, sin], dim=-1)
+
+    def of_rows(self, index: Tensor) -> Centre:
+        """Row i is row index[i]."""
+        return self._replace(mean=self.mean.index_select(0, index.to(self.mean.device)))
+
+    def of_head(self, head: int) -> Centre:
+        """The centre of one kv head."""
+        return self._replace(mean=self.mean[:, head : head + 1])
+
+
+def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
+    """The mean key of each row and head before the rotary embedding, float32 (B, H, Dk), over the
+    first `tokens` tokens without the very first; 0 for a row with too few tokens.
+
+    Args:
+        k: the first keys, (B, H, n, Dk), after the rotary embedding.
+        position: their positions, (n,) or (B, n); negative where there is no token.
+    """
+    rows, heads, n, width = k.shape
+    position = position.to(k.device).reshape(-1, n).expand(rows, n)
+    real = position >= 0
+    order = real.cumsum(dim=1) - 1
+    counts = real & (order >= _SINKS) & (order < tokens)
+    last = min(n, int(counts.nonzero()[:, 1].max()) + 1) if bool(counts.any()) else 0
+    total = k.new_zeros((rows, heads, width), dtype=torch.float32)
+    if not last:
+        return total
+    cos, sin = (x[..., : turns.pairs] for x in turns.at(position[:, None, :last]))
+    # Contiguous, so that sums are rounded alike whatever the strides.
+    keys = k[:, :, :last].detach().float().contiguous()
+    a, b = turns.paired(keys)
+    turned = torch.cat(
+        [turns.unpaired(a * cos + b * sin, b * cos - a * sin), keys[..., 2 * turns.pairs :]], dim=-1
+    )
+    used = counts[:, :last]
+    number = used.sum(dim=1)
+    turned = turned.masked_fill(~used[:, None, :, None], 0.0)
+    total = turned.sum(dim=2) / number.clamp(min=1)[:, None, None]
+    few = (number < _FEWEST_TOKENS)[:, None, None] | ~total.isfinite().all(dim=-1, keepdim=True)
+    return total.masked_fill(few, 0.0)

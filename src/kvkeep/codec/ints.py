@@ -1,0 +1,197 @@
+"""6, 5, 4, 3 or 2 bits per element, with one scale per token and group of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from kvkeep.codec.base import Codec
+from kvkeep.codec.groups import (
+    Grouped,
+    check_group,
+    divided,
+    group_count,
+    grouped,
+    packed_as,
+    rounded_half,
+    rounded_scale,
+    scale_values,
+    ungrouped,
+    unpacked_as,
+)
+from kvkeep.errors import ShapeError, SpecError
+from kvkeep.packing import PACKINGS, KernelLayout, Packing
+from kvkeep.planes import Planes, PlaneSpec
+
+_MOST_AFFINE = 4  # bits
+_MOST_SMALL = 4  # bits of codes whose scales are as good in 8 bits for half the group
+_TOGETHER = 32  # tokens that leave the plain tail at a time
+_ROTATED_VALUES = 3  # most bits for which rotating values reduces the loss
+
+
+@dataclass(frozen=True)
+class Ints(Grouped):
+    """x = (code - 2**(bits - 1)) * scale, or code * scale + zero when `affine`; codes
+    0..2**bits - 1.
+
+    Planes: "" uint8 (D * bits / 8,), packed as `kvkeep.packing` says; "_scale" (groups,), float16
+    or, if `scale` is 8, uint8, the higher byte of a float16; "_zero" float16 when affine. The
+    symmetric scale has the sign that maps the element of largest magnitude to code 0, as
+    llama.cpp's Q4_0 does. Keys, and values in 3 and 2 bits, are rotated by a Hadamard matrix first,
+    unless `hadamard` is False.
+
+    Before that, the mean of the first `centre` tokens is taken out of keys (0: nothing is); see
+    `kvkeep.attention.centre`. Where a layer evicts nothing and its storage grows, the first `sinks`
+    tokens, the newest `recent` and up to 31 more stay plain, so a chunk's queries read its own
+    tokens as they were computed; elsewhere tokens are encoded as they arrive.
+    """
+
+    group: int = 32
+    affine: bool = False
+    hadamard: bool = True
+    scale: int = 16
+    centre: int = 256
+    recent: int = 64
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_group(self.name, self.group)
+        if min(self.centre, self.recent, self.sinks) < 0:
+            raise SpecError(
+                f"{self.name} of centre={self.centre}, recent={self.recent}, sinks={self.sinks}: "
+                f"each is a number of tokens, or 0; use {self.name}"
+            )
+        if self.scale not in (8, 16) or (self.scale == 8 and self.bits > _MOST_SMALL):
+            raise SpecError(
+                f"{self.name} scale={self.scale}: a scale takes 16 bits, or in codes of at most "
+                f"{_MOST_SMALL} bits 8; use {self.name}"
+            )
+        if self.affine and self.bits > _MOST_AFFINE:
+            raise SpecError(
+                f"{self.name} affine=1: codes of {self.bits} bits have no zero points; use "
+                f"{self.name}, or int{_MOST_AFFINE}:affine=1"
+            )
+
+    @property
+    def key_warning(self) -> str | None:
+        """The rotation spreads the error of a large channel over all channels but does not reduce
+        it."""
+        if self.bits > _MOST_AFFINE or self.centre:
+            return None
+        return (
+            f"codec {self.name} without a centre loses too much precision of keys in models with a "
+            "few large key channels (Qwen2.5: a KL of 1.8 nats in 4 bits); use +int8/int4 or leave "
+            "out centre=0"
+        )
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How the codes lie in memory."""
+        return PACKINGS[self.name]
+
+    def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
+        if dim % self.packing.together:
+            raise ShapeError(
+                f"{self.name} packs {self.packing.together} elements together, but the width is "
+                f"{dim}; use int8"
+            )
+        groups = (group_count(dim, self.group),)
+        kind = torch.uint8 if self.scale == 8 else torch.float16
+        codes = PlaneSpec((dim * self.bits // 8,), torch.uint8)
+        planes = {"": codes, "_scale": PlaneSpec(groups, kind)}
+        return planes | ({"_zero": PlaneSpec(groups, torch.float16)} if self.affine else {})
+
+    @cached_property
+    def layout(self) -> KernelLayout:
+        return KernelLayout(self.name, self.group, self.hadamard, scale=self.scale)
+
+    def encode_in_steps(self, x: Tensor) -> Planes:
+        groups = grouped(self.rotate(x), self.group)
+        low, high = groups.aminmax(dim=-1)
+        most, middle = 2**self.bits - 1, 2 ** (self.bits - 1)
+        if self.affine:
+            zero = rounded_half(low)
+            scale = rounded_scale((high - zero.to(high.dtype)) / most, self.scale)
+            step = scale_values(scale, high.dtype)[..., None]
+            codes = divided(groups - zero.to(high.dtype)[..., None], step)
+            more = {"_zero": zero}
+        else:
+            scale = rounded_scale(torch.where(high > -low, high, low) / -middle, self.scale)
+            codes = divided(groups, scale_values(scale, high.dtype)[..., None]) + middle
+            more = {}
+        codes = ungrouped(codes.round_().clamp_(0, most), x.shape[-1]).to(torch.uint8)
+        return {"": packed_as(codes, self.packing), "_scale": scale} | more
+
+    def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        compute = torch.promote_types(dtype, torch.float32)
+        codes = unpacked_as(planes[""], self.packing).to(compute)
+        scale = scale_values(planes["_scale"], compute)[..., None]
+        width = codes.shape[-1]
+        if self.affine:
+            x = grouped(codes, self.group) * scale + planes["_zero"].to(compute)[..., None]
+        else:
+            x = grouped(codes - 2 ** (self.bits - 1), self.group) * scale
+        return self.rotate(ungrouped(x, width)).to(dtype)
+
+    @property
+    def together(self) -> int:
+        return _TOGETHER if self.recent or self.sinks else 1
+
+    @property
+    def tail(self) -> int:
+        return self.recent
+
+    def for_values(self) -> Codec:
+        return replace(self, hadamard=self.hadamard and self.bits <= _ROTATED_VALUES, centre=0)
+
+    def width(self, planes: Planes) -> int:
+        return planes[""].shape[-1] * 8 // self.bits
+
+
+@final
+@dataclass(frozen=True)
+class Int6(Ints):
+    """6 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int6"
+    bits: ClassVar[int] = 6
+
+
+@final
+@dataclass(frozen=True)
+class Int5(Ints):
+    """5 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int5"
+    bits: ClassVar[int] = 5
+
+
+@final
+@dataclass(frozen=True)
+class Int4(Ints):
+    """4 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+
+
+@final
+@dataclass(frozen=True)
+class Int3(Ints):
+    """3 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int3"
+    bits: ClassVar[int] = 3
+
+
+@final
+@dataclass(frozen=True)
+class Int2(Ints):
+    """2 bits; see `Ints`."""
+
+    name: ClassVar[str] = "int2"
+    bits: ClassVar[int] = 2

@@ -1,0 +1,194 @@
+"""Keys with a large constant part: centres take it out of codes, and attention puts it back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvkeep.attention import Centre, Rotation, Segment, View, attend
+from kvkeep.attention.centre import Turns, measured
+from kvkeep.codec import Int4
+from kvkeep.codec.plain import Plain
+from kvkeep.layer.beginning import begin_with
+from kvkeep.layer.layer import LayerCache
+from kvkeep.planes import POSITION
+from kvkeep.rotary import Rotary
+from kvkeep.spec import CacheSpec
+from kvkeep.testing import live_tokens
+
+HEADS, GROUP, WIDTH = 2, 2, 32
+BIAS = 50.0
+
+ROTARIES = {
+    "whole": Rotary(100.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)),
+    "partial": Rotary(100.0 ** (-torch.arange(0, 16, 2) / 16)),
+    "interleaved": Rotary(-(100.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)), interleaved=True),
+    "none": None,
+}
+
+
+def tokens(
+    count: int, rotary: Rotary | None, rows: int = 1, seed: int = 0, start: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of `count` tokens; keys are a constant of each head plus a little,
+    rotated for the positions from `start` on."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(rows, heads, count, WIDTH, generator=generator)
+        for heads in (HEADS * GROUP, HEADS, HEADS)
+    )
+    # Each row has another constant.
+    k += BIAS * torch.randn(rows, HEADS, 1, WIDTH, generator=torch.Generator().manual_seed(9))
+    if rotary is None:
+        return q, k, v
+    place = torch.arange(start, start + count)
+    return rotary.turn(q, place), rotary.turn(k, place), v
+
+
+def made(spec: str, rotary: Rotary | None) -> LayerCache:
+    return CacheSpec.parse(spec).layer(rotary=rotary)
+
+
+def fed(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, chunks: list[int]) -> Tensor:
+    """The outputs of a text fed in chunks."""
+    parts = [x.split(chunks, dim=2) for x in (q, k, v)]
+    return torch.cat(
+        [layer.step(*part, scale=WIDTH**-0.5) for part in zip(*parts, strict=True)], dim=2
+    )
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    return float((x - y).norm() / y.norm())
+
+
+@pytest.mark.parametrize("kind", ROTARIES)
+def test_a_large_constant_costs_no_precision(kind: str) -> None:
+    rotary, chunks = ROTARIES[kind], [40, 1, 1, 20, 1]
+    text = tokens(sum(chunks), rotary)
+    exact = fed(made("keep_all", rotary), *text, chunks)
+    assert apart(fed(made("keep_all+int4@fixed:64", rotary), *text, chunks), exact) < 0.15
+    assert apart(fed(made("keep_all+int4:centre=0@fixed:64", rotary), *text, chunks), exact) > 0.3
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+@pytest.mark.parametrize("kind", ROTARIES)
+def test_attention_adds_the_centre_to_keys(backend: str, kind: str) -> None:
+    rotary = ROTARIES[kind]
+    q, k, v = tokens(90, rotary, rows=2)
+    position = torch.randperm(90, generator=torch.Generator().manual_seed(1)).int()
+    q, k = q[:, :, -3:], k[:, :, position.long()]  # as after evictions: not in order
+    turns = Turns.of(rotary, WIDTH, 90, q.device)
+    centre = Centre(torch.randn(2, HEADS, WIDTH), turns)
+    place = position.view(1, 1, -1).expand(2, 1, -1)
+    lacking = {"k": centre.without(k, position), "v": v, POSITION: place}
+    segment = Segment(lacking, Plain(), Plain())
+    view = View((segment,), torch.full((3,), 89, dtype=torch.int32))
+    whole = view._replace(segments=(segment._replace(planes={**lacking, "k": k}),))
+    options = {"scale": 0.02, "sinks": torch.randn(HEADS * GROUP)}
+    found, _ = attend(q, view, backend=backend, centre=centre, **options)
+    expected, _ = attend(q.double(), double(whole), backend="reference", **options)
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def double(view: View) -> View:
+    planes = {n: p if n == POSITION else p.double() for n, p in view.segments[0].planes.items()}
+    return view._replace(segments=(view.segments[0]._replace(planes=planes),))
+
+
+def test_a_moved_run_keeps_its_centre() -> None:
+    rotary, by = ROTARIES["whole"], 70
+    assert rotary is not None
+    q, k, v = tokens(20, rotary)
+    centre = Centre(torch.randn(1, HEADS, WIDTH), Turns.of(rotary, WIDTH, 90, q.device))
+    at = torch.arange(20, dtype=torch.int32).view(1, 1, -1)
+    planes = {"k": centre.without(k, at), "v": v, POSITION: at + by}
+    rotation = Rotation(by, rotary.inv_freq)
+    view = View((Segment(planes, Plain(), Plain(), rotation),), torch.tensor([99]))
+    moved = {"k": rotary.turn(k, torch.tensor(by)), "v": v, POSITION: at + by}
+    expected, _ = attend(
+        q[:, :, :1], View((Segment(moved, Plain(), Plain()),), view.position), scale=0.02
+    )
+    for backend in ("native", "sdpa", "reference"):
+        found, _ = attend(q[:, :, :1], view, scale=0.02, centre=centre, backend=backend)
+        # A turn of rounded cosines differs from rounded cosines of the sum.
+        torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "spec", ["h2o:24+int4", "keydiff:24+int4", "window:24+int4", "adakv(h2o:24)+int4"]
+)
+def test_policies_see_whole_keys(spec: str) -> None:
+    rotary, chunks = ROTARIES["whole"], [40, 1, 20, 1, 1]
+    text = tokens(sum(chunks), rotary)
+    layer, exact = made(spec, rotary), made(spec.replace("int4", "plain"), rotary)
+    assert apart(fed(layer, *text, chunks), fed(exact, *text, chunks)) < 0.5
+    for place, keys, _ in live_tokens(layer)[0]:
+        head = next(h for h in range(HEADS) if apart(keys, text[1][0, h, place].double()) < 0.02)
+        assert apart(keys, text[1][0, head, place].double()) < 0.02
+    kept = [[sorted(place) for place, _, _ in live_tokens(x)[0]] for x in (layer, exact)]
+    if spec.startswith("window"):
+        assert kept[0] == kept[1]
+
+
+def test_changes_of_a_layer_keep_its_centre() -> None:
+    rotary = ROTARIES["whole"]
+    q, k, v = tokens(60, rotary, rows=2)
+    layer = made("keep_all+int4", rotary)
+    fed(layer, q[:, :, :50], k[:, :, :50], v[:, :, :50], [40, 10])
+    layer.freeze()
+    restored, fork = made("keep_all+int4", rotary), layer.fork()
+    restored.restore(layer.state().copy())
+    layer.crop(-15)
+    layer.take_rows(torch.tensor([1, 0]))
+    layer.take_rows(torch.tensor([1, 0]))
+    fed(layer, q[:, :, 35:50], k[:, :, 35:50], v[:, :, 35:50], [15])
+    chunk = [x[:, :, 50:] for x in (q, k, v)]
+    outputs = [fed(x, *chunk, [1] * 10) for x in (layer, restored, fork)]
+    for out in outputs[1:]:
+        torch.testing.assert_close(out, outputs[0], atol=2e-3, rtol=2e-3)
+    for row, heads in enumerate(live_tokens(layer)):
+        for head, (place, keys, _) in enumerate(heads):
+            assert apart(keys, k[row, head, place].double()) < 0.02
+
+
+def test_a_layer_begins_with_whole_keys() -> None:
+    rotary = ROTARIES["whole"]
+    q, k, v = tokens(60, rotary)
+    spec = "keep_all+int4:recent=0,sinks=0"
+    text, layer, alone = (made(x, rotary) for x in ("keep_all", spec, spec))
+    fed(text, q[:, :, :50], k[:, :, :50], v[:, :, :50], [50])
+    fed(alone, q[:, :, :50], k[:, :, :50], v[:, :, :50], [50])
+    begin_with(layer, text)
+    again = made("h2o:80+int4", rotary)
+    begin_with(again, layer)  # codes are shared, so their centre is too
+    chunk = [x[:, :, 50:] for x in (q, k, v)]
+    out, expected = (fed(x, *chunk, [9, 1]) for x in (layer, alone))
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert apart(fed(again, *chunk, [9, 1]), expected) < 0.1
+
+
+def test_a_mean_needs_tokens() -> None:
+    turns = Turns.of(None, WIDTH, 9, torch.device("cpu"))
+    k = torch.full((2, HEADS, 14, WIDTH), 3.0)
+    position = torch.stack([torch.arange(14), torch.arange(-4, 10).clamp(min=-1)])
+    found = measured(k, position, 256, turns)
+    assert bool((found[0] == 3).all())
+    assert bool((found[1] == 0).all())  # six tokens after the first four
+    k[0, 0, 7, 5] = torch.inf
+    found = measured(k, position, 256, turns)
+    assert bool((found[0, 0] == 0).all())
+    assert bool((found[0, 1] == 3).all())
+
+
+def test_padding_changes_no_centre() -> None:
+    rotary = ROTARIES["whole"]
+    _, k, _ = tokens(30, rotary)
+    padded = torch.cat([torch.randn(1, HEADS, 5, WIDTH), k], dim=2)
+    turns = Turns.of(rotary, WIDTH, 30, k.device)
+    own, beside = torch.arange(30), torch.arange(-5, 30).clamp(min=-1)
+    torch.testing.assert_close(measured(padded, beside, 20, turns), measured(k, own, 20, turns))
+
+
+def test_values_have_no_centre() -> None:
+    assert Int4().for_values() == Int4(hadamard=False, centre=0)
