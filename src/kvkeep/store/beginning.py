@@ -1,7 +1,8 @@
 """Exact slots: stores hold them for all specs, and caches of any spec begin with them.
 
-A cache begins with the slots of a plain `keep_all` cache if it has a budget, or a codec that encodes
-blocks of tokens or takes out the mean of a text's own keys. Its policy evicts after the next chunk.
+A cache begins with the slots of a plain `keep_all` cache if it has a budget, or a codec that
+encodes blocks of tokens or takes out the mean of a text's own keys. Its policy evicts after the
+next chunk.
 """
 
 from __future__ import annotations
