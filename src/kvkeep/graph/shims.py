@@ -34,7 +34,7 @@ SHIMS = {
     linears: [
         "AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle x, const AtenTensorHandle* "
         "weights, int64_t count, const AtenTensorHandle** biases, int64_t bias_count, "
-        "AtenTensorHandle* out)"
+        "const AtenTensorHandle* scales, int64_t scale_count, AtenTensorHandle* out)"
     ],
 }
 """C declarations of the functions that compute operators, for AOTInductor."""
