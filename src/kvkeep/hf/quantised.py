@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,13 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
     why = _why_not(model)
     if why:
         raise UnsupportedError(f"weights cannot be quantised to {weights}: {why}")
-    with needed_by(f"Quantising weights to {weights}", "weights"):
-        import torchao.quantization as torchao  # noqa: PLC0415 - it takes a second
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of torchao's libraries for GPUs, which are not there
+    try:
+        with needed_by(f"Quantising weights to {weights}", "weights"):
+            import torchao.quantization as torchao  # noqa: PLC0415 - it takes a second
+    finally:
+        logging.disable(level)
     layers = [x for x in model.modules() if type(x) is nn.Linear and _fits(x, weights)]
     if not layers:
         raise UnsupportedError(
