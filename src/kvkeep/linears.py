@@ -234,7 +234,7 @@ class Weights:
             for x, held in zip((weight, bias, scale), given, strict=True):
                 pointer = next(pointers)
                 if x is None or held is None:
-                    if x is not held:
+                    if x is not None or held is not None:
                         return False
                 elif held() is not x or x.data_ptr() != pointer:
                     return False
@@ -311,12 +311,9 @@ class _Routed:
 
     def _read(self, weight: Tensor, bias: Tensor | None) -> Weights | None:
         weights = self._weights
-        if type(weight) is nn.Parameter:
-            own = Stored(weight)
-        elif not hasattr(weight, "qdata"):
-            return None
-        else:
-            own = Stored(weight.qdata, weight.scale)
+        own = Stored(weight)
+        if type(weight) is not nn.Parameter:  # of torchao, as `stored` has found
+            own = Stored(getattr(weight, "qdata", weight), getattr(weight, "scale", None))
         if weights is None or not weights.are((own,), (bias,)):
             found = stored(weight)
             if found is None:

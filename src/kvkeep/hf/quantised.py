@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,8 @@ from transformers import PreTrainedModel
 
 from kvkeep.errors import ModelError, UnsupportedError
 from kvkeep.extras import needed_by
+
+KINDS = ("int8", "int4")
 
 GROUP = 32
 """Inputs of a layer that share a scale and a zero point in int4, as in llama.cpp's Q4_K."""
@@ -35,8 +36,8 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
             layer can be quantised. It is left unchanged.
         MissingPackageError: torchao is not installed.
     """
-    if weights not in _CONFIGS:
-        raise ModelError(f"weights {weights!r}: give one of {', '.join(_CONFIGS)}")
+    if weights not in KINDS:
+        raise ModelError(f"weights {weights!r}: give one of {', '.join(KINDS)}")
     why = _why_not(model)
     if why:
         raise UnsupportedError(f"weights cannot be quantised to {weights}: {why}")
@@ -45,6 +46,11 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
     try:
         with needed_by(f"Quantising weights to {weights}", "weights"):
             import torchao.quantization as torchao  # noqa: PLC0415 - it takes a second
+
+            # The only packed format of 4 bits for which torch has a kernel on the CPU.
+            from torchao.prototype.quantization.int4 import (  # noqa: PLC0415
+                PrototypeInt4WeightOnlyConfig,
+            )
     finally:
         logging.disable(level)
     layers = [x for x in model.modules() if type(x) is nn.Linear and _fits(x, weights)]
@@ -52,7 +58,10 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
         raise UnsupportedError(
             f"no linear layer of {type(model).__name__} can be quantised to {weights}; leave it out"
         )
-    config, quantised = _CONFIGS[weights](), {id(layer) for layer in layers}
+    config: Any = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    if weights == "int4":
+        config = PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+    quantised = {id(layer) for layer in layers}
     torchao.quantize_(model, config, lambda module, _: id(module) in quantised)
     return len(layers)
 
@@ -71,21 +80,3 @@ def _why_not(model: PreTrainedModel) -> str:
 def _fits(layer: nn.Linear, weights: str) -> bool:
     outputs, inputs = layer.weight.shape
     return weights == "int8" or (inputs % GROUP == 0 and outputs % 16 == 0)
-
-
-def _int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig  # noqa: PLC0415
-
-    return Int8WeightOnlyConfig(set_inductor_config=False)
-
-
-def _int4() -> Any:
-    # The only packed format of torchao that its CPU kernel reads.
-    from torchao.prototype.quantization.int4 import (  # noqa: PLC0415
-        PrototypeInt4WeightOnlyConfig,
-    )
-
-    return PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
-
-
-_CONFIGS: dict[str, Callable[[], Any]] = {"int8": _int8, "int4": _int4}
