@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 18;
+constexpr int KV_ABI = 19;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -271,9 +271,12 @@ enum KvStepResult : int {
 KV_PUBLIC int kv_step(const KvSequence* steps, int64_t count, const KvTokens* tokens);
 
 // A linear layer: weights (outputs, inputs) with contiguous rows, and a bias (outputs) or null, of
-// one KvType: F32, BF16 or F16. Any alignment is allowed.
+// one KvType: F32, BF16 or F16. If `scale` is not null, weights are int8 and stand for their
+// products with scale[output]; `type` is then that of x, bias and out. Any alignment is allowed,
+// but for the scales.
 struct KvLinear {
     const void *weight, *bias;
+    const float* scale;
     int64_t type, inputs, outputs;
     int64_t weight_row;  // stride in elements
     int64_t threads;
@@ -282,7 +285,7 @@ struct KvLinear {
 constexpr int64_t KV_LINEAR_ROWS = 32;  // most rows of a call
 
 // Computes x W^T + b for x (rows, inputs) and `count` layers of the same type, inputs and threads,
-// with sums in float32. `out` (rows, all outputs) is contiguous, of the same type, with the outputs
+// all with scales or all without, with sums in float32. `out` (rows, all outputs) is contiguous, of the same type, with the outputs
 // of all layers side by side. `x_row` is a stride in elements. Returns 0, or 1 if memory cannot be
 // allocated.
 KV_PUBLIC int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row,

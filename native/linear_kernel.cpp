@@ -53,7 +53,7 @@ constexpr bool in_order(int rows) {
 // Weights widened to float, a vector of W at a time, with x in the order of their lanes.
 template <class T_>
 struct Wide {
-    typedef T_ T;
+    typedef T_ T, Input;  // types of weights, and of x, bias and out
     typedef vf Vector;
     typedef float Element;  // element of the copy of x
     static constexpr int PARTS = 2;
@@ -63,12 +63,46 @@ struct Wide {
         return PART ? pair.b : pair.a;
     }
     KV_INLINE void add(vf& sum, vf weight, vf x) { add_product(sum, weight, x); }
+    KV_INLINE void load_step(const typename T::Element* from, float* to) {
+        store(to, part<0>(from));
+        store(to + W, part<1>(from));
+    }
+};
+
+struct I8 {
+    typedef int8_t Element;
+};
+
+// int8 widened to float, with x in order.
+template <class Input_>
+struct Coded {
+    typedef I8 T;
+    typedef Input_ Input;
+    typedef vf Vector;
+    typedef float Element;
+    static constexpr int PARTS = 2;
+    typedef int8_t Codes __attribute__((vector_size(W)));
+    template <int PART>
+    KV_INLINE vf part(const int8_t* weight) {
+        const Codes codes = load<Codes>(weight + PART * W);
+#if defined(__AVX512F__)
+        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
+#elif defined(__AVX2__) && KV_LANES == 8
+        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&codes)));
+#else
+        return __builtin_convertvector(codes, vf);
+#endif
+    }
+    KV_INLINE void add(vf& sum, vf weight, vf x) { add_product(sum, weight, x); }
+    KV_INLINE void load_step(const typename Input::Element* from, float* to) {
+        for (int64_t i = 0; i < STEP; ++i) to[i] = Input::widen1(from[i]);
+    }
 };
 
 #if defined(KV_BF16_PAIRS)
 // bfloat16 without widening: the processor multiplies pairs of bfloat16 exactly.
 struct Dots {
-    typedef BF16 T;
+    typedef BF16 T, Input;
     typedef vi Vector;
     typedef uint16_t Element;
     static constexpr int PARTS = 1;
@@ -77,6 +111,7 @@ struct Dots {
         return load<vi>(weight);
     }
     KV_INLINE void add(vf& sum, vi weight, vi x) { sum = add_pairs(sum, weight, x); }
+    KV_INLINE void load_step(const uint16_t* from, uint16_t* to) { store(to, load<vi>(from)); }
 };
 #endif
 
@@ -182,31 +217,26 @@ void multiply_rows(const typename K::T::Element* weight, int64_t weight_row, int
 }
 
 template <class K>
-KV_INLINE void load_step(const typename K::T::Element* from, typename K::Element* to) {
-    store(to, K::template part<0>(from));
-    if constexpr (K::PARTS == 2) store(to + W, K::template part<1>(from));
-}
-
-template <class K>
 void load(const KvLinear& linear, const void* from, int64_t x_row, int64_t rows, void* to) {
-    typedef typename K::T::Element Element;
+    typedef typename K::Input::Element Element;
     const int64_t stride = kv_linear_stride(linear.inputs), whole = linear.inputs / STEP * STEP;
     for (int64_t m = 0; m < rows; ++m) {
         const Element* x = (const Element*)from + m * x_row;
         typename K::Element* own = (typename K::Element*)to + m * stride;
-        for (int64_t i = 0; i < whole; i += STEP) load_step<K>(x + i, own + i);
+        for (int64_t i = 0; i < whole; i += STEP) K::load_step(x + i, own + i);
         if (whole == linear.inputs) continue;
         Element end[STEP] = {};
         memcpy(end, x + whole, (linear.inputs - whole) * sizeof(Element));
-        load_step<K>(end, own + whole);
+        K::load_step(end, own + whole);
     }
 }
 
 template <class K>
 void run(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
          void* out, int64_t out_row) {
-    typedef typename K::T T;
-    typedef typename T::Element Element;
+    typedef typename K::Input Input;
+    typedef typename K::T::Element Weight;
+    typedef typename Input::Element Element;
     const typename K::Element* x = (const typename K::Element*)loaded;
     const int64_t stride = kv_linear_stride(linear.inputs);
     float sums_of[KV_LINEAR_ROWS * OUTPUTS];
@@ -215,7 +245,7 @@ void run(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first
         memset(sums_of, 0, rows * OUTPUTS * sizeof *sums_of);
         for (int64_t i = 0; i < linear.inputs; i += INPUTS) {
             const int64_t count = linear.inputs - i < INPUTS ? linear.inputs - i : INPUTS;
-            const Element* weight = (const Element*)linear.weight + n * linear.weight_row + i;
+            const Weight* weight = (const Weight*)linear.weight + n * linear.weight_row + i;
             for_tiles<MOST_ROWS>(rows, [&](int64_t m, auto tile) {
                 multiply_rows<K, tile.size>(weight, linear.weight_row, outputs, x + m * stride + i,
                                             stride, count, !m, sums_of + m * OUTPUTS);
@@ -225,15 +255,22 @@ void run(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first
         for (int64_t m = 0; m < rows; ++m) {
             Element* to = (Element*)out + m * out_row + n;
             const float* own = sums_of + m * OUTPUTS;
-            for (int64_t j = 0; j < outputs; ++j)
-                to[j] = T::narrow1(own[j] + (bias ? T::widen1(bias[n + j]) : 0.0f));
+            for (int64_t j = 0; j < outputs; ++j) {
+                const float product = linear.scale ? own[j] * linear.scale[n + j] : own[j];
+                to[j] = Input::narrow1(product + (bias ? Input::widen1(bias[n + j]) : 0.0f));
+            }
         }
     }
 }
 
 template <class F>
-void with_kernel(int64_t type, F f) {
-    switch (type) {
+void with_kernel(const KvLinear& linear, F f) {
+    if (linear.scale) switch (linear.type) {
+        case KV_F32: return f(Coded<F32>{});
+        case KV_BF16: return f(Coded<BF16>{});
+        default: return f(Coded<F16>{});
+    }
+    switch (linear.type) {
         case KV_F32: f(Wide<F32>{}); break;
 #if defined(KV_BF16_PAIRS)
         case KV_BF16: f(Dots{}); break;
@@ -245,13 +282,13 @@ void with_kernel(int64_t type, F f) {
 }
 
 void load_any(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows, void* loaded) {
-    with_kernel(linear.type,
+    with_kernel(linear,
                 [&](auto k) { load<decltype(k)>(linear, x, x_row, rows, loaded); });
 }
 
 void run_any(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
              void* out, int64_t out_row) {
-    with_kernel(linear.type,
+    with_kernel(linear,
                 [&](auto k) { run<decltype(k)>(linear, loaded, rows, first, end, out, out_row); });
 }
 

@@ -119,7 +119,8 @@ bool multiply(const char* x, int64_t rows, const KvTensor& weight, int64_t exper
         const Matrix b(own, inputs, outputs, weight.strides[1], weight.strides[2], type);
         return a.made && b.made && c.made && !torch.mm_out(c.made, a.made, b.made);
     }
-    const KvLinear linear = {own, nullptr, type_of(type), inputs, outputs, weight.strides[2], threads};
+    const KvLinear linear = {own,    nullptr, nullptr,           type_of(type),
+                             inputs, outputs, weight.strides[2], (int64_t)threads};
     for (int64_t first = 0; first < rows; first += KV_LINEAR_ROWS) {
         const int64_t some = std::min(rows - first, KV_LINEAR_ROWS);
         if (kv_linear(&linear, 1, x + first * inputs * size, inputs, some, out + first * outputs * size))
@@ -251,7 +252,8 @@ KV_PUBLIC int32_t aoti_torch_cpu_step(KvAtenTensor* of, KvAtenTensor* q, KvAtenT
 }
 
 KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** weights, int64_t count,
-                                         KvAtenTensor*** biases, int64_t, KvAtenTensor** out) try {
+                                         KvAtenTensor*** biases, int64_t, KvAtenTensor** scales,
+                                         int64_t scaled, KvAtenTensor** out) try {
     KvTensor x;
     uint32_t threads = 1;
     if (!describe(input, x) || torch.threads(&threads) || type_of(x.type) < 0 || !x.dim || !count)
@@ -259,10 +261,11 @@ KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** wei
     std::vector<KvLinear> linears;
     int64_t outputs = 0, rows = 1;
     for (int64_t i = 0; i < count; ++i) {
-        KvTensor weight, bias;
+        KvTensor weight, bias, scale = {};
         if (!describe(weights[i], weight) || !describe_optional(biases[i], bias)) return FAILED;
-        linears.push_back({weight.data, bias.data, type_of(weight.type), weight.sizes[1],
-                           weight.sizes[0], weight.strides[0], threads});
+        if (scaled && !describe(scales[i], scale)) return FAILED;
+        linears.push_back({weight.data, bias.data, (const float*)scale.data, type_of(x.type),
+                           weight.sizes[1], weight.sizes[0], weight.strides[0], threads});
         outputs += weight.sizes[0];
     }
     std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim);

@@ -164,6 +164,7 @@ def test_all_has_every_extra_for_users_but_what_is_compiled_or_old():
         "dev",
         "docs",
         "mellea",
+        "weights",
     }
 
 

@@ -108,6 +108,24 @@ def test_what_is_not_finite(dtype):
     assert few_rows(large, large).isinf().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 50), (100, 48), (577, 33), (2049, 5)])
+@pytest.mark.usefixtures("instructions")
+def test_codes_of_eight_bits_against_float64(inputs, outputs, dtype):
+    codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    scale, bias = torch.rand(outputs, 1) / 100, torch.randn(outputs).to(dtype)
+    x = torch.randn(MOST_ROWS, inputs).to(dtype)
+    whole = few_rows(x, codes, bias, scale)
+    exact = linear(x.double(), codes * scale.double(), bias.double())
+    size = linear(x.double().abs(), codes.double().abs() * scale)
+    bound = exact.abs() * torch.finfo(dtype).eps + size * 2e-7 * inputs**0.5 + 1e-7
+    assert ((whole.double() - exact).abs() <= bound).all()
+    for rows in (1, 2, 3, 5, 8):
+        assert few_rows(x[:rows], codes, bias, scale).equal(whole[:rows])
+    spread = torch.zeros(outputs, inputs + 3, dtype=torch.int8)[:, :inputs].copy_(codes)
+    assert few_rows(x[:3], spread, bias, scale).equal(whole[:3])
+
+
 def test_what_the_kernel_does_not_take():
     weight, x = torch.randn(6, 8), torch.randn(2, 8)
     for other, weights, bias in (
@@ -126,6 +144,12 @@ def test_what_the_kernel_does_not_take():
     ):
         with pytest.raises(UnsupportedError, match="1 to 32 rows and weights on the CPU"):
             few_rows(other, weights, bias)
+    codes, scale = weight.to(torch.int8), torch.ones(6)
+    for weights, scales in ((codes, None), (codes, scale[:5]), (codes, scale.half())):
+        with pytest.raises(UnsupportedError, match="or int8 weights with float32 scales"):
+            few_rows(x, weights, None, scales)
+    with pytest.raises(UnsupportedError):
+        few_rows(x, weight, None, scale)
 
 
 def test_a_forked_process():

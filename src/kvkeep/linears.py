@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from struct import Struct
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import finalize, ref
 
 import torch
@@ -23,18 +24,29 @@ FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
 """Fewest bytes of weights for which a layer is routed, and for which a single row is not left to
 torch: with fewer, the call itself takes most of the time."""
 
-_LINEAR = Struct("=7q")
+_LINEAR = Struct("=8q")
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Stored(NamedTuple):
+    """What the kernel reads of a layer's weights: the weights (outputs, inputs) themselves; or
+    int8 codes, and a float32 scale of each output, by whose product weights are meant."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+
+
+def few_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """x W^T + b by the native kernel, with sums in float32.
 
     The result of a row does not depend on other rows.
 
     Args:
         x: (..., inputs) on the CPU, 1 to `MOST_ROWS` rows; float32, bfloat16 or float16.
-        weight: (outputs, inputs) of the same dtype, with contiguous rows.
-        bias: (outputs,) of the same dtype.
+        weight: (outputs, inputs) of the same dtype, with contiguous rows; int8 with `scale`.
+        bias: (outputs,) of x's dtype.
+        scale: float32 with an element for each output, by which its int8 weights are multiplied.
 
     Returns:
         (..., outputs), without a gradient.
@@ -43,11 +55,12 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UnsupportedError: the native library is missing, or the kernel does not support the tensors.
     """
     require_kernel()
-    out = Weights([weight], [bias]).product(x)
+    out = Weights([Stored(weight, scale)], [bias], x.dtype).product(x)
     if out is None:
         raise UnsupportedError(
             f"this takes x of 1 to {MOST_ROWS} rows and weights on the CPU, all of one dtype "
-            f"({', '.join(str(dtype) for dtype in TYPES)}); x is {tuple(x.shape)} of {x.dtype} on "
+            f"({', '.join(str(dtype) for dtype in TYPES)}), or int8 weights with float32 scales; "
+            f"x is {tuple(x.shape)} of {x.dtype} on "
             f"{x.device}, weights are {tuple(weight.shape)} of {weight.dtype} on {weight.device} "
             f"with strides {weight.stride()}; use torch.nn.functional.linear"
         )
@@ -65,7 +78,9 @@ def route(model: nn.Module) -> int:
     `MOST_ROWS` rows on the CPU, without gradients. `unroute` undoes this.
 
     A layer is routed if its type is exactly `nn.Linear`, the kernel can read its weights, and
-    nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation).
+    nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation). Of quantised
+    weights it reads int8 with a scale for each output as torchao's `Int8WeightOnlyConfig` makes
+    them; layers with any other are left to the library that made them.
 
     Returns:
         The number of routed layers; 0 without the native library.
@@ -74,7 +89,8 @@ def route(model: nn.Module) -> int:
         return 0
     routed = [module for module in _linears(model) if _gains(module)]
     for module in routed:
-        small = module.weight.nbytes < FEWEST_FOR_ONE
+        plain = _is_plain(module.weight)
+        small = plain and module.weight.nbytes < FEWEST_FOR_ONE
         module.__dict__["forward"] = _Routed(module, module.in_features if small else 0)
     return len(routed)
 
@@ -100,25 +116,40 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
 
 def _gains(module: nn.Linear) -> bool:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    return (
-        weight is not None
-        and "forward" not in module.__dict__
-        and weight.nbytes >= FEWEST_BYTES
-        and _is_plain(weight, bias)
-        and readable(weight, bias)
-    )
+    if weight is None or "forward" in module.__dict__ or weight.nbytes < FEWEST_BYTES:
+        return False
+    found = stored(weight)
+    return found is not None and _is_plain(bias) and readable(found, bias, weight.dtype)
 
 
-def readable(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel can read the layout of these weights."""
+def stored(weight: Tensor) -> Stored | None:
+    """What the kernel reads of a layer's weights; None if it cannot read their class."""
+    if _is_plain(weight):
+        return Stored(weight)
+    if type(weight) is not getattr(sys.modules.get("torchao.quantization"), "Int8Tensor", None):
+        return None
+    own: Any = weight
+    if own.act_quant_kwargs is not None or own.act_pre_scale is not None:
+        return None  # x is to be quantised or scaled too
+    if own.zero_point is not None and own.zero_point.any():
+        return None
+    return Stored(own.qdata, own.scale)
+
+
+def readable(stored: Stored, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the kernel can read the layout of these weights, for x of a dtype."""
+    weight, scale = stored
     return (
         weight.is_cpu
         and weight.layout is torch.strided
-        and weight.dtype in TYPES
+        and dtype in TYPES
+        and weight.dtype is (dtype if scale is None else torch.int8)
         and weight.dim() == 2
         and (weight.stride(1) == 1 or weight.shape[1] == 1)
-        and (bias is None or (bias.is_cpu and bias.dtype is weight.dtype and bias.is_contiguous()))
+        and (bias is None or (bias.is_cpu and bias.dtype is dtype and bias.is_contiguous()))
         and (bias is None or bias.shape == weight.shape[:1])
+        and (scale is None or (scale.is_cpu and scale.dtype is torch.float32))
+        and (scale is None or (scale.is_contiguous() and scale.numel() == weight.shape[0]))
     )
 
 
@@ -142,57 +173,71 @@ def multiply(arguments: Arguments) -> None:
 
 
 class Weights:
-    """Weights of layers that share an input, and the records that describe them to the kernel."""
+    """Weights of layers that share an input, and the records that describe them to the kernel.
+
+    Args:
+        weights: of each layer, all with scales or all without.
+        biases: of each layer.
+        dtype: of x.
+    """
 
     __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
     """Objects by the id of their first weight, which removes its entry when it is freed."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, weights: Sequence[Stored], biases: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> None:
         # Weak references, so that a model's weights are freed with the model.
         self._given = [
-            (ref(weight), None if bias is None else ref(bias))
-            for weight, bias in zip(weights, biases, strict=True)
+            tuple(None if x is None else ref(x) for x in (weight, bias, scale))
+            for (weight, scale), bias in zip(weights, biases, strict=True)
         ]
-        first = weights[0]
-        self._dtype, self._inputs = first.dtype, first.shape[-1]
-        self._outputs = sum(weight.shape[0] for weight in weights)
-        self._pointers = [x.data_ptr() for x in (*weights, *biases) if x is not None]
+        first, scales = weights[0]
+        self._dtype, self._inputs = dtype, first.shape[-1]
+        self._outputs = sum(layer.weight.shape[0] for layer in weights)
+        self._pointers = [
+            None if x is None else x.data_ptr()
+            for (weight, scale), bias in zip(weights, biases, strict=True)
+            for x in (weight, bias, scale)
+        ]
         self._threads, self._records = 0, b""
         if not all(
-            _is_plain(weight, bias)
-            and readable(weight, bias)
-            and (weight.shape[1], weight.dtype) == (self._inputs, self._dtype)
-            for weight, bias in zip(weights, biases, strict=True)
+            _is_plain(layer.weight, bias, layer.scale)
+            and readable(layer, bias, dtype)
+            and layer.weight.shape[1] == self._inputs
+            and (layer.scale is None) == (scales is None)
+            for layer, bias in zip(weights, biases, strict=True)
         ):
             self._inputs = 0  # matches no x
 
     @classmethod
-    def known(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Weights:
+    def known(
+        cls, weights: Sequence[Stored], biases: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> Weights:
         """The object for these tensors, created on first use."""
-        number = id(weights[0])
+        first = weights[0].weight
+        number = id(first)
         cached = cls._of_graphs.get(number)
-        if cached is None or not cached.are(weights, biases):
-            cached = cls._of_graphs[number] = cls(weights, biases)
-            finalize(weights[0], cls._of_graphs.pop, number, None)
+        if cached is None or cached._dtype is not dtype or not cached.are(weights, biases):
+            cached = cls._of_graphs[number] = cls(weights, biases, dtype)
+            finalize(first, cls._of_graphs.pop, number, None)
         return cached
 
-    def are(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    def are(self, weights: Sequence[Stored], biases: Sequence[Tensor | None]) -> bool:
         """Whether these are the same tensors at the same addresses."""
         if len(weights) != len(self._given):
             return False
         pointers = iter(self._pointers)
-        for weight, (held, _) in zip(weights, self._given, strict=True):
-            if held() is not weight or weight.data_ptr() != next(pointers):
-                return False
-        for bias, (_, own) in zip(biases, self._given, strict=True):
-            if (bias is None) != (own is None):
-                return False
-            if bias is None or own is None:
-                continue
-            if own() is not bias or bias.data_ptr() != next(pointers):
-                return False
+        for (weight, scale), bias, given in zip(weights, biases, self._given, strict=True):
+            for x, held in zip((weight, bias, scale), given, strict=True):
+                pointer = next(pointers)
+                if x is None or held is None:
+                    if x is not None or held is not None:
+                        return False
+                elif held() is not x or x.data_ptr() != pointer:
+                    return False
         return True
 
     def product(self, x: Tensor) -> Tensor | None:
@@ -228,14 +273,14 @@ class Weights:
 
     def _describe(self, threads: int) -> None:
         records = []
-        for of_weight, of_bias in self._given:
-            weight, bias = of_weight(), None if of_bias is None else of_bias()
+        for parts in self._given:
+            weight, bias, scale = (None if x is None else x() for x in parts)
             assert weight is not None  # `are` has compared it with a tensor
             outputs, inputs = weight.shape
-            address = 0 if bias is None else bias.data_ptr()
-            kind, row = TYPES[weight.dtype], weight.stride(0)
+            others = (0 if x is None else x.data_ptr() for x in (bias, scale))
+            kind, row = TYPES[self._dtype], weight.stride(0)
             records.append(
-                _LINEAR.pack(weight.data_ptr(), address, kind, inputs, outputs, row, threads)
+                _LINEAR.pack(weight.data_ptr(), *others, kind, inputs, outputs, row, threads)
             )
         self._threads, self._records = threads, b"".join(records)
 
@@ -256,16 +301,25 @@ class _Routed:
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         module = self._module
-        if input.numel() > self._few and not is_compiling():
-            parameters, weights = module._parameters, self._weights
-            weight, bias = parameters.get("weight"), parameters.get("bias")
-            if weight is not None and (weights is None or not weights.are((weight,), (bias,))):
-                weights = self._weights = Weights([weight], [bias])
-            if weight is not None and weights is not None and not self._is_watched(input):
-                out = weights.product(input)
-                if out is not None:
-                    return out
+        if input.numel() > self._few and not is_compiling() and not self._is_watched(input):
+            weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+            weights = None if weight is None else self._read(weight, bias)
+            out = None if weights is None else weights.product(input)
+            if out is not None:
+                return out
         return nn.Linear.forward(module, input)
+
+    def _read(self, weight: Tensor, bias: Tensor | None) -> Weights | None:
+        weights = self._weights
+        own = Stored(weight)
+        if type(weight) is not nn.Parameter:  # of torchao, as `stored` has found
+            own = Stored(getattr(weight, "qdata", weight), getattr(weight, "scale", None))
+        if weights is None or not weights.are((own,), (bias,)):
+            found = stored(weight)
+            if found is None:
+                return None
+            weights = self._weights = Weights([found], [bias], weight.dtype)
+        return weights
 
     def _is_watched(self, x: Tensor) -> bool:
         """Whether gradients, hooks, autocast, tracing or torch.func require torch's operations."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from support import finetune_inputs
@@ -56,6 +58,69 @@ def test_what_the_user_says_last_is_not_learned(tmp_path, tokenizer):
     assert tokenizer.decode(found.ids).endswith("Who?<e>\n")
 
 
+def test_messages_with_calls_weights_and_empty_texts(tmp_path, tokenizer):
+    """As OpenAI writes them."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
+    line = {
+        "messages": [
+            {"role": "system", "content": ""},
+            {"role": "user", "content": "Where?"},
+            {"role": "assistant", "content": "Unsure.", "weight": 0},
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": ""},
+            {"role": "assistant", "content": "There.", "weight": 1},
+        ],
+        "tools": tools,
+    }
+    template = (
+        "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+        "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments.at }}){% endfor %}<e>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    file = finetune_inputs.write(tmp_path / "d", json.dumps(line).encode())
+    (found,) = read(file, finetune_inputs.tokenizer(template))
+    assert learned(tokenizer, found) == ["look(3)<e>\n", "There.<e>\n"]
+    assert tokenizer.decode(found.ids).startswith("[look]<s>system")
+
+
+def test_prompts_with_completions(tmp_path, tokenizer):
+    user, *rest = finetune_inputs.CHAT
+    lines = ({"prompt": "Who? ", "completion": "Me."}, {"prompt": [user], "completion": rest})
+    file = finetune_inputs.write(tmp_path / "d", *(json.dumps(x).encode() for x in lines))
+    text, chat = read(file, tokenizer)
+    assert tokenizer.decode(text.ids) == "Who? Me."
+    assert learned(tokenizer, text) == ["Me."]
+    assert learned(tokenizer, chat) == ["Hello.<e>\n", "Me.<e>\n"]
+    lines = [{"prompt": finetune_inputs.CHAT[:3], "completion": finetune_inputs.CHAT[3:]}]
+    file = finetune_inputs.write(tmp_path / "e", json.dumps(lines[0]).encode())
+    assert learned(tokenizer, read(file, tokenizer)[0]) == ["Me.<e>\n"]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"content": "a", "weight": 0.5}, '"weight" of message 0 is 0.5; give 0 or 1'),
+        ({"content": "a", "weight": 0}, 'every message of the assistant has "weight" 0'),
+        ({"content": "a", "weights": 1}, "message 0 has weights, which cannot be trained on"),
+        ({"content": "", "tool_calls": []}, "\"content\" of message 0 is ''"),
+        ({"tool_calls": {"a": 1}}, '"tool_calls" of message 0 is'),
+        ({"tool_calls": [{}]}, "a call of message 0 is {}"),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "a call of message 0 has arguments that are not JSON",
+        ),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, r"arguments \[1\]"),
+    ],
+)
+def test_bad_messages(tmp_path, tokenizer, message, says):
+    line = json.dumps({"messages": [{"role": "assistant", **message}]}).encode()
+    with pytest.raises(DataError, match=says):
+        read(finetune_inputs.write(tmp_path / "d", line), tokenizer)
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [
@@ -81,6 +146,11 @@ def test_templates_whose_answers_cannot_be_found(tmp_path, template, says):
         (b"[]", r"\[\]; give an object"),
         (b'{"prompt": "a"}', r"an object of \['prompt'\]"),
         (b'{"text": "a", "messages": []}', 'either "text" or "messages"'),
+        (b'{"text": "a", "labels": 1}', "labels cannot be trained on"),
+        (b'{"messages": [], "function": 1}', "function cannot be trained on"),
+        (b'{"prompt": "a", "completion": []}', "not both texts or both lists"),
+        (b'{"prompt": "a", "completion": "b", "tools": [{}]}', '"tools" beside texts'),
+        (b'{"messages": [], "tools": 3}', '"tools" is 3'),
         (b'{"text": 3}', '"text" is 3'),
         (b'{"text": " "}', "\"text\" is ' '; give text that is not empty"),
         (b'{"text": "\\ud800"}', "half of a surrogate pair"),

@@ -96,7 +96,7 @@ def test_layers_of_one_input_are_one_operation():
     block, found = Block(), []
 
     def backend(graph, inputs):
-        found.append(route_linears(graph))
+        found.append(route_linears(graph, inputs))
         assert sum("linears" in str(node.target) for node in graph.graph.nodes) == 2
         return graph
 

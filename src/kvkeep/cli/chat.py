@@ -21,6 +21,7 @@ from kvkeep.cli.output import (
     JsonFlag,
     ModelDtype,
     ModelName,
+    ModelWeights,
     Temperature,
     TopP,
     examples,
@@ -66,6 +67,7 @@ def chat(
     top_p: TopP = 1.0,
     compile: Compile = None,
     dtype: ModelDtype = "auto",
+    weights: ModelWeights = None,
     device: DeviceName = None,
     reread: Annotated[
         bool,
@@ -90,7 +92,7 @@ def chat(
         if known is not None and model is None and adapter is None:
             model, adapter = known.model or None, known.adapter or None
         model = model_for(model, adapter)
-        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
         compile_if_it_pays(loaded, compile, max_new_tokens, working)
         working("opening the session")
         talk = Session(

@@ -18,6 +18,7 @@ from kvkeep.cli.output import (
     JsonFlag,
     ModelDtype,
     ModelName,
+    ModelWeights,
     Temperature,
     TopP,
     model_for,
@@ -69,6 +70,7 @@ def generate(
     ] = None,
     compile: Compile = None,
     dtype: ModelDtype = "auto",
+    weights: ModelWeights = None,
     device: DeviceName = None,
     json: JsonFlag = False,
 ) -> None:
@@ -89,7 +91,7 @@ def generate(
         from kvkeep.hf.models import load
         from kvkeep.host.keep_until import keep_until as spec_keeping
 
-        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
         compile_if_it_pays(loaded, compile, max_new_tokens, working)
         shown, pieces = False, 0
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvkeep.cli.complete import adapters, devices, dtypes, models, specs
+from kvkeep.cli.complete import adapters, devices, dtypes, models, one_of, specs
 from kvkeep.cli.table import tables
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -36,6 +36,15 @@ AdapterName = Annotated[
 ModelDtype = Annotated[
     str,
     typer.Option("--dtype", help="auto, float32, bfloat16, float16.", autocompletion=dtypes),
+]
+ModelWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        help="Quantise the weights of linear layers, on the CPU: int8 or int4; default: no.",
+        show_default=False,
+        autocompletion=one_of("int8", "int4"),
+    ),
 ]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="A torch device.", autocompletion=devices)

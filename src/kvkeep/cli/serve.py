@@ -16,6 +16,7 @@ from kvkeep.cli.output import (
     DeviceName,
     ModelDtype,
     ModelName,
+    ModelWeights,
     model_for,
     say,
     size_in_bytes,
@@ -55,6 +56,7 @@ def serve(
         typer.Option(help="Namespace in --store; entries of other namespaces are never found."),
     ] = "",
     dtype: ModelDtype = "auto",
+    weights: ModelWeights = None,
     device: DeviceName = None,
     compile: Compile = None,
     api_key: Annotated[
@@ -176,7 +178,7 @@ def serve(
         spec = parse_specs(cache)
         backend = None if store is None else open_store(store, most_stored)
         kept = PrefixStore(nbytes, backend=backend)
-        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter)
+        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
         compile_if_it_pays(loaded, compile, 0, working, limits.sequences)
         engine = Engine(
             loaded,

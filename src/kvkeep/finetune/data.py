@@ -39,9 +39,11 @@ class Tokens(NamedTuple):
 
 
 def read(path: Path, tokenizer: Any) -> list[Tokens]:
-    """The documents of a JSON Lines file: `{"text": ...}` or `{"messages": [...]}` on each line.
+    """The documents of a JSON Lines file. Each line is `{"text": ...}`, `{"messages": [...]}` or
+    `{"prompt": ..., "completion": ...}`; the last two also with `tools`.
 
-    All tokens of a text are learned, and the assistant's tokens of a conversation.
+    All tokens of a text are learned, of a conversation the tokens of the assistant's messages whose
+    `weight` is not 0, and of a prompt with its completion the completion's.
 
     Raises:
         DataError: the file cannot be read or is empty, or a line has another form.
@@ -107,8 +109,29 @@ def _object(line: bytes) -> dict[str, Any]:
     return given
 
 
-def formed(path: Path) -> list[str | list[dict[str, Any]]]:
-    """The texts and the messages of a file, for a check of it that needs no tokenizer.
+class Chat(NamedTuple):
+    """A conversation.
+
+    Args:
+        messages: as a chat template takes them, without weights; arguments of calls are objects.
+        learned: whether each message is learned.
+        tools: the functions that the model may call, as a chat template takes them; None: none.
+    """
+
+    messages: list[dict[str, Any]]
+    learned: list[bool]
+    tools: list[dict[str, Any]] | None
+
+
+class Pair(NamedTuple):
+    """A text, and its continuation, which is learned."""
+
+    prompt: str
+    completion: str
+
+
+def formed(path: Path) -> list[str | Chat | Pair]:
+    """The documents of a file, for a check of it that needs no tokenizer.
 
     Raises:
         DataError: see `read`.
@@ -116,22 +139,67 @@ def formed(path: Path) -> list[str | list[dict[str, Any]]]:
     return objects(path, _formed)
 
 
-def _formed(given: dict[str, Any]) -> str | list[dict[str, Any]]:
-    if ("text" in given) == ("messages" in given):
+_FORMS = (
+    ({"text"}, set[str]()),
+    ({"messages"}, {"tools", "parallel_tool_calls"}),
+    ({"prompt", "completion"}, {"tools"}),
+)
+"""The keys that a line must have, and those that it may have beside them."""
+
+
+def _formed(given: dict[str, Any]) -> str | Chat | Pair:
+    """A line's document. Unknown keys are refused, so that nothing is dropped in silence."""
+    needed, more = next((form for form in _FORMS if form[0] <= given.keys()), (set(), set()))
+    if not needed or (unknown := given.keys() - needed - more):
+        extra = f" ({', '.join(sorted(unknown))} cannot be trained on)" if needed else ""
         raise DataError(
-            f'an object of {sorted(given)}; give an object with either "text" or "messages"'
+            f'an object of {sorted(given)}{extra}; give an object with either "text" or "messages" '
+            'or "prompt" and "completion", the last two also with "tools"'
         )
     if "text" in given:
         return text_of(given["text"], '"text"')
-    return _messages(given["messages"])
+    tools = _tools(given.get("tools"))
+    if "messages" in given:
+        messages, learned = _messages(given["messages"])
+        return Chat(messages, learned, tools)
+    prompt, completion = given["prompt"], given["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if tools:
+            raise DataError('"tools" beside texts; give "prompt" and "completion" as messages')
+        return Pair(_valid(prompt, '"prompt"'), text_of(completion, '"completion"'))
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise DataError('"prompt" and "completion" are not both texts or both lists of messages')
+    messages, learned = _messages(prompt + completion)
+    answered = [index >= len(prompt) and x for index, x in enumerate(learned)]
+    if not any(answered):
+        raise DataError('"completion" has no message of the assistant to learn; add one')
+    return Chat(messages, answered, tools)
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if value is not None and not (
+        isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+    ):
+        raise DataError(f'"tools" is {value!r:.40}; give a list of {{"type": "function", ...}}')
+    return value or None
 
 
 def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
     found = _formed(given)
+    if isinstance(found, Chat):
+        return _conversation(tokenizer, found)
     if isinstance(found, str):
         ids = encoded(tokenizer, found, special=True)
         return Tokens(ids, ids)
-    return _conversation(tokenizer, found)
+    prompt, ids = (
+        encoded(tokenizer, text, special=False) for text in (found.prompt, "".join(found))
+    )
+    # A token may hold the end of the prompt and the start of the completion; it is learned.
+    same = ids[: len(prompt)] == prompt[: len(ids)]
+    first = int(same.cumprod(0).sum())
+    labels = ids.clone()
+    labels[:first] = IGNORED
+    return Tokens(ids, labels)
 
 
 def text_of(value: Any, name: str) -> str:
@@ -142,6 +210,10 @@ def text_of(value: Any, name: str) -> str:
     """
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{name} is {value!r:.40}; give text that is not empty")
+    return _valid(value, name)
+
+
+def _valid(value: str, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -151,33 +223,86 @@ def text_of(value: Any, name: str) -> str:
     return value
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+_KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "reasoning_content"}
+"""The keys of a message. Which of them are shown to the model is up to its chat template."""
+
+
+def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Messages as a chat template takes them, and which of them are learned."""
     if not isinstance(value, list) or not value:
         raise DataError(
             f'"messages" is {value!r:.40}; give a list of {{"role": ..., "content": ...}}'
         )
+    messages, learned = [], []
     for index, message in enumerate(value):
         name = f"message {index}"
         if not isinstance(message, dict):
             raise DataError(f'{name} is {message!r:.40}; give {{"role": ..., "content": ...}}')
-        for field in ("role", "content"):
-            text_of(message.get(field), f'"{field}" of {name}')
-    if all(message["role"] != "assistant" for message in value):
+        if unknown := sorted(message.keys() - _KEYS):
+            raise DataError(f"{name} has {', '.join(unknown)}, which cannot be trained on; remove")
+        role = text_of(message.get("role"), f'"role" of {name}')
+        kept = {key: x for key, x in message.items() if key != "weight" and x is not None}
+        calls = message.get("tool_calls")
+        if calls:
+            kept["tool_calls"] = [_call(call, f"a call of {name}") for call in _listed(calls, name)]
+            kept.setdefault("content", "")
+        content = kept.get("content")
+        if role == "assistant" and not calls:
+            text_of(content, f'"content" of {name}')
+        elif isinstance(content, str):  # an empty one says that there is nothing
+            _valid(content, f'"content" of {name}')
+        else:
+            text_of(content, f'"content" of {name}')
+        messages.append(kept)
+        learned.append(_weight(message, name) and role == "assistant")
+    if all(message["role"] != "assistant" for message in messages):
         raise DataError("no message of the assistant, so nothing to learn; add one")
-    return value
+    if not any(learned):
+        raise DataError('every message of the assistant has "weight" 0; give one the weight 1')
+    return messages, learned
 
 
-def _conversation(tokenizer: Any, messages: list[dict[str, Any]]) -> Tokens:
+def _weight(message: dict[str, Any], name: str) -> bool:
+    weight = message.get("weight")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise DataError(f'"weight" of {name} is {weight!r:.40}; give 0 or 1')
+    return weight is None or weight == 1
+
+
+def _listed(calls: Any, name: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise DataError(f'"tool_calls" of {name} is {calls!r:.40}; give a list')
+    return calls
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which templates expect. OpenAI writes text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f'{name} is {call!r:.40}; give {{"function": {{"name": ...}}}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise DataError(f"{name} has arguments that are not JSON ({error})") from error
+    if not isinstance(arguments or {}, dict):
+        raise DataError(f"{name} has arguments {arguments!r:.40}; give an object")
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _conversation(tokenizer: Any, chat: Chat) -> Tokens:
+    messages, _, tools = chat
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             'the model\'s tokenizer has no chat template; give {"text": ...}, or use a chat model'
         )
-    ids = _rendered(tokenizer, messages)
+    ids = _rendered(tokenizer, messages, tools)
     labels = torch.full_like(ids, IGNORED)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = _rendered(tokenizer, messages[:index], prompt=True)
-            answered = _rendered(tokenizer, messages[: index + 1])
+    for index in range(len(messages)):
+        if chat.learned[index]:
+            prompt = _rendered(tokenizer, messages[:index], tools, prompt=True)
+            answered = _rendered(tokenizer, messages[: index + 1], tools)
             for shorter, longer in ((prompt, answered), (answered, ids)):
                 if len(shorter) > len(longer) or not shorter.equal(longer[: len(shorter)]):
                     raise DataError(
@@ -190,9 +315,16 @@ def _conversation(tokenizer: Any, messages: list[dict[str, Any]]) -> Tokens:
     return Tokens(ids, labels)
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> Tensor:
+def _rendered(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    prompt: bool = False,
+) -> Tensor:
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=prompt, tokenize=False
+        )
     except Exception as error:  # templates are programs
         raise DataError(
             f"the model's chat template refuses the first {len(messages)} messages: "

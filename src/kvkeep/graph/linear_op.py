@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,53 +17,81 @@ from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
 from kvkeep.graph.custom_ops import define_operator
-from kvkeep.linears import FEWEST_BYTES, MOST_ROWS, Weights, readable
+from kvkeep.linears import FEWEST_BYTES, MOST_ROWS, Stored, Weights, readable, stored
 
 _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
-def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+def _linears(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], scales: list[Tensor]
+) -> Tensor:
     """x (..., inputs), of few rows, times several weights (outputs, inputs): (..., all outputs).
-    Layers that the kernel does not support are computed by torch."""
-    out = Weights.known(weights, biases).product(x)
+    Layers that the kernel does not support are computed by torch.
+
+    Args:
+        scales: none, or those of each layer's int8 weights.
+    """
+    layers = [*map(Stored, weights, scales)] if scales else [*map(Stored, weights)]
+    out = Weights.known(layers, biases, x.dtype).product(x)
     if out is None:
-        pairs = zip(weights, biases, strict=True)
+        plain = [w if s is None else (w * s.view(-1, 1)).to(x.dtype) for w, s in layers]
+        pairs = zip(plain, biases, strict=True)
         return torch.cat([torch.nn.functional.linear(x, *pair) for pair in pairs], dim=-1)
     return out
 
 
-def _fake(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+def _fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], scales: list[Tensor]
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
 linears = define_operator(
-    "linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor", _linears, _fake
+    "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] scales) -> Tensor",
+    _linears,
+    _fake,
 )
 
 
-def route_linears(graph: GraphModule) -> int:
+def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
     """Replace a graph's linear layers of few rows and without gradients by `kvkeep::linears`, one
     for all layers of an input. Return the number of layers replaced; 0 without the native
-    library."""
+    library.
+
+    Args:
+        inputs: what the graph will run with; the weights among them are read.
+    """
     if not native_library.available or torch.is_grad_enabled():
         return 0
-    inputs: dict[tuple[Node, torch.dtype], list[Node]] = defaultdict(list)
+    given = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    layers: dict[tuple[Node, torch.dtype, bool], list[Node]] = defaultdict(list)
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in _LINEARS and _gains(node):
-            inputs[node.args[0], _value(node.args[1]).dtype].append(node)
-    for (x, _), layers in inputs.items():
-        _join(graph, x, layers)
+        if node.op == "call_function" and node.target in _LINEARS:
+            weight, bias = (given.get(x, _value(x)) for x in (node.args[1], _bias(node)))
+            if isinstance(weight, Tensor) and _is_small(node):
+                found = stored(weight)
+                if found is not None and readable(found, bias, weight.dtype):
+                    coded = found.scale is not None
+                    layers[node.args[0], weight.dtype, coded].append(node)
+    for (x, _, coded), some in layers.items():
+        _join(graph, x, some, coded)
     graph.graph.lint()
     graph.recompile()
-    return sum(map(len, inputs.values()))
+    return sum(map(len, layers.values()))
 
 
-def _join(graph: GraphModule, x: Node, layers: list[Node]) -> None:
-    weights = [layer.args[1] for layer in layers]
+def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
+    weights: list[Any] = [layer.args[1] for layer in layers]
     rows = _value(x).numel() // _value(x).shape[-1]
     with graph.graph.inserting_before(layers[0]):
+        read, scales = weights, list[Node]()
+        if coded:
+            read, scales = (
+                [graph.graph.call_function(getattr, (weight, part)) for weight in weights]
+                for part in ("qdata", "scale")
+            )
         joined = graph.graph.call_function(
-            linears, (x, weights, [_bias(layer) for layer in layers])
+            linears, (x, read, [_bias(layer) for layer in layers], scales)
         )
         start = 0
         for layer, weight in zip(layers, weights, strict=True):
@@ -81,8 +110,9 @@ def _join(graph: GraphModule, x: Node, layers: list[Node]) -> None:
         graph.graph.erase_node(layer)
 
 
-def _gains(node: Node) -> bool:
-    x, weight, bias = (_value(part) for part in (*node.args[:2], _bias(node)))
+def _is_small(node: Node) -> bool:
+    """Whether a linear layer is of few rows and of weights that are worth a call."""
+    x, weight = (_value(part) for part in node.args[:2])
     return (
         isinstance(x, Tensor)
         and isinstance(weight, Tensor)
@@ -92,7 +122,6 @@ def _gains(node: Node) -> bool:
         and isinstance(x.numel(), int)  # it may depend on data (language adapters, experts)
         and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and weight.nbytes >= FEWEST_BYTES
-        and readable(weight, bias)
     )
 
 

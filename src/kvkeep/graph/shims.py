@@ -35,7 +35,7 @@ SHIMS = {
     linears: [
         "AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle x, const AtenTensorHandle* "
         "weights, int64_t count, const AtenTensorHandle** biases, int64_t bias_count, "
-        "AtenTensorHandle* out)"
+        "const AtenTensorHandle* scales, int64_t scale_count, AtenTensorHandle* out)"
     ],
     grouped: [
         "AOTITorchError aoti_torch_cpu_grouped(AtenTensorHandle x, AtenTensorHandle weight, "

@@ -24,6 +24,7 @@ from kvkeep.errors import KVKeepError, MissingPackageError, ModelError, reason_o
 from kvkeep.hf import adapter_files
 from kvkeep.hf.gguf_files import config_in
 from kvkeep.hf.hub import download, weights_in
+from kvkeep.hf.quantised import quantise
 from kvkeep.host.placement import dtype_on
 from kvkeep.host.progress import Progress, silent
 from kvkeep.named_models import OF_LAB, installed, loaded
@@ -184,6 +185,7 @@ def load(
     *,
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
+    weights: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model for inference, and its tokenizer. What is not on this machine is downloaded.
 
@@ -195,9 +197,12 @@ def load(
         adapter: the directory of a PEFT adapter, e.g. one that `kvkeep finetune` wrote.
         labels: names of classes, to load a model that classifies texts. It keeps the classes that
             it has, if any; otherwise it gets these and a head of random weights.
+        weights: "int8" or "int4" to quantise the weights of linear layers; see
+            `kvkeep.hf.quantised.quantise`.
 
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
+        UnsupportedError: its weights cannot be quantised.
         AdapterError: the adapter does not exist, or cannot be put on the model.
         HubError: the model cannot be downloaded.
         MissingPackageError: the model is a GGUF file, and what reads those is not installed; or it
@@ -215,7 +220,7 @@ def load(
     if adapter_files.is_adapter(path):
         if adapter is not None:
             raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
-        return load(None, dtype, device, progress, adapter=path, labels=labels)
+        return load(None, dtype, device, progress, adapter=path, labels=labels, weights=weights)
     where, options = located(path)
     progress(f"loading {name}", None)
     transformers_logging.disable_progress_bar()
@@ -227,6 +232,9 @@ def load(
         progress(f"loading {adapter}", None)
         model = adapter_files.with_adapter(model, adapter)
     model.eval().to(device=place)
+    if weights is not None:
+        progress(f"quantising weights to {weights}", None)
+        quantise(model, weights)
     return model, tokenizer
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.hf.quantised import quantise
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
@@ -57,6 +58,7 @@ def run(
     host: str = "transformers",
     device: str | None = None,
     dtype: str = "bfloat16",
+    weights: str | None = None,
     contexts: Sequence[int] | None = None,
     specs: Sequence[str] = (SPEC,),
     ways: Sequence[str] | None = None,
@@ -78,6 +80,8 @@ def run(
             LitGPT's own cache, which then takes the place of hf-dynamic.
         device: device to measure on; None: CUDA if available.
         dtype: dtype of weights and cache.
+        weights: "int8" or "int4" to quantise the weights of linear layers by torchao, and those of
+            llama.cpp to Q8_0 or Q4_K_M; on the CPU.
         contexts: tokens held at the start of the steps; a slope needs at least two. None: 128, 2048
             and 7936, for a random model 2048, 8192, 32768 and 131072.
         specs: cache specs of kvkeep; each is a system.
@@ -127,6 +131,8 @@ def run(
     require_known("way", ways, all_ways)
     if host == LITGPT and model in RANDOM:
         raise UnsupportedError(f"{model} has no tokenizer; with LitGPT give a model that has one")
+    if weights is not None and host == LITGPT:
+        raise UnsupportedError("weights are quantised with transformers only; leave out litgpt")
     limits = Limits(place, seconds)
     loaded, tokenizer = model_named(model, dtype, place)
     if LLAMA_CPP in against:
@@ -140,6 +146,10 @@ def run(
     table = _Table(limits, against, turns, burst)
     rates, work = [bandwidth(place)], Work(progress, 2 * sum(contexts))
     with TemporaryDirectory() as directory:
+        if weights is not None:
+            if LLAMA_CPP in against:
+                llama_cpp.write_quantised(loaded, weights, Path(directory))
+            quantise(loaded, weights)
         systems: Systems | LitGPTSystems
         if host == LITGPT:
             litgpt_systems = import_module("kvkeep_lab.bench.litgpt_systems")
@@ -163,6 +173,7 @@ def run(
         found,
         model=model,
         dtype=dtype,
+        weights=weights,
         host=host,
         tolerance=TOLERANCE,
         slope_us_per_token={name: _slope(found, name) for name in systems.names},

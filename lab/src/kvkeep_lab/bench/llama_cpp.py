@@ -78,6 +78,34 @@ def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[],
     return lambda: llama.eval([last])
 
 
+def write_quantised(model: Any, weights: str, directory: Path) -> None:
+    """Write the file that `stepper` reads with quantised weights, by llama.cpp's own quantiser.
+
+    Args:
+        model: a Llama that passed `require`, with plain weights.
+        weights: "int8" for Q8_0, or "int4" for Q4_K_M. llama.cpp takes another type of 5 or 8 bits
+            for weights whose inputs are no multiple of 256.
+
+    Raises:
+        UnsupportedError: llama.cpp cannot quantise them.
+    """
+    with needed_by("Measuring llama.cpp", "llama-cpp"):
+        import llama_cpp
+
+    plain = directory / "plain.gguf"
+    write_gguf(model, plain)
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread = torch.get_num_threads()
+    params.ftype = {
+        "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+        "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    }[weights]
+    names = (str(path).encode() for path in (plain, directory / "model.gguf"))
+    if llama_cpp.llama_model_quantize(*names, params):
+        raise UnsupportedError(f"llama.cpp cannot quantise this model's weights to {weights}")
+    plain.unlink()
+
+
 def write_gguf(model: Any, path: Path) -> None:
     """Write a Llama's weights and shape as a GGUF file without a vocabulary."""
     config = model.config

@@ -9,7 +9,7 @@ import typer
 
 from kvkeep.cli.complete import several_of, specs
 from kvkeep.cli.errors import Group
-from kvkeep.cli.output import JsonFlag, examples, listed, say, whole_numbers
+from kvkeep.cli.output import JsonFlag, ModelWeights, examples, listed, say, whole_numbers
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.bench_draw import draw as draw_recorded
 from kvkeep_lab.cli.bench_options import (
@@ -239,6 +239,7 @@ def decode(
     host: Host = "transformers",
     device: Device = None,
     dtype: Dtype = "bfloat16",
+    weights: ModelWeights = None,
     contexts: Annotated[
         str | None,
         typer.Option(
@@ -265,6 +266,8 @@ def decode(
     held = numbers(contexts, "--contexts")
     busy = numbers(beside, "--beside", least=0)
     if busy is not None:
+        if weights is not None:
+            raise typer.BadParameter("--weights and --beside exclude each other; give one")
         with Working("decode beside others") as working:
             from kvkeep_lab.bench import beside as others
 
@@ -280,6 +283,7 @@ def decode(
             host=host,
             device=device,
             dtype=dtype,
+            weights=weights,
             contexts=held,
             specs=split_specs(specs),
             ways=names(ways),

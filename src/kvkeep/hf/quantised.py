@@ -1,0 +1,82 @@
+"""Quantise the weights of a loaded model with torchao."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvkeep.errors import ModelError, UnsupportedError
+from kvkeep.extras import needed_by
+
+KINDS = ("int8", "int4")
+
+GROUP = 32
+"""Inputs of a layer that share a scale and a zero point in int4, as in llama.cpp's Q4_K."""
+
+
+def quantise(model: PreTrainedModel, weights: str) -> int:
+    """Replace the weights of all linear layers, the output layer included, by quantised ones.
+    Embeddings keep their dtype.
+
+    Args:
+        model: a model on the CPU, which is changed.
+        weights: "int8", with a scale for each output; or "int4", with a scale and a zero point for
+            each 32 inputs of an output.
+
+    Returns:
+        The number of quantised layers. With "int4", layers whose inputs are no multiple of 32 or
+        outputs no multiple of 16 keep their weights.
+
+    Raises:
+        ModelError: there is no such kind of weights.
+        UnsupportedError: the model is not on the CPU, has adapters or quantised weights, or no
+            layer can be quantised. It is left unchanged.
+        MissingPackageError: torchao is not installed.
+    """
+    if weights not in KINDS:
+        raise ModelError(f"weights {weights!r}: give one of {', '.join(KINDS)}")
+    why = _why_not(model)
+    if why:
+        raise UnsupportedError(f"weights cannot be quantised to {weights}: {why}")
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of torchao's libraries for GPUs, which are not there
+    try:
+        with needed_by(f"Quantising weights to {weights}", "weights"):
+            import torchao.quantization as torchao  # noqa: PLC0415 - it takes a second
+
+            # The only packed format of 4 bits for which torch has a kernel on the CPU.
+            from torchao.prototype.quantization.int4 import (  # noqa: PLC0415
+                PrototypeInt4WeightOnlyConfig,
+            )
+    finally:
+        logging.disable(level)
+    layers = [x for x in model.modules() if type(x) is nn.Linear and _fits(x, weights)]
+    if not layers:
+        raise UnsupportedError(
+            f"no linear layer of {type(model).__name__} can be quantised to {weights}; leave it out"
+        )
+    config: Any = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    if weights == "int4":
+        config = PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False)
+    quantised = {id(layer) for layer in layers}
+    torchao.quantize_(model, config, lambda module, _: id(module) in quantised)
+    return len(layers)
+
+
+def _why_not(model: PreTrainedModel) -> str:
+    """Why a model's weights cannot be quantised here; empty if they can."""
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}, and this is for the CPU; use --device cpu"
+    if getattr(model, "is_quantized", False):
+        return "they are quantised already; leave it out"
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        return "the model has an adapter; merge it into the model, or leave it out"
+    return ""
+
+
+def _fits(layer: nn.Linear, weights: str) -> bool:
+    outputs, inputs = layer.weight.shape
+    return weights == "int8" or (inputs % GROUP == 0 and outputs % 16 == 0)
