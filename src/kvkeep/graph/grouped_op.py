@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
 from kvkeep.graph.custom_ops import define_operator
-from kvkeep.linears import MOST_ROWS, few_rows, readable
+from kvkeep.linears import MOST_ROWS, Stored, few_rows, readable
 
 _MOST_TOKENS = 8 * MOST_ROWS
 """Most tokens of all experts together; with more, torch's own operator may be faster."""
@@ -32,9 +32,10 @@ def _grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     start = 0
     for expert, end in enumerate(offs.tolist()):
         own = weight[expert].T
+        reads = readable(Stored(own), None, x.dtype)
+        multiply = few_rows if reads else torch.nn.functional.linear
         for first in range(start, end, MOST_ROWS):
             rows = slice(first, min(end, first + MOST_ROWS))
-            multiply = few_rows if readable(own, None) else torch.nn.functional.linear
             out[rows] = multiply(x[rows], own)
         start = end
     return out
