@@ -16,7 +16,8 @@ from kvkeep.host.specs import Specs, per_layer
 from kvkeep.layer.history import LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.rereading import Rereading
-from kvkeep.planes import POSITION, Planes, joined, part, take
+from kvkeep.layer.slots import Codecs
+from kvkeep.planes import POSITION, Planes, take
 from kvkeep.policy import Compression
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.spec import CacheSpec
@@ -188,7 +189,13 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
-        new = one.layer(rotary=layer.rotary, index=index, count=len(layers))
+        new = one.layer(
+            rotary=layer.rotary,
+            index=index,
+            count=len(layers),
+            slopes=layer.slopes,
+            latent=layer.latent,
+        )
         planes = _encoded(layer, new)
         heads = {
             f"head.{head}": _of_head(planes, head, masks[:, head]) for head in range(masks.shape[1])
@@ -232,13 +239,8 @@ def _encoded(layer: LayerCache, new: LayerCache) -> Planes:
         return {name: planes[name] for name in planes if name[0] in "kv" or name == POSITION}
     geometry = layer.history.geometry
     assert geometry is not None
-    found = {POSITION: position}
-    for name, before, after in (
-        ("k", layer.key_codec, new.key_codec),
-        ("v", layer.value_codec, new.value_codec),
-    ):
-        found |= joined(after.encode(before.decode(part(planes, name), geometry.dtype)), name)
-    return found
+    held = Codecs(layer.key_codec, layer.value_codec).decode(planes, geometry.dtype)
+    return {POSITION: position, **Codecs(new.key_codec, new.value_codec).encode(*held)}
 
 
 def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:

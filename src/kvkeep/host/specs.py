@@ -20,13 +20,15 @@ class LayerKind:
     type, its sliding window in tokens (None: it has none; in chunked attention
     `kvkeep.planes.Chunks`), its place among all layers of the model, which also counts the others
     (None: the same as among those with keys and values), how many layers without them reuse its
-    own, and its slopes (None: its attention has no bias; see `kvkeep.LayerCache`)."""
+    own, its slopes (None: its attention has no bias), and the width of its values if they are
+    elements of its keys (None: they are not); see `kvkeep.LayerCache`."""
 
     name: str
     window: int | None
     place: int | None = field(default=None, compare=False)
     readers: int = field(default=0, compare=False)
     slopes: tuple[float, ...] | None = None
+    latent: int | None = None
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:
@@ -35,7 +37,7 @@ def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) 
     suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
-            spec.layer(window=kind.window, capacity=2**20)
+            spec.layer(window=kind.window, capacity=2**20, latent=kind.latent)
         except SpecError:
             suggested[kind.name] = "keep_all+int8"
             refused.append(kind.name)

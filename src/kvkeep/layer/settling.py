@@ -8,7 +8,8 @@ from kvkeep.checks import Checks
 from kvkeep.codec import Codec
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.sight import Sight
-from kvkeep.planes import OwnWindow, part, positions_of
+from kvkeep.layer.slots import Codecs
+from kvkeep.planes import OwnWindow, positions_of
 from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 
@@ -56,15 +57,15 @@ class Settling:
 
     def seeing(self, observation: Observation | None) -> Observation:
         """The observation, completed with the layer's own state."""
-        cursor = self.cursor
+        cursor, codecs = self.cursor, Codecs(self.key_codec, self.value_codec)
         return (observation or Observation())._replace(
             position=cursor.chunk,
             newest=cursor.history.newest,
             window=self.window,
             rotary=self.rotary,
             state=cursor.history.memory,
-            keys=lambda planes: self.key_codec.decode(part(planes, "k"), torch.float32),
-            values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
+            keys=lambda planes: codecs.keys(planes, torch.float32),
+            values=lambda planes: codecs.values(planes, torch.float32),
         )
 
     def _evict(

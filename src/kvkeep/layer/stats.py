@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.codec import Codec, Plain, encoded_count
+from kvkeep.codec import Codec, encoded_count
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
@@ -57,4 +57,6 @@ def promised_bytes(
     block = key_codec.block
     encoded = kept if block == 1 else encoded_count(kept, key_codec, value_codec)
     each = encoded // block * slot_bytes(key_codec, value_codec)
-    return geometry.rows * (each + (kept - encoded) * slot_bytes(Plain(), Plain()))
+    return geometry.rows * (
+        each + (kept - encoded) * slot_bytes(key_codec.unencoded, value_codec.unencoded)
+    )
