@@ -113,6 +113,7 @@ class CacheSpec:
         rotary: Rotary | None = None,
         readers: int = 0,
         slopes: tuple[float, ...] | None = None,
+        latent: int | None = None,
     ) -> LayerCache:
         """A new, empty layer.
 
@@ -125,7 +126,8 @@ class CacheSpec:
             capacity: slots of fixed storage if the spec gives no number and the policy has no
                 budget; otherwise the spec's number or the budget is used.
             readers: number of layers without slots of their own that attend to this layer's slots.
-            slopes: the layer's bias of each query head; see `kvkeep.LayerCache`.
+            slopes, latent: the layer's bias of each query head, and the width of its values if they
+                are elements of keys; see `kvkeep.LayerCache`.
 
         Raises:
             SpecError: the policy, codecs and storage cannot be combined.
@@ -142,6 +144,7 @@ class CacheSpec:
             rotary=rotary,
             readers=readers,
             slopes=slopes,
+            latent=latent,
         )
 
 

@@ -14,7 +14,6 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.generate import SamplingParams, generate_many
-from kvkeep.hf.cuda_graph import Graphed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,7 +165,8 @@ def test_codes(model, spec):
         expected = model(part, past_key_values=plain).logits
         with kvkeep.attach(model):
             found = model(part, past_key_values=attached).logits
-        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+        # The kernel of 8-bit codes rounds the weights of slots to 8 bits too.
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=2e-3)
     exact = kvkeep.Cache(model, spec.partition("+")[0])
     assert not model(ids(2), past_key_values=exact).logits[:, -1:].allclose(found, atol=1e-6)
 
@@ -235,7 +235,7 @@ def test_a_mask_that_was_moved_to_a_layers_device_is_recognised_and_no_other(mod
             changes.append(0)
             found = model(ids(), past_key_values=kvkeep.Cache(model)).logits
             torch.testing.assert_close(found, expected, **NEAR)
-            for other in (1, torch.zeros(3, 1, 1, 1, dtype=torch.int32), 0.0):
+            for other in (1, 0.0):
                 changes.append(other)
                 with pytest.raises((UnsupportedError, StateError)):
                     model(ids(), past_key_values=kvkeep.Cache(model))
@@ -257,7 +257,7 @@ def test_an_interrupted_step_is_noticed(model):
         with pytest.raises(InterruptedError):
             model(ids(1, 2), past_key_values=cache)
         hook.remove()
-        with pytest.raises(StateError, match="never attended"):
+        with pytest.raises(StateError, match="was interrupted"):
             model(ids(1, 2), past_key_values=cache)
         cache.rewind(5)
         found = model(ids(1, 2), past_key_values=cache).logits
@@ -267,21 +267,11 @@ def test_an_interrupted_step_is_noticed(model):
 
 def test_what_a_latent_cannot_do_is_refused_with_the_reason(model):
     for spec, why in (
-        ("vlen:10", "weighs values"),
-        ("pyramid(qvlen:10)", "weighs values"),
-        ("expected_attention:10", "attention of its own"),
-        ("adakv(h2o:10)", "divides slots among heads"),
-        ("h2o:10,step=1", r"divides a chunk into steps.*; leave out step=1$"),
-        ("kvzip:50%", "divides slots among heads"),
+        ("expected_attention:10", "only a part has a position; use snapkv or h2o$"),
+        ("keep_all+int8/int4", "both have one codec; use int4$"),
     ):
         with pytest.raises(SpecError, match=why):
             kvkeep.Cache(model, spec)
-    with pytest.raises(UnsupportedError, match="which a compiled graph does not support"):
-        kvkeep.attach(model, compile=True)
-    with kvkeep.attach(model, "h2o:10"):
-        drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 4}
-        with pytest.raises(UnsupportedError, match=r"h2o decides .* latents of all drafts at once"):
-            model.generate(ids(), do_sample=False, **drafts)
     with kvkeep.attach(model), torch.no_grad():
         cache = kvkeep.Cache(model, "keep_all@fixed:64")
         four = torch.zeros(1, 1, 5, 5)
@@ -289,10 +279,48 @@ def test_what_a_latent_cannot_do_is_refused_with_the_reason(model):
             model(ids(1, 5), attention_mask=four, past_key_values=cache)
         cache.reset()
         model(ids(1, 5), past_key_values=cache)
-        with pytest.raises(UnsupportedError, match="which a CUDA graph does not support"):
-            Graphed(model, cache)
     with pytest.raises(StateError, match="while it was attached"), torch.no_grad():
         model(ids(1, 1), past_key_values=cache)
     evicting = kvkeep.Cache(model, "h2o:10")
     with pytest.raises(UnsupportedError, match="attach"), torch.no_grad():
         model(ids(), past_key_values=evicting)
+
+
+@torch.no_grad()
+def test_a_slot_holds_the_latent_once(model):
+    config = model.config
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    with kvkeep.attach(model):
+        cache = kvkeep.Cache(model)
+        model(ids(), past_key_values=cache)
+    position = 4
+    assert cache.live_bytes == len(cache.layers) * 30 * (4 * width + position)
+    assert cache.live_bytes == kvkeep.Cache(model).bytes_for(30)
+
+
+@torch.no_grad()
+def test_projections_are_those_of_the_module_at_the_time(model):
+    """Weights that change, an adapter, and a layer of another class."""
+    model = deepcopy(model)
+    with kvkeep.attach(model):
+
+        def follows():
+            expected = model(ids(), use_cache=False).logits
+            cache = kvkeep.Cache(model)
+            parts = [model(x, past_key_values=cache).logits for x in ids().split([20, 9, 1], 1)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected, **NEAR)
+            return expected
+
+        before = follows()
+        own = model.model.layers[0].self_attn
+        own.kv_b_proj.weight.mul_(1.5)
+        changed = follows()
+        assert not changed.allclose(before, atol=1e-3)
+        half = torch.nn.Linear(own.kv_lora_rank, 4, bias=False)
+        plain = own.kv_b_proj
+        own.kv_b_proj = torch.nn.Sequential(half, torch.nn.Linear(4, len(plain.weight), bias=False))
+        assert not follows().allclose(changed, atol=1e-3)
+        own.kv_b_proj = plain
+        hook = plain.register_forward_hook(lambda module, args, out: 2 * out)
+        assert not follows().allclose(changed, atol=1e-3)
+        hook.remove()

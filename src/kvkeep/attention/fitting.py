@@ -23,7 +23,7 @@ from kvkeep.checks import (
 )
 from kvkeep.errors import ShapeError
 from kvkeep.packing import PLAIN
-from kvkeep.planes import LAST, POSITION, Reach, joined, part
+from kvkeep.planes import LAST, POSITION, Reach, joined
 
 
 def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Options]:
@@ -80,15 +80,16 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     first = view.segments[0]
     own_heads = len({segment.head for segment in view.segments}) if in_parts else 1
     heads = _tensor(first, "k").shape[1]
-    _tensor(first, "v")
+    _tensor(first, first.value_name)
     if heads < 1 or query_heads % (own_heads * heads):
         raise ShapeError(
             f"{query_heads} query heads on {own_heads * heads} kv heads: give a positive "
             "multiple of the kv heads, and at least one kv head"
         )
-    value_width = first.value_codec.width(part(first.planes, "v"))
+    value_width = first.value_width
     if value_width < 1:
-        raise ShapeError(f"values {tuple(first.planes['v'].shape)}; give a width of at least 1")
+        shape = tuple(first.planes[first.value_name].shape)
+        raise ShapeError(f"values {shape}; give a width of at least 1")
     for index, segment in enumerate(view.segments):
         last = view.bounds is None and (in_parts or index == len(view.segments) - 1)
         own = rows if segment.rows is None else len(segment.rows)
@@ -155,7 +156,8 @@ def _check_segment(
         ("k", segment.key_codec, width),
         ("v", segment.value_codec, value_width),
     ):
-        _tensor(segment, name)
+        if not codec.of_keys:
+            _tensor(segment, name)
         expected = joined(codec.planes(dim, q.dtype), name)
         for plane, spec in expected.items():
             x = _tensor(segment, plane)

@@ -55,7 +55,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
 def _unread(q: Tensor, segment: Segment) -> str | None:
     """Why the kernel cannot read a segment, or None."""
     planes = unsliced(segment.planes)
-    k, v = planes["k"], planes["v"]
+    k, v = planes["k"], planes[segment.value_name]
     for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
         layout = codec.layout
         if layout is None or not PACKINGS[layout.packing].native:
@@ -176,9 +176,7 @@ def _first(observed: Tensor) -> int:
 
 def heads_and_width(segment: Segment) -> tuple[int, int]:
     """Kv heads and the width of values."""
-    values, layout = unsliced(segment.planes)["v"], segment.value_codec.layout
-    assert layout is not None  # `refuses` rejects codecs without a layout
-    return values.shape[1], layout.width(values)
+    return unsliced(segment.planes)["k"].shape[1], segment.value_width
 
 
 def pack_segments(
@@ -216,7 +214,7 @@ def _segment(segment: Segment, q: Tensor, placed: bool, kept: list[Tensor], foll
     return _SEGMENT.pack(
         *_encoded(planes, "k", key, shared, kept),
         rotates,
-        *_encoded(planes, "v", value, shared, kept),
+        *_encoded(planes, segment.value_name, value, shared, kept),
         value.hadamard,
         *position,
         *_plane(turned, False, kept),

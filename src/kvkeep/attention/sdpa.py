@@ -57,7 +57,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     view = view.in_runs()
     if options.slopes is not None:  # which every score needs, so nothing is unmasked
         view = view._replace(ragged=True)
-    planes = [s.planes[name] for s in view.segments for name in ("k", "v") if s.plain]
+    planes = [s.planes[name] for s in view.segments for name in ("k", s.value_name) if s.plain]
     sinks = [] if options.sinks is None else [options.sinks]
     if wants_gradients(q, *planes, *sinks):
         rows = len(q)

@@ -83,7 +83,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     if pairs > _MOST_PAIRS:
         return f"a CUDA launch takes {_MOST_PAIRS} rows x kv heads, not {pairs}"
     for segment in view.segments:
-        k, v = (unsliced(segment.planes)[name] for name in ("k", "v"))
+        k, v = (unsliced(segment.planes)[name] for name in ("k", segment.value_name))
         widths = q.shape[3], segment.value_width
         if max(widths) > _MOST_WIDTH:
             return f"the Triton kernels take heads up to {_MOST_WIDTH} wide, not {widths}"
@@ -289,7 +289,7 @@ class _Call:
             k = Coded.plain(segment.keys(q.dtype, centre))
         layout = readable(segment.value_codec, values=True)
         if layout is not None:
-            v = Coded.of(planes, "v", layout, segment.value_width)
+            v = Coded.of(planes, segment.value_name, layout, segment.value_width)
         else:
             v = Coded.plain(segment.values(q.dtype))
         rotated = layout is not None and layout.hadamard

@@ -93,7 +93,8 @@ class _Packed:
 
     def _add(self, segment: Segment, row: int, known: dict[object, _Run]) -> None:
         planes = unsliced(segment.planes)
-        place = planes["k"].data_ptr(), planes["v"].data_ptr(), segment.slots
+        held = planes["k"], planes[segment.value_name]
+        place = *(plane.data_ptr() for plane in held), segment.slots
         if place in known:
             known[place].rows.append(row)
             return
@@ -102,7 +103,7 @@ class _Packed:
         assert keys is not None  # `refuses_packed` has checked it
         assert values is not None
         k = Coded.of(token_planes, "k", keys, self.q.shape[3])
-        v = Coded.of(token_planes, "v", values, segment.value_width)
+        v = Coded.of(token_planes, segment.value_name, values, segment.value_width)
         known[place] = run = _Run(segment, k, v, [row])
         kind = (
             *(tuple(x.shape(name).items()) for name, x in (("K", k), ("V", v))),

@@ -37,6 +37,10 @@ class Decoder(Protocol):
     def block(self) -> int:
         """Tokens per slot; if more than one, the planes have a token axis."""
 
+    @property
+    def of_keys(self) -> bool:
+        """Whether it decodes values from the planes of keys."""
+
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         """The planes of one slot, for a tensor of width `dim`."""
 
@@ -58,6 +62,7 @@ class Segment(NamedTuple):
     """A run of slots with one encoding, owned by one cache or frozen and shared.
 
     `planes`: `k*`, `v*` and `position`, with batch size B, or 1 if all rows share the segment.
+    There is no `v*` if the values are elements of the keys.
     """
 
     planes: Planes
@@ -88,9 +93,14 @@ class Segment(NamedTuple):
         return planes if self.key_codec.block == 1 else by_token(planes)
 
     @property
+    def value_name(self) -> str:
+        """The plane that holds values."""
+        return "k" if self.value_codec.of_keys else "v"
+
+    @property
     def value_width(self) -> int:
         """Dv."""
-        return self.value_codec.width(part(self.planes, "v"))
+        return self.value_codec.width(part(unsliced(self.planes), self.value_name))
 
     @property
     def position(self) -> Tensor:
@@ -124,7 +134,7 @@ class Segment(NamedTuple):
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """(B|1, H, S, Dv); a view of the planes where the codec allows it."""
-        return self.value_codec.decode(part(self.planes, "v"), dtype)
+        return self.value_codec.decode(part(self.planes, self.value_name), dtype)
 
     def queries(self, q: Tensor) -> Tensor:
         """The queries, rotated for this segment's decoded keys."""
@@ -146,7 +156,8 @@ class Segment(NamedTuple):
             and previous.key_codec == self.key_codec
             and previous.value_codec == self.value_codec
             and a["k"].shape[0] == b["k"].shape[0]
-            and (a["k"].dtype, a["v"].dtype) == (b["k"].dtype, b["v"].dtype)
+            and a["k"].dtype is b["k"].dtype
+            and a[self.value_name].dtype is b[self.value_name].dtype
             and a[POSITION].shape[1] == b[POSITION].shape[1]
         )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.codec.kivi import Kivi as Kivi
     from kvkeep.codec.plain import Plain as Plain
     from kvkeep.codec.straight import StraightThrough as StraightThrough
+    from kvkeep.codec.within_keys import WithinKeys as WithinKeys
 
 PARTS = {
     "plain": Part("Plain", "plain", "plain"),
@@ -41,6 +42,7 @@ PARTS = {
 _OTHERS = {
     "base": ["Codec", "encoded_count", "plain_count", "warn_about_keys"],
     "straight": ["StraightThrough"],
+    "within_keys": ["WithinKeys"],
 }
 _RENAMED = {"whole": "encoded_count", "left_plain": "plain_count", "caution": "warn_about_keys"}
 

@@ -30,6 +30,9 @@ class Codec(ABC):
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through encoding and decoding."""
+    of_keys: ClassVar[bool] = False
+    """Whether values are elements of their keys: they have no planes, and are decoded from those of
+    the keys."""
 
     def __init_subclass__(cls) -> None:
         require_new_names(cls)
@@ -105,6 +108,17 @@ class Codec(ABC):
     def for_values(self) -> Codec:
         """The codec to use for values, if values are encoded differently from keys."""
         return self
+
+    def for_latents(self) -> Codec:
+        """The codec of keys whose first elements are the values: it rotates nothing."""
+        return self.for_values()
+
+    @property
+    def unencoded(self) -> Codec:
+        """The codec of tokens that wait to be encoded in a block."""
+        from kvkeep.codec.plain import Plain  # noqa: PLC0415 - it is itself a codec
+
+        return Plain()
 
     def rotate(self, q: Tensor) -> Tensor:
         """Queries (..., D) to multiply with encoded keys: the keys may be encoded as R k with an

@@ -148,6 +148,9 @@ class Ints(Grouped):
     def for_values(self) -> Codec:
         return replace(self, hadamard=self.hadamard and self.bits <= _ROTATED_VALUES, centre=0)
 
+    def for_latents(self) -> Codec:
+        return replace(self, hadamard=False, centre=0)
+
     def width(self, planes: Planes) -> int:
         return planes[""].shape[-1] * 8 // self.bits
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.codec import Plain
 from kvkeep.errors import KVKeepError, SavedCacheError, StateError
 from kvkeep.files import tensor_file
 from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
@@ -28,6 +27,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
+from kvkeep.layer.slots import Codecs
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import HOLE, POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.reading import open_file, read_into
@@ -429,9 +429,9 @@ def _plane_specs(
     layer: LayerCache, part: str, header: LayerHeader, dtype: torch.dtype
 ) -> dict[str, PlaneSpec]:
     """The planes that a part of a layer must have, by name."""
-    codecs = (layer.key_codec, layer.value_codec)
+    codecs = Codecs(layer.key_codec, layer.value_codec)
     if layer.slots.block > 1 and part != "bulk":
-        codecs = (Plain(), Plain())
+        codecs = codecs.unencoded
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
 
 

@@ -41,6 +41,7 @@ class Description:
         window: the layer's own sliding window in tokens; None: no window.
         chunked: whether the window begins at a multiple of its size.
         slopes: the layer's slopes; empty: it has none.
+        latent: the width of values that are elements of keys; 0: they are not.
     """
 
     spec: str
@@ -50,6 +51,7 @@ class Description:
     window: int | None
     chunked: bool = False
     slopes: list[float] = field(default_factory=list)
+    latent: int = 0
 
     def build(self) -> LayerCache:
         """Build an empty layer. Its keys have no centre, which a program's state does not hold."""
@@ -63,6 +65,7 @@ class Description:
             chunked=self.chunked,
             capacity=self.capacity,
             slopes=tuple(self.slopes) or None,
+            latent=self.latent or None,
         )
         layer.cursor.holes_after = self.holes_after
         return layer

@@ -14,7 +14,6 @@ from kvkeep.attention import Attend
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
 from kvkeep.hf.handover import AttendedLayer, Handed, ReadLayer
-from kvkeep.hf.kinds import begun_step
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.unserved import require_hooked
 from kvkeep.hf.weights import explicit_step
@@ -46,6 +45,15 @@ def attention_over(original: str) -> AttentionFunction:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
+        if handed is not None and handed.absorbed is not None and handed is with_values:
+            absorbed, handed.absorbed = handed.absorbed, None
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            given: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+            q = absorbed.queries(query)
+            out, weights = attention(
+                module, q, key, value, attention_mask, scale, **given, **kwargs
+            )
+            return absorbed.results(out), weights
         if (  # a decode step, where nothing else can be wrong
             handed is not None
             and handed is with_values
@@ -65,7 +73,6 @@ def attention_over(original: str) -> AttentionFunction:
                 StepInputs(query, key, value, asked.position, scale, softcap, None, asked.until)
             )
             return found.transpose(1, 2).contiguous(), None
-        step = begun_step(attention_mask)
         if handed is None and with_values is None and not _is_positions(attention_mask):
             if not torch.compiler.is_compiling():
                 require_hooked(module)
@@ -83,8 +90,9 @@ def attention_over(original: str) -> AttentionFunction:
                 dropout=dropout,
                 **kwargs,
             )
-        if step is None:
-            _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
+        _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
+        assert handed is not None
+        assert attention_mask is not None
         if query.shape[2] > 1 and not _is_causal(_own(module, original), module, kwargs):
             raise UnsupportedError(
                 f"{_named(module)} lets tokens attend to later ones; use the cache with "
@@ -95,17 +103,10 @@ def attention_over(original: str) -> AttentionFunction:
                 f"{_named(module)} adds a position bias of its own to scores, which a kvkeep cache "
                 "does not; use the cache with kvkeep.detach(model)"
             )
-        tag = handed if step is None else step
-        assert tag is not None
-        assert attention_mask is not None
-        explicit = explicit_step(tag, dropout)
+        explicit = explicit_step(handed, dropout)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         inputs = StepInputs(query, key, value, None, scale, softcap, s_aux)
-        if step is not None:
-            out = _in_own_dtype(step.run, inputs, explicit)
-        else:
-            assert handed is not None  # `_require_tagged`
-            out = _stepped(handed, inputs, explicit, attention_mask)
+        out = _stepped(handed, inputs, explicit, attention_mask)
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights
 

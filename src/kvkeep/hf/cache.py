@@ -30,13 +30,14 @@ from kvkeep.hf.handover import Handed, hand_over
 from kvkeep.hf.kinds import (
     Forwards,
     KeepsStates,
+    from_slots,
     kinds_of,
     layer_geometries,
     layer_kinds,
     require,
+    to_slots,
     why_not,
 )
-from kvkeep.hf.kinds.base import BeginStep
 from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.like_dynamic import LikeDynamic
 from kvkeep.hf.model_layers import ModelLayers
@@ -49,7 +50,6 @@ from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.packed import SequencePart
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.turn import Turn
 from kvkeep.rotary import Rotary
@@ -112,8 +112,6 @@ class Cache(  # type: ignore[misc]
             identity=None if isinstance(model, PreTrainedConfig) else partial(_identity, model),
             carried=next(filter(None, (kind.states(self.config) for kind in self.kinds)), None),
         )
-        begun = (kind.begin_step for kind in self.kinds if kind.begins_steps)
-        self.begin_step: BeginStep | None = next(begun, None)
         self.model_layers = ModelLayers.of(self._kinds, self.carried.places, len(self))
         self.fed_since = Forwards()
         policies = [layer.policy for layer in self.layers]
@@ -173,39 +171,20 @@ class Cache(  # type: ignore[misc]
                 "own cache for this model"
             )
         if self.routed:
-            returned = key_states, value_states
-            if self.begin_step is None:
-                self._handed = hand_over(key_states, value_states, layer, traced)
-            else:
-                parts = [SequencePart(layer, 0, key_states.shape[2])]
-                self._handed, returned = self.begin_step(self, parts, key_states, value_states)
+            self._handed = hand_over(key_states, value_states, layer, traced)
             self._handed.weights = self.weights
-            return returned
+            return key_states, value_states
         spec = self.specs[layer_idx]
         own = hasattr(self._model and self._model(), ATTACHMENT)
         remedy = "use keep_all" if own else "call kvkeep.attach(model) first"
         require(self.config, Feature.UNATTACHED, remedy)
         require_fitting_mask(layer, spec, key_states, alike=self._alike, remedy=remedy)
-        view = layer.extend(key_states, value_states)
+        view = layer.extend(*to_slots(self.kinds, key_states, value_states))
         held = layer.in_order(view)
         layer.settle()
         if self._around and media_told() is not False:  # an unattached model does not tell
             layer.mark_embedded()
-        return held.keys, held.values
-
-    def noted_positions(self, n: int) -> Tensor:
-        """The positions of the n tokens of this forward.
-
-        Raises:
-            UnsupportedError: no mask was made for them.
-        """
-        fed, position = self._noted or (-1, torch.empty(0))
-        if fed != self._start or position.shape[-1] != n:
-            raise UnsupportedError(
-                "the model uses a mask of its own, or was given one of four axes; give a mask (B, "
-                "columns), or use the cache with kvkeep.detach(model)"
-            )
-        return position
+        return from_slots(self.kinds, held.keys, held.values)
 
     def _require_turn(self) -> None:
         """Raise StateError while another thread runs a forward."""
@@ -257,8 +236,7 @@ class Cache(  # type: ignore[misc]
         not attend to, because it was refused or interrupted. No layer holds them."""
         with self._turn:
             self._require_turn()
-            if self._handed is not None and not self._handed.written:
-                self._handed = None
+            self._handed = None
 
     def end_forward(self) -> None:
         """Called after a forward of the attached model.

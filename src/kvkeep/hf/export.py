@@ -115,7 +115,8 @@ class _Step(nn.Module):
         self.descriptions = [
             Description(
                 *(str(s), layer.limit or 0, index, len(kinds)),
-                *(kind.window, isinstance(kind.window, Chunks), [*(kind.slopes or ())]),
+                *(kind.window, isinstance(kind.window, Chunks)),
+                *([*(kind.slopes or ())], kind.latent or 0),
             )
             for index, (s, layer, kind) in enumerate(
                 zip(self.cache.specs, self.cache.layers, kinds, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,10 +72,18 @@ class MaskLength(int):
     traced: Traced | None
     routed: bool
     compileable: bool
-    note: Callable[[Tensor], None] | None = None
-    """Told the positions that the mask function returns, (n,) or (B, n); None: nobody is."""
     hide: Callable[[Tensor], None] | None = None
     """Hides columns that were fed, see `kvkeep.cache.Cache.hide`; None: none can be."""
+
+
+class Absorbed(Protocol):
+    """The projections of a layer whose keys and values are latents."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries (B, Hq, n, D) of the model as queries of latents, (B, Hq, n, Dk)."""
+
+    def results(self, out: Tensor) -> Tensor:
+        """Attention to latents, (B, n, Hq, Dv), as attention to the model's values."""
 
 
 @dataclass(eq=False)
@@ -89,10 +97,10 @@ class Handed:
     traced: Traced | None
     versions: tuple[int, int] | None = None
     taken: bool = False
-    written: ClassVar[bool] = False
-    """Whether the slots hold the keys before the attention function runs."""
     weights: bool = False
     """Whether the attention function must return attention weights."""
+    absorbed: Absorbed | None = None
+    """How the module of a latent layer makes queries for its latents; None: of another layer."""
     plain: bool = False
     """Whether the step is made at once, outside of any graph."""
 

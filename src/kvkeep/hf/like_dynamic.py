@@ -13,7 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.features import Feature
-from kvkeep.hf.kinds import states_in
+from kvkeep.hf.kinds import from_slots, states_in, to_slots
+from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.multimodal import shares_positions
 from kvkeep.hf.model_layers import ModelLayers
 from kvkeep.host import LayerKind, Specs
@@ -35,6 +36,7 @@ class LikeDynamic:
     _layers: list[LayerCache]
     _kinds: list[LayerKind]
     model_layers: ModelLayers
+    kinds: tuple[Kind, ...]
 
     def __len__(self) -> int:
         """The layers of the model, those included that do not attend; `layers` has those that
@@ -49,7 +51,10 @@ class LikeDynamic:
             held = None if index is None else self.layers[index].held()
             window = None if index is None else self._kinds[index].window
             size = None if window is None else torch.tensor(window)
-            yield (None, None, size) if held is None else (held.keys, held.values, size)
+            if held is None:
+                yield None, None, size
+            else:
+                yield *from_slots(self.kinds, held.keys, held.values), size
 
     @classmethod
     def from_dynamic(
@@ -131,7 +136,7 @@ class LikeDynamic:
         if len(listed) == len(self):
             listed = [listed[place] for place in self.model_layers.indices if place is not None]
         found = [
-            _Pair(k, v)
+            _Pair(*to_slots(self.kinds, k, v))
             for k, v, *_ in ((*pair, None, None) for pair in listed)
             if isinstance(k, Tensor) and isinstance(v, Tensor) and k.numel()
         ]

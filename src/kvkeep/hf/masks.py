@@ -107,8 +107,6 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             found.kvkeep = MaskRequest(local_size)
         else:
             position = _positions(kv_length, q_length, attention_mask, torch.device(device))
-            if kv_length.note is not None:
-                kv_length.note(position)
             until = None
             if newest is not None:  # padding there is at the position of the token before it
                 real = position.expand(len(newest), -1).cummax(dim=1).values

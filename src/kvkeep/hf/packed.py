@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, decoder_of, is_routed
-from kvkeep.hf.handover import Handed, MaskLength
+from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
@@ -87,16 +86,13 @@ class LaidCache(LayersCache):
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values (1, H, n, D) with their layer."""
-        self._require_row(keys, place)
-        self._handed = super().tag(keys, values, place)
-        return self._handed
-
-    def _require_row(self, keys: Tensor, place: int) -> None:
         if len(keys) != 1:
             raise ShapeError(
                 f"a packed forward has one row, but layer {place} is given {len(keys)}"
             )
         self.require_attended()
+        self._handed = super().tag(keys, values, place)
+        return self._handed
 
     def require_attended(self) -> None:
         """Raise UnsupportedError if the last keys that `update` returned did not reach the
@@ -119,41 +115,7 @@ class PackedCache(KeepsStates, TellsLayers, LaidCache):
     def __init__(self, tokens: Packed, cache: Cache) -> None:
         super().__init__(tokens.layers)
         self.carried, self.packed_states = NoStates(), tokens.states
-        self.model_layers, self._begin_step = cache.model_layers, cache.begin_step
-        self._noted: Tensor | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Tag the new keys and values, and return them; or what `Kind.begin_step` does."""
-        if self._begin_step is None:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._require_row(key_states, layer_idx)
-        parts = self.layers[self.index(layer_idx)].parts
-        self._handed, found = self._begin_step(self, parts, key_states, value_states)
-        return found
+        self.model_layers = cache.model_layers
 
     def index(self, place: int) -> int:
         return self.model_layers.indices.get(place, 0)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        length, first = super().get_mask_sizes(query_length, layer_idx)
-        if self._begin_step is not None:
-            cast(MaskLength, length).note = self._note
-        return length, first
-
-    def _note(self, position: Tensor) -> None:
-        self._noted = position
-
-    def noted_positions(self, n: int) -> Tensor:
-        """The positions of the n tokens of this forward.
-
-        Raises:
-            UnsupportedError: no mask was made for them.
-        """
-        if self._noted is None or self._noted.shape[-1] != n:
-            raise UnsupportedError(
-                "the model uses a mask of its own, so its sequences cannot be packed; feed them "
-                "one by one"
-            )
-        return self._noted

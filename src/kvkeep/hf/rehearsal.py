@@ -23,6 +23,7 @@ from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inline import route_inline
+from kvkeep.hf.kinds import to_slots
 from kvkeep.hf.weightless import EAGER, cheap_forwards, without_weights
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
@@ -133,7 +134,6 @@ class _CountingCache(Cache):
         self._given: Counter[int] = Counter()
         self._attended: Counter[int] = Counter()
         self._read: Counter[int] = Counter()
-        self._begun: list[tuple[int, Handed]] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -147,14 +147,11 @@ class _CountingCache(Cache):
         found = super().update(key_states, value_states, place, *args, **kwargs)
         handed: Handed | None = getattr(found[0], "kvkeep", None)
         if handed is None:
-            if self._handed is None:
-                self._attended[layer_idx] += 1
-            else:  # a step of which the attention function is told in another way
-                self._begun.append((layer_idx, self._handed))
+            self._attended[layer_idx] += 1
         else:
             layer = _CheckedLayer(
                 self.layers[layer_idx],
-                found,
+                to_slots(self.kinds, *found),
                 lambda: self._attended.update([layer_idx]),
                 lambda: self._read.update([layer_idx]),
             )
@@ -164,8 +161,6 @@ class _CountingCache(Cache):
     def require_complete(self) -> None:
         """Raise UnsupportedError unless a forward fed each layer, and attended in it, exactly
         once, and layers that reuse its keys attended to them as its config says."""
-        self._attended.update(index for index, step in self._begun if step.taken)
-        self._begun.clear()
         for index in range(len(self.layers)):
             given, attended = self._given[index], self._attended[index]
             if given != 1:

@@ -11,7 +11,6 @@ from kvkeep.graph.custom_ops import Traced
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.drafts import RecordsDrafts
 from kvkeep.hf.handover import MaskLength
-from kvkeep.hf.kinds.base import BeginStep
 from kvkeep.hf.model_layers import TellsLayers
 
 
@@ -22,14 +21,6 @@ class TransformersNames(TellsLayers, RecordsDrafts):
     written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
     _fixed: bool
     _traced: list[Traced]
-    begin_step: BeginStep | None
-
-    _noted: tuple[int, Tensor] | None = None
-    """The columns fed before the last mask was made, and the positions of its tokens."""
-
-    def _note(self, position: Tensor) -> None:
-        """Note the positions that the mask of a forward was made for."""
-        self._noted = self.fed, position
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens fed to the model, including padding and evicted tokens; a tensor in a compiled
@@ -54,7 +45,6 @@ class TransformersNames(TellsLayers, RecordsDrafts):
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
-        length.note = None if self.begin_step is None else self._note
         length.hide = self.hide
         return length, fed - kept
 

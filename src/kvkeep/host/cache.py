@@ -80,6 +80,7 @@ class ModelCache(Cache):
                         count=len(kinds),
                         readers=kind.readers,
                         slopes=kind.slopes,
+                        latent=kind.latent,
                     )
                 )
             except SpecError as error:

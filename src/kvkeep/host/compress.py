@@ -191,7 +191,13 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
-        new = one.layer(rotary=layer.rotary, index=index, count=len(layers))
+        new = one.layer(
+            rotary=layer.rotary,
+            index=index,
+            count=len(layers),
+            slopes=layer.slopes,
+            latent=layer.latent,
+        )
         history = layer.history
         planes = _encoded(layer, new, history)
         heads = {

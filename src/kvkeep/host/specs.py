@@ -26,6 +26,8 @@ class LayerKind:
             with keys and values.
         readers: how many later layers reuse its keys and values.
         slopes: of its ALiBi bias, see `kvkeep.LayerCache`; None: no bias.
+        latent: the width of values that are the first elements of their keys; None: values are
+            separate.
     """
 
     name: str
@@ -33,6 +35,7 @@ class LayerKind:
     place: int | None = field(default=None, compare=False)
     readers: int = field(default=0, compare=False)
     slopes: tuple[float, ...] | None = None
+    latent: int | None = None
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:
@@ -41,7 +44,7 @@ def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) 
     suggested, refused = {}, []
     for kind in dict.fromkeys(kinds):
         try:
-            spec.layer(window=kind.window, capacity=2**20)
+            spec.layer(window=kind.window, capacity=2**20, latent=kind.latent)
         except SpecError:
             suggested[kind.name] = "keep_all+int8"
             refused.append(kind.name)

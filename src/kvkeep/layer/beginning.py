@@ -12,7 +12,7 @@ from kvkeep.layer.frozen import FrozenPlanes, FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.slots import Codecs
-from kvkeep.planes import POSITION, Planes, part, slot_count
+from kvkeep.planes import POSITION, Planes, slot_count
 
 
 def begin_with(layer: LayerCache, text: LayerCache) -> None:
@@ -46,8 +46,7 @@ def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator
         if not slot_count(planes):  # all of its slots are hidden
             continue
         position = planes[POSITION][0, 0]
-        k = codecs.key.decode(part(planes, "k"), geometry.dtype)
-        v = codecs.value.decode(part(planes, "v"), geometry.dtype)
+        k, v = codecs.decode(planes, geometry.dtype)
         if centre is not None:
             k = centre.added(k, planes[POSITION])
         yield _run_of(layer, k, v, position, history, planes if alike else None)

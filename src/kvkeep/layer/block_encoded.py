@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment
-from kvkeep.codec import Codec, Plain, encoded_count, plain_count
+from kvkeep.codec import Codec, encoded_count, plain_count
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
@@ -51,7 +51,7 @@ class BlockEncoded(LayerSlots):
             )
         self.blocks = Undivided(codecs, (), storage.empty_copy())
         storage.bound = plain_count(*codecs) + codecs.key.together
-        self.tail = Undivided(Codecs(Plain(), Plain()), (), storage)
+        self.tail = Undivided(codecs.unencoded, (), storage)
         self.codecs = self.tail.codecs
         self.block, self._each = codecs.key.together, codecs.key.block
         self._torn = False
@@ -131,7 +131,8 @@ class BlockEncoded(LayerSlots):
         oldest = order[:, :, first : first + self.waiting]
         taken = take(planes, oldest)
         position = taken[POSITION]
-        k, v = (filled(taken[name], position, self._each) for name in ("k", "v"))
+        held = self.codecs.decode(taken, taken["k"].dtype)
+        k, v = (filled(x, position, self._each) for x in held)
         encoded = self.blocks.codecs.encode(k, v)
         if self._each > 1:
             position = position.reshape(*position.shape[:2], -1, self._each)

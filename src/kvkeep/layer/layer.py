@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Attend, Held, View
 from kvkeep.checks import Checks
-from kvkeep.codec import Codec, warn_about_keys
+from kvkeep.codec import Codec, WithinKeys, warn_about_keys
 from kvkeep.errors import SpecError
 from kvkeep.layer.cursor import Cursor, State
 from kvkeep.layer.drafts import Drafts
@@ -47,6 +47,8 @@ class LayerCache(Drafts):
         readers: number of layers that attend to the slots after each step; see `SharedSlots`.
         slopes: the bias of each query head: a slot's score for a query grows by the slope with each
             position by which the slot follows the query (ALiBi); None: there is no bias.
+        latent: the width of values that are the first elements of their keys, so that slots hold
+            them once (latent attention), encoded as values are; None: values are of their own.
 
     Attributes:
         cursor: the slots, the history and the state of the current step.
@@ -69,6 +71,7 @@ class LayerCache(Drafts):
         rotary: Rotary | None = None,
         readers: int = 0,
         slopes: Slopes | None = None,
+        latent: int | None = None,
     ) -> None:
         if (storage.limit or policy.budget or 0) < (policy.budget or 0):
             raise SpecError(
@@ -92,8 +95,16 @@ class LayerCache(Drafts):
             )
         warn_about_keys(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
-        self.key_codec = key_codec
-        self.value_codec = value_codec = value_codec.for_values()
+        value_codec = value_codec.for_values()
+        if latent is not None:
+            if value_codec != key_codec.for_values():
+                raise SpecError(
+                    f"codecs {key_codec.name}/{value_codec.name}: the values of a latent layer are "
+                    f"elements of its keys, so both have one codec; use {value_codec.name}"
+                )
+            key_codec = key_codec.for_latents()
+            value_codec = WithinKeys(key_codec, latent)
+        self.key_codec, self.value_codec, self.latent = key_codec, value_codec, latent
         self.readers, self.sight = readers, sight._replace(policy=policy)
         self._planes_of_policy = tuple(policy.planes)
         slots = new_slots(

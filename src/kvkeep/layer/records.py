@@ -121,6 +121,9 @@ class LayerRecords(NamedTuple):
         keys, values = self.codecs.key.layout, self.codecs.value.layout
         assert keys is not None  # `possible` has checked it
         assert values is not None
+        # Values within keys are written as a part of these: no rows of their own are.
+        within = self.codecs.value.of_keys
+        written = encoding(*((v[:0], planes, "k", PLAIN) if within else (v, planes, "v", values)))
         place = planes[POSITION]
         rows, position_heads, _ = place.shape
         places = place.data_ptr(), *place.stride()
@@ -140,7 +143,7 @@ class LayerRecords(NamedTuple):
             [
                 CALL.pack(*call),
                 ENCODING.pack(*encoding(k, planes, "k", keys)),
-                ENCODING.pack(*encoding(v, planes, "v", values)),
+                ENCODING.pack(*written),
                 _PLACE.pack(*places, 0, position_heads),
                 RANKING.pack(
                     *(score[0], places[0], 0, 0, *score[1:], *places[1:3], 0),
@@ -181,7 +184,7 @@ def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> 
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
     planes = part.planes
-    tail = ((codecs.key, k, "k"), (codecs.value, v, "v"))
+    tail = ((codecs.key, k, "k"), (codecs.value, v, "k" if codecs.value.of_keys else "v"))
     return (
         all(codec.layout != PLAIN or planes[name].dtype is x.dtype for codec, x, name in tail)
         and all(planes[x].dtype is torch.float32 and planes[x].stride(2) == 1 for x in rule.enter)

@@ -11,6 +11,7 @@ from kvkeep.checks import Checks
 from kvkeep.codec import Codec
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.sight import Sight
+from kvkeep.layer.slots import Codecs
 from kvkeep.planes import POSITION, OwnWindow, Planes, part, positions_of
 from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
@@ -60,7 +61,7 @@ class Settling:
 
     def seeing(self, observation: Observation | None) -> Observation:
         """The observation, completed with the layer's own state."""
-        cursor = self.cursor
+        cursor, codecs = self.cursor, Codecs(self.key_codec, self.value_codec)
         return (observation or Observation())._replace(
             position=cursor.chunk,
             newest=cursor.history.newest,
@@ -68,7 +69,7 @@ class Settling:
             rotary=self.rotary,
             state=cursor.history.memory,
             keys=self._keys,
-            values=lambda planes: self.value_codec.decode(part(planes, "v"), torch.float32),
+            values=lambda planes: codecs.values(planes, torch.float32),
         )
 
     @property

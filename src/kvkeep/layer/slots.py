@@ -28,14 +28,29 @@ class Codecs(NamedTuple):
         """Encode keys (B, H, n, Dk) and values (B, H, n, Dv) to planes."""
         return joined(self.key.encode(k), "k") | joined(self.value.encode(v), "v")
 
+    def decode(self, planes: Planes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Decode planes to keys (B, H, S, Dk) and values (B, H, S, Dv) in `dtype`."""
+        return self.keys(planes, dtype), self.values(planes, dtype)
+
+    def keys(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        """The keys of `decode`."""
+        return self.key.decode(part(planes, "k"), dtype)
+
+    def values(self, planes: Planes, dtype: torch.dtype) -> Tensor:
+        """The values of `decode`."""
+        return self.value.decode(part(planes, "k" if self.value.of_keys else "v"), dtype)
+
+    @property
+    def unencoded(self) -> Codecs:
+        """Those of tokens that wait to be encoded in a block."""
+        return Codecs(self.key.unencoded, self.value.unencoded)
+
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
         """The encoding error of each token, fp32 (B, H, n): |k - k'| + |v - v'|, with Euclidean
-        norms and k', v' decoded."""
-        planes = self.encode(k, v)
-        total = torch.zeros(k.shape[:3], device=k.device)
-        for x, codec, name in ((k, self.key, "k"), (v, self.value, "v")):
-            total += norms(x.float() - codec.decode(part(planes, name), torch.float32))
-        return total
+        norms and k', v' decoded; |k - k'| if values are elements of keys."""
+        found = self.decode(self.encode(k, v), torch.float32)
+        error = norms(k.float() - found[0])
+        return error if self.value.of_keys else error + norms(v.float() - found[1])
 
 
 class Span(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.codec import Codec, Plain, encoded_count
+from kvkeep.codec import Codec, encoded_count
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
@@ -58,4 +58,6 @@ def promised_bytes(
     late = late and not policy.evicts
     encoded = encoded_count(kept, key_codec, value_codec) if late else kept
     each = encoded // block * slot_bytes(key_codec, value_codec)
-    return geometry.rows * (each + (kept - encoded) * slot_bytes(Plain(), Plain()))
+    return geometry.rows * (
+        each + (kept - encoded) * slot_bytes(key_codec.unencoded, value_codec.unencoded)
+    )

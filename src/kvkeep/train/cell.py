@@ -12,6 +12,7 @@ from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.slots import Codecs
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
 from kvkeep.train.slots import HeldSlots
@@ -102,7 +103,5 @@ class Cell:
 
 def encoded(layer: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New keys and values, encoded and decoded as in slots."""
-    keys, values = layer.key_codec, layer.value_codec
-    if keys.block > 1:
-        return k, v
-    return keys.decode(keys.encode(k), k.dtype), values.decode(values.encode(v), v.dtype)
+    codecs = Codecs(layer.key_codec, layer.value_codec)
+    return (k, v) if codecs.key.block > 1 else codecs.decode(codecs.encode(k, v), k.dtype)

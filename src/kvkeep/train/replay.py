@@ -33,9 +33,10 @@ def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
         cache.layers[index] = LayerCache(
             ReplayPolicy(old.policy, made),
             old.key_codec,
-            old.value_codec,
+            old.key_codec if old.latent else old.value_codec,
             Concat(),
             window=old.window,
             slopes=old.slopes,
+            latent=old.latent,
         )
     return cache

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
@@ -20,7 +21,6 @@ from kvkeep.hf.config import base_config, decoder_config, refused
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.biased import Biased
 from kvkeep.hf.kinds.latent import Latent
-from kvkeep.hf.kinds.latent import begun_step as begun_step
 from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
@@ -50,6 +50,20 @@ def require(model: Any, feature: Feature, remedy: str) -> None:
     if reason:
         name = decoder_config(base_config(model)).model_type
         raise UnsupportedError(f"{name} {reason}; {remedy}")
+
+
+def to_slots(kinds: Iterable[Kind], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Kind.to_slots`."""
+    for kind in kinds:
+        k, v = kind.to_slots(k, v)
+    return k, v
+
+
+def from_slots(kinds: Iterable[Kind], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Kind.from_slots`."""
+    for kind in kinds:
+        k, v = kind.from_slots(k, v)
+    return k, v
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
@@ -103,11 +117,15 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
 
-    def geometry(layer: PreTrainedConfig) -> Geometry:
+    def geometry(kind: LayerKind) -> Geometry:
+        assert kind.place is not None  # `layer_kinds` has set it
+        layer = text.per_layer_config[kind.place]
+        if kind.latent is not None:
+            width = kind.latent + int(layer.qk_rope_head_dim)
+            return Geometry(1, 1, width, kind.latent, dtype)
         query_heads = layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
         return Geometry(1, heads // processes, width, width, dtype)
 
-    places = [kind.place for kind in layer_kinds(config)]
-    return [geometry(text.per_layer_config[place]) for place in places if place is not None]
+    return [geometry(kind) for kind in layer_kinds(config)]

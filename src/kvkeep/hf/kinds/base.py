@@ -6,23 +6,16 @@ know none of them by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.features import Lacks
-from kvkeep.hf.handover import Handed
 from kvkeep.host import LayerKind
-from kvkeep.layer.packed import SequencePart
 from kvkeep.layer.recurrent import RecurrentStates, StateSpec
 from kvkeep.spec import CacheSpec
-
-BeginStep = Callable[
-    [Any, Sequence[SequencePart], Tensor, Tensor], tuple[Handed, tuple[Tensor, Tensor]]
-]
-"""See `Kind.begin_step`."""
 
 
 class Handle(Protocol):
@@ -52,12 +45,10 @@ class Kind:
 
     Attributes:
         lacks: the features that models of this kind lack.
-        begins_steps: whether `begin_step` begins the steps of layers, in place of `hand_over`.
         placeless: whether a forward uses no positions but those of slots, and so is given none.
     """
 
     lacks: ClassVar[Lacks] = {}
-    begins_steps: ClassVar[bool] = False
     placeless: ClassVar[bool] = False
 
     # -- what a model is like, by the config of its decoder ---------------------------------
@@ -95,6 +86,14 @@ class Kind:
         """What these states are like; see `Host.recurrent_specs`."""
         return {}
 
+    def to_slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of slots, (B, H, n, D) each, of what a model gives its cache."""
+        return k, v
+
+    def from_slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of `to_slots`."""
+        return k, v
+
     # -- an attached model ------------------------------------------------------------------
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
@@ -112,17 +111,6 @@ class Kind:
             changes: those of `attach`.
         """
         return ""
-
-    def begin_step(
-        self, cache: Any, parts: Sequence[SequencePart], keys: Tensor, values: Tensor
-    ) -> tuple[Handed, tuple[Tensor, Tensor]]:
-        """Begin a layer's step with new keys and values, (B, H, n, D) each. Returns the step, and
-        what the cache's `update` returns.
-
-        Args:
-            parts: the layer of the cache, and its tokens; in a packed forward, of each sequence.
-        """
-        raise NotImplementedError(f"{type(self).__name__} begins no steps")
 
     def end(self, cache: Any) -> None:
         """Called after the forward."""
