@@ -95,6 +95,12 @@ def _exported(
             f"torch cannot export a step of {type(model).__name__}: "
             f"{str(error).strip().splitlines()[0]}; run the model itself"
         ) from error
+    values = (node.meta.get("val") for node in traced.graph.nodes)
+    if any(isinstance(x, Tensor) and x.is_complex() for x in values):
+        raise UnsupportedError(
+            f"{type(model).__name__} computes with complex numbers, for which torch saves programs "
+            "of one number of tokens only; run the model itself"
+        )
     traced._example_inputs = None  # would be saved as pickles
     specs = [description.spec for description in step.descriptions]
     embeddings: Any = model.get_input_embeddings()
