@@ -49,7 +49,7 @@ def test_what_is_kept_is_what_the_slots_hold(spec, ragged, frozen):
                 kept = head.nonzero().flatten().tolist()
                 assert kept == sorted(p for p in positions.tolist() if p >= 0)
                 assert (head[kept] & KEPT).all()
-                if plain or spec.key_codec.block == 1:
+                if plain or spec.key_codec.together == 1:
                     assert ((head[kept] & ENCODED > 0) != plain).all()
 
 
