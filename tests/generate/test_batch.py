@@ -618,9 +618,6 @@ def test_refused_before_anything_is_changed(model):
     for option in ("step_tokens", "sequences"):
         with pytest.raises(SpecError, match=f"{option} is 0"):
             Batch(model, **{option: 0})
-    latent = tiny("deepseek-v3")
-    with pytest.raises(UnsupportedError, match=r"max_bytes is 5000, but .* limit sequences"):
-        Batch(latent, max_bytes=5000)
     batch = Batch(model, max_bytes=5000)
     for given, error, message in (
         (([],), ShapeError, "0 tokens"),

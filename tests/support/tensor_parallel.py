@@ -20,7 +20,6 @@ from transformers.distributed import DistributedConfig
 import kvkeep
 from kvkeep.blocks import prefill
 from kvkeep.errors import KVKeepError
-from kvkeep.features import Feature
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.host import host_of
 from kvkeep.host.fingerprint import sampled
@@ -48,7 +47,7 @@ def fed(model: PreTrainedModel, spec: str, **options: Any) -> dict[str, Any]:
     with kvkeep.attach(model, spec, **options), torch.inference_mode():
         cache, other = kvkeep.Cache(model, spec), kvkeep.Cache(model, spec)
         evicted = [recorded(cache), recorded(other)]
-        promised = None if cache.why_not(Feature.SIZES) else cache.bytes_for(TOKENS)
+        promised = cache.bytes_for(TOKENS)
         chunks = [model(part, past_key_values=cache).logits for part in ids.split(CHUNK, dim=1)]
         generated = model.generate(
             ids,

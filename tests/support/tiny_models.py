@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-UNGRAPHED = ("deepseek-v3", "gemma3n", "gemma4")
+UNGRAPHED = ("gemma3n", "gemma4")
 """Families that no graph computes: they expand a latent, or their layers share slots."""
 
 _MODEL_CLASS = {"Gemma3": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}

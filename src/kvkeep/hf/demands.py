@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
-from kvkeep.features import Feature
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 
@@ -33,13 +32,7 @@ class Demands:
 
 def require_recordable(cache: Cache, *, routed: bool) -> None:
     """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
-    reason = cache.why_not(Feature.DRAFTS)
     for layer in cache.layers:
-        if layer.by_token and reason:
-            raise UnsupportedError(
-                f"policy {layer.policy.name} decides after each draft, but the model {reason}; use "
-                "keep_all or a window, or do not draft"
-            )
         layer.require_recordable()
         if layer.by_token and not routed:
             raise UnsupportedError(

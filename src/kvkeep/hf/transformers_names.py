@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvkeep.features import Feature
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.hf.config import is_routed
 from kvkeep.hf.drafts import RecordsDrafts
@@ -83,8 +82,7 @@ class TransformersNames(TellsLayers, RecordsDrafts):
 
     @property
     def is_croppable(self) -> bool:
-        decides = is_routed(self.config) and not self.why_not(Feature.DRAFTS)
-        decided = decides or not any(layer.by_token for layer in self.layers)
+        decided = is_routed(self.config) or not any(layer.by_token for layer in self.layers)
         # States return to marks, which are made while drafts are recorded.
         return decided and (not self.carried or self.layers[0].record_past)
 

@@ -109,11 +109,8 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
     Args:
         processes: among which the heads are split; see `kvkeep.hf.parallel.head_processes`.
 
-    Raises:
-        UnsupportedError: the model's config does not say how wide its keys are.
     """
     text = decoder_config(config)
-    require(text, Feature.SIZES, "feed tokens, and read live_bytes")
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
 
