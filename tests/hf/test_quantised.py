@@ -12,6 +12,7 @@ from torch import nn
 import kvkeep
 from kvkeep import native_library
 from kvkeep.errors import ModelError, UnsupportedError
+from kvkeep.hf.compiled import key_of
 from kvkeep.hf.quantised import quantise
 
 torchao = pytest.importorskip("torchao.quantization")
@@ -51,6 +52,7 @@ def test_codes_of_eight_bits_are_read_in_place(dtype, tolerance):
     model = tiny("llama", **SIZES).to(dtype)
     assert quantise(model, "int8") == linear_layers(model)
     require_equal_but_for_rounding(model, linear_layers(model), tolerance)
+    assert key_of(model) is None  # programs read plain weights by their addresses
 
 
 @pytest.mark.slow

@@ -231,10 +231,11 @@ class Step:
 
 
 def is_compilable(model: PreTrainedModel) -> bool:
-    """Whether a model may have programs: it is on the CPU, and has no adapters of PEFT, which may
-    be switched at any time."""
+    """Whether a model may have programs: it is on the CPU, its weights are plain tensors (those of
+    torchao are not), and it has no adapters of PEFT, which may be switched at any time."""
     adapted = any(hasattr(module, "base_layer") for module in model.modules())
-    return available and model.device.type == "cpu" and not adapted
+    plain = all(type(weight) in (Tensor, nn.Parameter) for weight in model.parameters())
+    return available and model.device.type == "cpu" and plain and not adapted
 
 
 def key_of(model: PreTrainedModel) -> str | None:
