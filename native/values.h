@@ -5,8 +5,9 @@
 namespace {
 
 // acc (MT rows of padded(width)) = acc * alpha + p (MT rows of BLOCK) . values, for PAIRS * 2 W
-// elements from `d` on, of which `valid` exist. SLOTS adjacent slots have separate sums.
-template <class T, int MT, int PAIRS, int SLOTS>
+// elements from `d` on, of which `valid` exist. Slots are added in order, whatever MT is, so that a
+// row of a batch equals the row alone.
+template <class T, int MT, int PAIRS>
 KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
                              int64_t valid, const float* p, const float* alpha, float* acc) {
     typedef typename T::Element Element;
@@ -16,8 +17,8 @@ KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t widt
     const char* ahead = next.first + d * sizeof(Element) * (compact ? count : 1);
     const int64_t ahead_step = compact ? BYTES : next.stride;
     const char* at = values.first + d * sizeof(Element);
-    vf sum[SLOTS][MT][2 * PAIRS] = {};
-    const auto add = [&](int64_t j, int slot) __attribute__((always_inline)) {
+    vf sum[MT][2 * PAIRS] = {};
+    for (int64_t j = 0; j < count; ++j) {
         prefetch(ahead, BYTES);
         Pair value[PAIRS];
 #pragma GCC unroll 4
@@ -29,52 +30,42 @@ KV_INLINE void value_columns(Rows values, Rows next, int64_t count, int64_t widt
             const vf weight = all(p[m * BLOCK + j]);
 #pragma GCC unroll 4
             for (int t = 0; t < PAIRS; ++t) {
-                add_product(sum[slot][m][2 * t], value[t].a, weight);
-                add_product(sum[slot][m][2 * t + 1], value[t].b, weight);
+                add_product(sum[m][2 * t], value[t].a, weight);
+                add_product(sum[m][2 * t + 1], value[t].b, weight);
             }
         }
         ahead += ahead_step;
         at += values.stride;
-    };
-    int64_t j = 0;
-    for (; j + SLOTS <= count; j += SLOTS)
-#pragma GCC unroll 2
-        for (int slot = 0; slot < SLOTS; ++slot) add(j + slot, slot);
-    for (; j < count; ++j) add(j, 0);
+    }
     const int64_t stride = padded(width);
 #pragma GCC unroll 8
     for (int m = 0; m < MT; ++m) {
 #pragma GCC unroll 8
         for (int t = 0; t < 2 * PAIRS; ++t) {
             float* to = acc + m * stride + d + t * W;
-            vf all_slots = sum[0][m][t];
-#pragma GCC unroll 2
-            for (int slot = 1; slot < SLOTS; ++slot) all_slots += sum[slot][m][t];
-            store(to, load<vf>(to) * alpha[m] + all_slots);
+            store(to, load<vf>(to) * alpha[m] + sum[m][t]);
         }
     }
 }
 
-// Number of column pairs summed at once, and of slots summed separately: enough sums to hide the
-// latency of the multiply-add, and few enough to fit the registers.
+// Number of column pairs summed at once: enough sums to hide the latency of the multiply-add, and few
+// enough to fit the registers.
 constexpr int pairs_at_once(int queries) {
-    return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= 6 && W == 16 ? 2 : 1;
+    return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= (W == 16 ? 6 : 3) ? 2 : 1;
 }
-constexpr int slots_at_once(int queries) { return queries == 3 && W == 8 ? 2 : 1; }
 
 template <class T, int MT>
 KV_OUTLINE void value_tile(Rows values, Rows next, int64_t count, int64_t width, const float* p,
                            const float* alpha, float* acc) {
-    constexpr int PAIRS = pairs_at_once(MT), SLOTS = slots_at_once(MT);
+    constexpr int PAIRS = pairs_at_once(MT);
     int64_t d = 0;
     for (; d + PAIRS * STEP <= width; d += PAIRS * STEP)
-        value_columns<T, MT, PAIRS, SLOTS>(values, next, count, width, d, PAIRS * STEP, p, alpha,
-                                           acc);
+        value_columns<T, MT, PAIRS>(values, next, count, width, d, PAIRS * STEP, p, alpha, acc);
     if (PAIRS > 1)
         for (; d + STEP <= width; d += STEP)
-            value_columns<T, MT, 1, SLOTS>(values, next, count, width, d, STEP, p, alpha, acc);
+            value_columns<T, MT, 1>(values, next, count, width, d, STEP, p, alpha, acc);
     if (d < width)
-        value_columns<T, MT, 1, 1>(values, next, count, width, d, width - d, p, alpha, acc);
+        value_columns<T, MT, 1>(values, next, count, width, d, width - d, p, alpha, acc);
 }
 
 template <class T>

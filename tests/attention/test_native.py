@@ -186,10 +186,15 @@ def test_any_codes(codec, shape):
     check(q, View((whole,), torch.arange(slots)[-1:], False), Options(0.002))
 
 
-@pytest.mark.parametrize(("key", "value"), [(Plain(), Plain()), *KINDS])
+@pytest.mark.parametrize(("key", "value"), [(Plain(), Plain()), (Int8(16), Int8(16)), *KINDS])
 def test_a_row_of_a_batch_equals_the_row_alone(key, value):
-    for group in (1, 2, 4):
-        q, k, v = qkv(rows=3, group=group, slots=130, dtype=torch.bfloat16)
+    for group, dtype in (
+        (1, torch.bfloat16),
+        (2, torch.float32),
+        (4, torch.bfloat16),
+        (1, torch.float32),
+    ):
+        q, k, v = qkv(rows=3, group=group, slots=130, dtype=dtype)
         view = dense(k[:1], v[:1], 1, key=key, value=value)
         out, _ = native.run(q, view, Options(0.2))
         for row in range(3):
