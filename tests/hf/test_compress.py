@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from support.sweep_configs import model_of
 from support.tiny_host import tiny_model
 from support.tiny_models import tiny
 
@@ -372,3 +373,17 @@ def test_the_hosts_of_other_libraries_say_what_they_lack():
     host = host_of(tiny_model())
     with pytest.raises(UnsupportedError, match="feed_layers"):
         host.feed_layers(torch.zeros(1), torch.zeros(1), [])
+
+
+def test_linear_biases_stay(ids):
+    """Of the slots that stay, a bias by distance tells the positions apart."""
+    model = model_of("bloom").eval()
+    kvkeep.attach(model)
+    cache, whole = filled(model, ids), filled(model, ids)
+    before = [layer.slopes for layer in cache.layers]
+    assert all(before)
+    cache.compress(model, ids, "kvzip:100%")
+    assert [layer.slopes for layer in cache.layers] == before
+    with torch.no_grad():
+        found, exact = (model(ids[:, :1], past_key_values=x).logits for x in (cache, whole))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
