@@ -120,6 +120,15 @@ def test_eval_shows_the_full_cache_too():
 
 
 @pytest.mark.usefixtures("_model")
+def test_eval_shows_which_tasks_were_skipped():
+    options = ("--continuation", "2", "--samples", "1", "--tasks", "needle, common-words")
+    result = run("eval", "--specs", "keep_all", "--context", "150,900", *options)
+    assert result.exit_code == 0
+    assert "skipped common-words: a context of 150 tokens" in " ".join(result.stderr.split())
+    assert "900" in result.stdout
+
+
+@pytest.mark.usefixtures("_model")
 def test_inspect_json(tmp_path):
     picture = tmp_path / "kept.png"
     page = tmp_path / "kept.html"

@@ -220,6 +220,26 @@ def test_a_context_without_room_for_the_task_is_refused(task):
         made(task, length=100)
 
 
+def test_tasks_without_room_are_skipped_and_the_others_measured(tmp_path):
+    (tmp_path / "text").write_text("The text goes on and on.\n" * 200)
+    model, tokenizer = Scripted("x" * 500), Characters()
+    options = {"continuation": 2, "tasks": ["common-words", "needle"], "samples": 1}
+    options["text_file"] = tmp_path / "text"
+    found = evaluate(model, tokenizer, ["keep_all"], contexts=[300, 2500], **options)
+    assert [list(row["tasks"]) for row in found["rows"]] == [["needle"], ["common-words", "needle"]]
+    (skipped,) = found["skipped"]
+    assert (skipped["context"], skipped["task"]) == (300, "common-words")
+    assert "a context of 300 tokens, but task common-words takes" in skipped["reason"]
+
+
+@pytest.mark.slow
+def test_there_is_room_for_an_answer_in_a_numbered_list(smollm2):
+    _, tokenizer = smollm2
+    for prompt in made("variables", tokenizer, 1000):
+        lines = "".join(f"\n{at}. VAR {name}" for at, name in enumerate(prompt.answers, 1))
+        assert len(tokenizer(lines, add_special_tokens=False).input_ids) <= prompt.steps
+
+
 def test_groups_and_names_choose_tasks():
     assert chosen(["qa", "longbench", "few-shot", "qa"]) == ["qa", *GROUPS["longbench"]]
     assert set(chosen(["ruler", "longbench", "helmet"])) == set(chosen(["all"])) == set(TASKS)

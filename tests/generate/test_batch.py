@@ -683,3 +683,18 @@ def test_ended_answers_are_shown_with_what_they_hold(model):
     list(batch)
     assert sorted(held) == [(0, "length", 7), (1, "cancelled", 5), (2, "cancelled", None)]
     assert first.cache is None
+
+
+@pytest.mark.parametrize("spec", ["h2o:10", "snapkv:10,window=4"])
+def test_an_answer_with_a_budget_is_that_of_generate_for_equal_chunks(model, spec):
+    prompt = tokens(21, 5)
+    found = model.generate(
+        prompt[None],
+        past_key_values=kvkeep.Cache(model, spec),
+        prefill_chunk_size=8,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    (answer,) = alone(model, prompt, SamplingParams(12), spec=spec, chunk=8)
+    assert answer == found[0, 21:].tolist()

@@ -174,12 +174,15 @@ def evaluate(
             progress=working,
         )
         result["environment"] = environment()
+    for one in result["skipped"]:
+        say(f"skipped {one['task']}: {one['reason']}", err=True)
     for row in result.get("against", []):
         if "failed" in row:
             say(f"{row['spec']} failed: {row['failed']}", err=True)
     title = f"{titled(model, adapter)}, {dtype}, {windows * continuation:,} tokens predicted"
     shown = rows_of(result)
-    print_table(title, [_columns(row) for row in shown], stderr=json)
+    every = list(dict.fromkeys(task for row in shown for task in row["tasks"]))
+    print_table(title, [_columns(row, every) for row in shown], stderr=json)
     if json:
         print_json(result)
     _draw(title, shown, [result], plot, html)
@@ -224,12 +227,14 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
     return rows, results
 
 
-def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a row that the table shows, under names that fit a narrow terminal."""
+def _columns(row: dict[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
+    """The columns of a row that the table shows, under names that fit a narrow terminal; those of
+    tasks that were skipped at its context are None."""
     names = {"spec": "spec", "context": "context", "perplexity": "perplexity"}
     names |= {"perplexity_ratio": "ratio", "kl": "kl"}
     shown = {new: row[old] for old, new in names.items()}
     shown |= {"95%": "{:.2g}..{:.2g}".format(*row["kl_95"]), "top1": row["top1"]}
-    for task, found in row["tasks"].items():
-        shown[task] = "{accuracy:.2f} ({low:.2f}..{high:.2f})".format(**found)
+    for task in tasks:
+        found = row["tasks"].get(task)
+        shown[task] = found and "{accuracy:.2f} ({low:.2f}..{high:.2f})".format(**found)
     return shown | {"MiB": row["bytes"] / 2**20, "tokens/s": row["tokens_per_s"]}

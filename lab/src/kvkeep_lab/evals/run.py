@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import SpecError, UnsupportedError
+from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Host, ModelCache, host_of, load_model
 from kvkeep.host.compress import compress, compresses
 from kvkeep.host.progress import Progress, Work, silent
@@ -117,7 +117,8 @@ def evaluate(
         chunk: feed the context in chunks of that many tokens; None: all at once.
         text_file: a file of UTF-8 text; None: the standard library's help texts.
         tasks: names in `kvkeep_lab.evals.tasks.TASKS` and `GROUPS`; `needle` hides numbers and asks
-            for them. Each takes `samples` more prefills per window.
+            for them. Each takes `samples` more prefills per window. A task that does not fit a
+            context is skipped there.
         samples: prompts of each task per window; those of `needle` hide their number at as many
             places, from 10 to 90 % of the text.
         late_question: feed the question when the text has been read, so that what is evicted until
@@ -135,11 +136,13 @@ def evaluate(
         `retrieval_by_depth` (percent of the text -> share), `kl_95` (the 95 % interval of `kl`),
         and `tasks` (name -> `accuracy`, its 95 % interval `low` to `high`, and `samples`). With
         `against` also such rows for its presses, with `kept` (share of keys and values that are
-        attended to) and `versions`, or with the reason in `failed`.
+        attended to) and `versions`, or with the reason in `failed`. `skipped` has the `context`,
+        `task` and `reason` of each task that was skipped.
 
     Raises:
         SpecError: a spec or a task does not exist, a spec does not fit the model, or none is given.
-        ShapeError: the text is too short, or the model's context.
+        ShapeError: the text is too short, or the model's context, or no context has room for any
+            of the tasks.
         CapacityError: a spec's fixed slots cannot hold the tokens.
         UnsupportedError: kvpress cannot run the model, or its context would come in chunks.
     """
@@ -164,23 +167,16 @@ def evaluate(
         windows_of_text(tokenizer, windows, context + continuation, text_file)
         for context in contexts
     ]
-    asked = [
-        {
-            task: [
-                prompt
-                for seed, window in enumerate(text)
-                for prompt in prompts(task, tokenizer, window, context, samples, seed)
-            ]
-            for task in tasks
-        }
-        for context, text in zip(contexts, texts, strict=True)
-    ]
+    asked, skipped = _asked(tasks, tokenizer, contexts, texts, samples)
     for spec in distinct:
         most, after = max(contexts), max(continuation, TIMED_STEPS)
         _cache(host, spec, most, after).admit(most + after)
     rows, baseline, others = [], [], list[dict[str, Any]]()
-    total = sum(_cost(windows, c, continuation, tasks, samples) for c in contexts) * len(distinct)
-    work = Work(progress, total)
+    costs = [
+        _cost(windows, context, continuation, list(some), samples)
+        for context, some in zip(contexts, asked, strict=True)
+    ]
+    work = Work(progress, sum(costs) * len(distinct))
     with host.attach(BASELINE):
         for context, text, some in zip(contexts, texts, asked, strict=True):
             ids = text.to(host.device)
@@ -206,10 +202,40 @@ def evaluate(
         "chunk": chunk,
         "late_question": late_question,
         "samples": samples,
+        "skipped": skipped,
         "rows": rows,
         "baseline": baseline,
         **compared,
     }
+
+
+def _asked(
+    tasks: Sequence[str],
+    tokenizer: Any,
+    contexts: Sequence[int],
+    texts: Sequence[Tensor],
+    samples: int,
+) -> tuple[list[dict[str, list[Prompt]]], list[dict[str, Any]]]:
+    """Each context's prompts by task, and the tasks that a context has no room for.
+
+    Raises:
+        ShapeError: no context has room for any task.
+    """
+    asked, skipped = list[dict[str, list[Prompt]]](), list[dict[str, Any]]()
+    for context, text in zip(contexts, texts, strict=True):
+        asked.append({})
+        for task in tasks:
+            try:
+                asked[-1][task] = [
+                    prompt
+                    for seed, window in enumerate(text)
+                    for prompt in prompts(task, tokenizer, window, context, samples, seed)
+                ]
+            except ShapeError as error:
+                skipped.append({"context": context, "task": task, "reason": str(error)})
+    if skipped and not any(asked):
+        raise ShapeError(skipped[0]["reason"])
+    return asked, skipped
 
 
 class _Context:

@@ -202,7 +202,7 @@ TASKS = {
     "multi-key": Task(_multi_key, 12),
     "multi-value": Task(_multi_value, 48),
     "multi-query": Task(_multi_query, 48),
-    "variables": Task(_variables, 32),
+    "variables": Task(_variables, 64),
     "common-words": Task(_common_words, 64),
     "frequent-words": Task(_frequent_words, 32),
     "qa": Task(_qa, 16),
