@@ -298,13 +298,32 @@ class Conversation(Exact):
         return self
 
 
-class ChatCompletionRequest(Conversation, GenerationRequest):
+class AnswerFields(Exact):
+    """Fields that mean the same in chats and responses."""
+
+    parallel_tool_calls: Flag = True
+    """Whether an answer may have several calls; otherwise all but the first are left out."""
+    store: Annotated[Any, only(False)] = None
+    """Only false: the server keeps no answers to be asked for later."""
+    moderation: Annotated[Any, only()] = None
+    """Refused."""
+    service_tier: Any = None
+    """Ignored."""
+    safety_identifier: Any = None
+    """Ignored."""
+    prompt_cache_key: Any = None
+    """Ignored: prompts are found by their tokens."""
+    prompt_cache_options: Any = None
+    """Ignored."""
+    prompt_cache_retention: Any = None
+    """Ignored."""
+
+
+class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
     """The body of a request to /v1/chat/completions."""
 
     chat, prompt_field = True, "messages"
 
-    parallel_tool_calls: Flag = True
-    """Whether an answer may have several calls; otherwise all but the first are left out."""
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`."""
     logprobs: Flag = False
@@ -315,13 +334,9 @@ class ChatCompletionRequest(Conversation, GenerationRequest):
     """Only `["text"]`."""
     verbosity: Annotated[Any, only("medium")] = None
     """Only `medium`."""
-    store: Annotated[Any, only(False)] = None
-    """Only false: the server keeps no answers to be asked for later."""
     audio: Annotated[Any, only()] = None
     """Refused."""
     web_search_options: Annotated[Any, only()] = None
-    """Refused."""
-    moderation: Annotated[Any, only()] = None
     """Refused."""
     functions: Annotated[Any, only([])] = None
     """Refused; give `tools`."""
@@ -330,16 +345,6 @@ class ChatCompletionRequest(Conversation, GenerationRequest):
     prediction: Any = None
     """Ignored."""
     metadata: Any = None
-    """Ignored."""
-    service_tier: Any = None
-    """Ignored."""
-    safety_identifier: Any = None
-    """Ignored."""
-    prompt_cache_key: Any = None
-    """Ignored: prompts are found by their tokens."""
-    prompt_cache_options: Any = None
-    """Ignored."""
-    prompt_cache_retention: Any = None
     """Ignored."""
 
     @validator(mode="after")

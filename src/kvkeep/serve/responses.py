@@ -20,7 +20,7 @@ from kvkeep.serve.fields import (
     only,
     tag,
 )
-from kvkeep.serve.requests import ChatCompletionRequest, Padding, SampledRequest
+from kvkeep.serve.requests import AnswerFields, ChatCompletionRequest, Padding, SampledRequest
 
 _LOGPROBS = "message.output_text.logprobs"
 _NEEDED = {
@@ -129,7 +129,7 @@ def _as_item(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-class ResponsesRequest(SampledRequest):
+class ResponsesRequest(SampledRequest, AnswerFields):
     """The body of a request to /v1/responses."""
 
     names: ClassVar[dict[str, str]] = {
@@ -156,8 +156,6 @@ class ResponsesRequest(SampledRequest):
         Discriminator(object_tag),
     ] = "auto"
     """`auto`, `none`, `required`, or a function by name; see [tools](#tools)."""
-    parallel_tool_calls: Flag = True
-    """Whether an answer may have several calls; otherwise all but the first are left out."""
     text: TextOptions = TextOptions()
     """`format`: `text`, `json_object`, or `json_schema` with a schema; see
     [structured output](#structured-output)."""
@@ -171,8 +169,6 @@ class ResponsesRequest(SampledRequest):
     """With logprobs in `include`, the likeliest tokens in the place of each."""
     stream_options: Padding = Padding()
     """`include_obfuscation`, only false."""
-    store: Annotated[Any, only(False)] = None
-    """Only false: the server keeps no answers to be asked for later."""
     previous_response_id: Annotated[Any, only()] = None
     """Refused; give the items of the conversation in `input`. The [prefix store](store.md) computes
     them only once."""
@@ -186,8 +182,6 @@ class ResponsesRequest(SampledRequest):
     """Refused."""
     context_management: Annotated[Any, only([])] = None
     """Refused."""
-    moderation: Annotated[Any, only()] = None
-    """Refused."""
     image: Annotated[Any, only()] = None
     """Refused."""
     access_programs: Annotated[Any, only()] = None
@@ -198,16 +192,6 @@ class ResponsesRequest(SampledRequest):
     """Ignored, and in the answer."""
     max_tool_calls: Any = None
     """Ignored: it counts calls of the server's own tools, of which there are none."""
-    service_tier: Any = None
-    """Ignored."""
-    safety_identifier: Any = None
-    """Ignored."""
-    prompt_cache_key: Any = None
-    """Ignored: prompts are found by their tokens."""
-    prompt_cache_options: Any = None
-    """Ignored."""
-    prompt_cache_retention: Any = None
-    """Ignored."""
 
     def chat(self) -> ChatCompletionRequest:
         """The chat that it asks for.
