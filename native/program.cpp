@@ -150,7 +150,7 @@ bool fits(const KvTracedStep& step, const KvTicket& ticket) {
 }
 
 int run_prepared(const KvTracedStep& step, KvTicket& ticket) {
-    const int64_t size = step.q.type == FLOAT32 ? 4 : 2;
+    const int64_t size = size_of(step.q.type);
     const int64_t group = step.q.sizes[1] / step.k.sizes[1];
     const KvTensor &q = step.q, &k = step.k, &v = step.v, &out = step.out;
     const int64_t made = ticket.rows * out.strides[0], all = out.sizes[0] * out.strides[0];
@@ -272,7 +272,7 @@ KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** wei
     sizes.back() = outputs;
     for (int64_t i = 0; i + 1 < x.dim; ++i) rows *= x.sizes[i];
     std::vector<char> copy;
-    const void* tokens = contiguous(x, x.type == FLOAT32 ? 4 : 2, copy);
+    const void* tokens = contiguous(x, size_of(x.type), copy);
     Result result(sizes, x.type);
     const int64_t inputs = x.sizes[x.dim - 1];
     if (!result.ok() || kv_linear(linears.data(), count, tokens, inputs, rows, result.tensor.data))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_char_p, c_size_t, c_void_p
-from itertools import count
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -67,7 +66,7 @@ class CompiledLibrary:
             RuntimeError: the program fails, or there is no memory.
         """
         assert LIBRARY is not None
-        for place, x, known in zip(count(), given, self._given, strict=False):
+        for place, (x, known) in enumerate(zip(given, self._given, strict=True)):
             if x is not known:
                 self._describe(place, x)
         inputs = (ctypes.c_char * len(self._inputs)).from_buffer(self._inputs)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
 from kvkeep.graph.custom_ops import define_operator
+from kvkeep.graph.linear_op import value_of
 from kvkeep.linears import MOST_ROWS, Stored, few_rows, readable
 
 _MOST_TOKENS = 8 * MOST_ROWS
@@ -83,7 +84,7 @@ def _is_product(node: Node) -> bool:
     if node.op != "call_function" or not name.endswith(("grouped_mm", "grouped_mm_fallback")):
         return False
     given = [_argument(node, at) for at in range(3)]
-    x, weight, offs = (x.meta.get("example_value") if isinstance(x, Node) else None for x in given)
+    x, weight, offs = (value_of(x) for x in given)
     rest = [*node.args[3:], *(y for name, y in node.kwargs.items() if name not in sum(_NAMES, ()))]
     return (
         isinstance(x, Tensor)

@@ -67,7 +67,7 @@ def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
     layers: dict[tuple[Node, torch.dtype, bool], list[Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in _LINEARS:
-            weight, bias = (given.get(x, _value(x)) for x in (node.args[1], _bias(node)))
+            weight, bias = (given.get(x, value_of(x)) for x in (node.args[1], _bias(node)))
             if isinstance(weight, Tensor) and _is_small(node):
                 found = stored(weight)
                 if found is not None and readable(found, bias, weight.dtype):
@@ -82,7 +82,7 @@ def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
 
 def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
     weights: list[Any] = [layer.args[1] for layer in layers]
-    rows = _value(x).numel() // _value(x).shape[-1]
+    rows = value_of(x).numel() // value_of(x).shape[-1]
     with graph.graph.inserting_before(layers[0]):
         read, scales = weights, list[Node]()
         if coded:
@@ -95,7 +95,7 @@ def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
         )
         start = 0
         for layer, weight in zip(layers, weights, strict=True):
-            outputs = _value(weight).shape[0]
+            outputs = value_of(weight).shape[0]
             out = joined
             if len(layers) > 1:
                 own: Any = (..., slice(start, start + outputs))
@@ -112,7 +112,7 @@ def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
 
 def _is_small(node: Node) -> bool:
     """Whether a linear layer is of few rows and of weights that are worth a call."""
-    x, weight = (_value(part) for part in node.args[:2])
+    x, weight = (value_of(part) for part in node.args[:2])
     return (
         isinstance(x, Tensor)
         and isinstance(weight, Tensor)
@@ -129,6 +129,6 @@ def _bias(node: Node) -> Any:
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
 
 
-def _value(node: Any) -> Any:
+def value_of(node: Any) -> Any:
     """A node's symbolic tensor."""
     return node.meta.get("example_value") if isinstance(node, Node) else None

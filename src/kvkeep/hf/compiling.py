@@ -102,13 +102,13 @@ class Compiler:
         """The backend: kvkeep's linear layers, then torch's own compiler. That runs when the graph
         first does, because a program cannot be compiled within torch.compile."""
         self._advance(1)
-        route_experts(graph)
         lowered = None
 
         def run(*given: Any) -> Any:
             nonlocal lowered
             if lowered is None:
                 route_linears(graph, given)
+                route_experts(graph)
                 lowered = self._runs(graph, given)
                 self._advance(2)
             return lowered(*given)
