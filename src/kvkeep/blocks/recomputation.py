@@ -13,7 +13,6 @@ from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import Host, ModelCache, Narrowed
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.slots import Codecs
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION, slot_count
 
@@ -176,7 +175,7 @@ class _SecondLayer(_LayerProxy):
         slot = torch.searchsorted(planes[POSITION][0, 0], self.candidates.to(torch.int32))
         slot = slot.clamp(max=slot_count(planes) - 1)  # for candidates after all cached tokens
         differ, norm = torch.zeros(2, len(slot), device=k.device)
-        held = Codecs(layer.key_codec, layer.value_codec).decode(planes, torch.float32)
+        held = layer.codecs.decode(planes, torch.float32)
         for old, new in zip(held, (k, v), strict=True):
             differ += (old[:, :, slot] - new.float()).square().sum(dim=(0, 1, 3))
             norm += new.float().square().sum(dim=(0, 1, 3))

@@ -27,7 +27,6 @@ from kvkeep.geometry import Geometry
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
-from kvkeep.layer.slots import Codecs
 from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import HOLE, POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.reading import open_file, read_into
@@ -429,7 +428,7 @@ def _plane_specs(
     layer: LayerCache, part: str, header: LayerHeader, dtype: torch.dtype
 ) -> dict[str, PlaneSpec]:
     """The planes that a part of a layer must have, by name."""
-    codecs = Codecs(layer.key_codec, layer.value_codec)
+    codecs = layer.codecs
     if layer.slots.block > 1 and part != "bulk":
         codecs = codecs.unencoded
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))

@@ -16,7 +16,6 @@ from kvkeep.host.specs import Specs, per_layer
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.rereading import Rereading
-from kvkeep.layer.slots import Codecs
 from kvkeep.planes import POSITION, Planes, take
 from kvkeep.policy import Compression
 from kvkeep.policy.ranking import lowest, rounded
@@ -237,7 +236,7 @@ def _kept(
 def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
     """All slots of a layer, encoded as those of the new one, whose `history` gets its centre."""
     late = layer.slots.block > 1  # some tokens are not encoded yet
-    if not late and (layer.key_codec, layer.value_codec) == (new.key_codec, new.value_codec):
+    if not late and layer.codecs == new.codecs:
         planes = layer.slots.evictable()
         return {name: planes[name] for name in planes if name[0] in "kv" or name == POSITION}
     held = layer.held()
@@ -246,7 +245,7 @@ def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
     centre = new.centre_for(k, position[:, 0])
     k = k if centre is None else centre.without(k, position)
     history.centre = None if centre is None else centre.mean
-    return {POSITION: position} | Codecs(new.key_codec, new.value_codec).encode(k, v)
+    return {POSITION: position} | new.codecs.encode(k, v)
 
 
 def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:

@@ -11,7 +11,6 @@ from kvkeep.geometry import Geometry
 from kvkeep.layer.frozen import FrozenPlanes, FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.slots import Codecs
 from kvkeep.planes import POSITION, Planes, slot_count
 
 
@@ -36,7 +35,7 @@ def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator
     text.freeze()
     frozen: FrozenRuns = text.slots.frozen
     geometry = text.history.geometry
-    codecs, centre = Codecs(text.key_codec, text.value_codec), text.centre
+    codecs, centre = text.codecs, text.centre
     alike = codecs == layer.slots.codecs and (centre is None) == (not layer.key_codec.centre)
     if geometry is None:
         return

@@ -12,7 +12,7 @@ from kvkeep.codec import Codec
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.sight import Sight
 from kvkeep.layer.slots import Codecs
-from kvkeep.planes import POSITION, OwnWindow, Planes, part, positions_of
+from kvkeep.planes import POSITION, OwnWindow, Planes, positions_of
 from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 
@@ -61,7 +61,7 @@ class Settling:
 
     def seeing(self, observation: Observation | None) -> Observation:
         """The observation, completed with the layer's own state."""
-        cursor, codecs = self.cursor, Codecs(self.key_codec, self.value_codec)
+        cursor, codecs = self.cursor, self.codecs
         return (observation or Observation())._replace(
             position=cursor.chunk,
             newest=cursor.history.newest,
@@ -71,6 +71,11 @@ class Settling:
             keys=self._keys,
             values=lambda planes: codecs.values(planes, torch.float32),
         )
+
+    @property
+    def codecs(self) -> Codecs:
+        """The codecs of encoded slots."""
+        return Codecs(self.key_codec, self.value_codec)
 
     @property
     def centre(self) -> Centre | None:
@@ -87,7 +92,7 @@ class Settling:
         return turns
 
     def _keys(self, planes: Planes) -> Tensor:
-        keys, centre = self.key_codec.decode(part(planes, "k"), torch.float32), self.centre
+        keys, centre = self.codecs.keys(planes, torch.float32), self.centre
         return keys if centre is None else centre.added(keys, planes[POSITION])
 
     def _evict(

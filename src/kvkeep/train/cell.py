@@ -12,7 +12,6 @@ from kvkeep.attention import Options, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.slots import Codecs
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
 from kvkeep.train.slots import HeldSlots
@@ -103,5 +102,5 @@ class Cell:
 
 def encoded(layer: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """New keys and values, encoded and decoded as in slots."""
-    codecs = Codecs(layer.key_codec, layer.value_codec)
+    codecs = layer.codecs
     return (k, v) if codecs.key.block > 1 else codecs.decode(codecs.encode(k, v), k.dtype)
