@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import cache, cached_property, partial, partialmethod
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, call, contains, is_, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -57,13 +58,16 @@ class ModelState:
         for part in self._parts:
             for owner in (part._parameters, part._buffers, part._modules):
                 self._held += [(owner, name, x) for name, x in owner.items() if x is not None]
-            self._held.append((vars(part), "forward", vars(part).get("forward")))
+            if "forward" in vars(part):
+                self._held.append((vars(part), "forward", vars(part)["forward"]))
         weights = [x for _, _, x in self._held if isinstance(x, Tensor) and _has_memory(x)]
         self._weights: list[Any] = weights
         self._addresses, self._dtypes = [*map(_ADDRESS, weights)], [*map(_DTYPE, weights)]
+        self._unreplaced = [vars(part) for part in self._parts if "forward" not in vars(part)]
         hooks = [x for part in self._parts for x in (part._forward_hooks, part._forward_pre_hooks)]
-        self._hooks: list[Any] = hooks
-        self._hooked = [*map(tuple, hooks)]  # their numbers, which none has twice
+        self._unhooked: list[Any] = [x for x in hooks if not x]
+        self._hooks: list[Any] = [x for x in hooks if x]
+        self._hooked = [*map(tuple, self._hooks)]  # their numbers, which none has twice
         self._texts: dict[int, str] = {}  # of functions
         self._inside: set[int] = set()  # objects whose text is being made
         self._unknown = ""  # an object that nothing is known of
@@ -76,22 +80,26 @@ class ModelState:
             self._described = code, modules
         except Exception as error:  # of foreign objects, which may do anything
             self._unknown = repr(error)
-        self._owners, self._names, self._values = _columns(self._held)
-        self._kinds, self._member_names, self._member_values = _columns(self._members)
+        self._owners, self._of_owners, self._values = _getters(self._held, itemgetter)
+        self._kinds, self._of_kinds, self._member_values = _getters(self._members, attrgetter)
 
     def unchanged(self) -> bool:
         """Whether the model is still the same."""
         weights = self._weights
-        # A few C calls for each entry: Python would take a twentieth of a step.
-        return (
-            not torch.is_autocast_enabled(self._model.device.type)
-            and not _hooked_everywhere()
-            and list(map(tuple, self._hooks)) == self._hooked
-            and all(map(is_, map(dict.get, self._owners, self._names), self._values))
-            and all(map(is_, map(getattr, self._kinds, self._member_names), self._member_values))
-            and list(map(_ADDRESS, weights)) == self._addresses
-            and list(map(_DTYPE, weights)) == self._dtypes
-        )
+        # Iterators in C: Python's own loops would take a twentieth of a step.
+        with suppress(KeyError, AttributeError):  # of what is gone
+            return (
+                not torch.is_autocast_enabled(self._model.device.type)
+                and not _hooked_everywhere()
+                and not any(self._unhooked)
+                and list(map(tuple, self._hooks)) == self._hooked
+                and not any(map(contains, self._unreplaced, repeat("forward")))
+                and all(map(is_, _gotten(self._of_owners, self._owners), self._values))
+                and all(map(is_, _gotten(self._of_kinds, self._kinds), self._member_values))
+                and list(map(_ADDRESS, weights)) == self._addresses
+                and list(map(_DTYPE, weights)) == self._dtypes
+            )
+        return False
 
     def key(self) -> str | None:
         """A digest of the state, of versions and of the processor, the same in all processes; None
@@ -270,10 +278,24 @@ def _has_memory(x: Tensor) -> bool:
     return x.layout is torch.strided and type(x) in (Tensor, nn.Parameter)
 
 
-def _columns(entries: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
-    different = {(id(owner), name): (owner, name, value) for owner, name, value in entries}
-    owners, names, values = zip(*different.values(), strict=True)
-    return [*owners], [*names], [*values]
+def _getters(
+    entries: Iterable[tuple[Any, str, Any]], getter: Callable[..., Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The different owners of (owner, name, value); what gets a tuple of all values of each; and
+    these values of all owners in order."""
+    known: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for owner, name, value in entries:
+        known.setdefault(id(owner), (owner, {}))[1][name] = value
+    owners = [owner for owner, _ in known.values()]
+    # With two names or more, getters return tuples.
+    getters = [
+        getter(*names, *([*names] if len(names) == 1 else [])) for _, names in known.values()
+    ]
+    return owners, getters, [*_gotten(getters, owners)]
+
+
+def _gotten(getters: Iterable[Any], owners: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(map(call, getters, owners))
 
 
 def _hooked_everywhere() -> bool:
