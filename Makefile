@@ -6,7 +6,7 @@ WORKERS := -n logical --maxprocesses 4 --dist worksteal
 # Compiled modules are kept: each worker and each process that a test starts would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-versions test-instructions check slow docs notebooks sanitize emulate wheel programs
+.PHONY: demo test test-versions test-instructions check slow docs notebooks sanitize emulate wheel wheel-arm programs
 
 demo: .venv/installed
 	$(BIN)/kvkeep generate --model smollm2-135m "What is photosynthesis?"
@@ -89,6 +89,16 @@ wheel: .venv/installed
 	$(BIN)/python -m pip wheel -q --no-deps -C wheel.cmake=false -w $(DIST) build/wheel/kvkeep-*.tar.gz
 	$(BIN)/python -m pip wheel -q --no-deps -w $(DIST) ./lab
 	mv build/wheel/kvkeep-*.tar.gz $(DIST)
+
+# The wheel for Linux on 64-bit ARM, by a cross-compiler (Debian's g++-aarch64-linux-gnu). tests/native checks its
+# numbers in an emulator.
+ARM := SYSTEM_NAME=Linux SYSTEM_PROCESSOR=aarch64 CXX_COMPILER=aarch64-linux-gnu-g++
+wheel-arm: .venv/installed
+	rm -rf build/wheel-arm
+	_PYTHON_HOST_PLATFORM=linux-aarch64 $(BIN)/pip wheel -q --no-deps -w build/wheel-arm \
+	  $(addprefix -C cmake.define.CMAKE_,$(ARM)) .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --only-plat --wheel-dir $(DIST) \
+	  build/wheel-arm/kvkeep-*.whl
 
 # torch first and by its exact version: that build is for the CPU, and what is installed after it
 # must not choose another.
