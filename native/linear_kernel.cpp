@@ -34,7 +34,7 @@ constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 
 // Bytes to prefetch ahead if weights are read in memory order. The hardware prefetcher recognises
 // that order, but several rows of x delay the reads. If a block of an output's inputs ends before
 // the output does, the next output's block is prefetched.
-constexpr int64_t ahead_of(int rows) { return rows == 1 ? 1024 : 8192; }
+constexpr int64_t ahead_of(int rows) { return rows == 1 ? 4096 : 8192; }
 
 // Whether weights of type K, when first read, are read in memory order, one output after the other.
 // An output's sums are then one chain of additions, which takes longer than reading unless each
