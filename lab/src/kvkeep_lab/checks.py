@@ -1,4 +1,4 @@
-"""Checks of what a caller asks for."""
+"""Checks of a caller's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def require_known(what: str, given: Iterable[str], known: Iterable[str]) -> None
     """Raise SpecError for the first name that is not known.
 
     Args:
-        what: what the names are of, such as "method".
+        what: the kind of thing named, such as "method".
     """
     for name in given:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Optional packages of kvkeep-lab, as `kvkeep.extras` names those of kvkeep."""
+"""Optional packages of kvkeep-lab, as `kvkeep.extras` has for kvkeep."""
 
 from __future__ import annotations
 

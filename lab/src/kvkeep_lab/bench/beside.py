@@ -59,8 +59,8 @@ def run(
 
     Returns:
         `rows`: for each way and number of busy processes (`beside`) and for `threads` "chosen" (by
-        kvkeep), "one" and "all", the median `tokens_per_s`; and `ratio`, what is chosen compared
-        with the better of one and all.
+        kvkeep), "one" and "all", the median `tokens_per_s`; and `ratio`, kvkeep's choice
+        compared with the better of one and all.
 
     Raises:
         SpecError: a way does not exist, or a number of processes is negative.
@@ -120,7 +120,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 @contextmanager
 def _threads(choice: str) -> Iterator[None]:
-    """Generate with one thread, with all, or with those that kvkeep chooses."""
+    """Generate with one thread, with all, or with the number that kvkeep chooses."""
     before, setting = torch.get_num_threads(), os.environ.get(threads.OFF)
     try:
         if choice == CHOSEN:

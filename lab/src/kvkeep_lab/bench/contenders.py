@@ -38,8 +38,8 @@ class Contenders:
         specs: of kvkeep; `ALONE`, `COMPILED` and `SERVER` have the first.
         against: some of `OTHERS` and `SERVER`.
         directory: directory for files of the model.
-        prefix: what all prompts begin with, (n,): held by those that can share it before the first
-            prompt comes.
+        prefix: first tokens of all prompts, (n,). Systems that can share it hold it before the
+            first prompt comes.
 
     Raises:
         MissingPackageError, UnsupportedError: llama.cpp is not installed or cannot run this model;
@@ -84,8 +84,8 @@ class Contenders:
 
         Args:
             sequences: how many there may be at a time.
-            room: most tokens of each, with those it makes.
-            during: frees what the sessions need.
+            room: most tokens of each, new tokens included.
+            during: frees the sessions' resources.
         """
         if name in (LLAMA_CPP, UNIFIED):
             session = import_module("kvkeep_lab.bench.llama_batch").LlamaSession(
@@ -114,7 +114,7 @@ class Contenders:
         return batch
 
     def runs(self, name: str, sequences: int, room: int, during: ExitStack) -> Run:
-        """How to run a system; the arguments are those of `sessions`."""
+        """How to run a system; for the arguments see `sessions`."""
         if name == PADDED:
             return partial(continuous.padded, self._plain)
         if name == CONTINUOUS:

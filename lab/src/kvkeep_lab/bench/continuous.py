@@ -68,7 +68,7 @@ def continuous(
     `kvkeep.Batch`.
 
     Args:
-        prefix: what all prompts begin with; it is read before the first arrives.
+        prefix: first tokens of all prompts; it is read before the first prompt arrives.
 
     Raises:
         KVKeepError: an answer failed.

@@ -80,8 +80,8 @@ def run(
             LitGPT's own cache, which then takes the place of hf-dynamic.
         device: device to measure on; None: CUDA if available.
         dtype: dtype of weights and cache.
-        weights: "int8" or "int4" to quantise the weights of linear layers by torchao, and those of
-            llama.cpp to Q8_0 or Q4_K_M; on the CPU.
+        weights: "int8" or "int4" to quantise the weights of linear layers by torchao, and
+            llama.cpp's to Q8_0 or Q4_K_M; on the CPU.
         contexts: tokens held at the start of the steps; a slope needs at least two. None: 128, 2048
             and 7936, for a random model 2048, 8192, 32768 and 131072.
         specs: cache specs of kvkeep; each is a system.

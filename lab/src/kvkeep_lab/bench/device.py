@@ -61,7 +61,7 @@ def with_values(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bandwidth(device: torch.device, mebibytes: int | None = None) -> tuple[str, float]:
-    """The memory bandwidth in GB/s, with the name of what was measured. On the CPU: reads by all
+    """The memory bandwidth in GB/s, with the name of the measurement. On the CPU: reads by all
     threads, the best of several sums of a large float32 tensor. Elsewhere: the median of copies,
     counting bytes read and written."""
     if device.type == "cpu":

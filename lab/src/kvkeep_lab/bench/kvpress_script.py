@@ -1,10 +1,10 @@
-"""What kvpress predicts and answers. `kvkeep_lab.evals.kvpress` runs this file by its path in
+"""The predictions and answers of kvpress. `kvkeep_lab.evals.kvpress` runs this file by its path in
 kvpress's own environment, which has no kvkeep.
 
     python kvpress_script.py REQUEST.json FOLDER
 
-Each press compresses a context after one forward; what follows is fed token by token at its true
-position and kept. FOLDER gets PRESS.safetensors with the logits and, last, answers.json.
+Each press compresses a context after one forward; the tokens after it are fed one by one, at their
+true positions, and kept. FOLDER gets PRESS.safetensors with the logits and, last, answers.json.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Reader:
     def answer(self, ids: Tensor, text: int, steps: int, end: int | None) -> list[int]:
         """The greedy answer to ids (1, n), of which the first `text` are compressed."""
         cache, logits = self.read(ids[:, :text])
-        # Singly: kvpress masks what layers of different lengths hold only then as it should.
+        # Singly: otherwise kvpress masks layers of different lengths wrongly.
         for position in range(text, ids.shape[1]):
             logits = self.step(cache, ids[:, position : position + 1], position)
         found = list[int]()

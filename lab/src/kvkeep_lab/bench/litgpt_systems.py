@@ -67,7 +67,7 @@ def converted(model: PreTrainedModel) -> GPT:
 
 
 def next_token_loss(gpt: GPT, ids: Tensor) -> Tensor:
-    """The mean loss of each token of ids (1, T) from those before it."""
+    """The mean loss of each token of ids (1, T), predicted from the tokens before it."""
     logits = gpt(ids)[:, :-1]
     return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 

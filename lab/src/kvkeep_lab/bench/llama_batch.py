@@ -41,11 +41,11 @@ class LlamaSession:
 
     Args:
         model: a Llama that passed `kvkeep_lab.bench.llama_cpp.require`.
-        sequences: how many sequences it has room for.
+        sequences: most sequences at once.
         room: most tokens of a sequence.
         directory: directory for the GGUF file, which is written once.
-        threads: how many compute; None: as many as torch's.
-        prefix: what all prompts begin with, (n,): it is read at once, and all sequences share it.
+        threads: number of threads; None: torch's.
+        prefix: first tokens of all prompts, (n,): it is read at once, and all sequences share it.
         unified: one buffer for the slots of all sequences.
     """
 

@@ -44,7 +44,7 @@ def run(
 
     Returns:
         `rows`: for each spec and way of feeding (`chunked`), `live_bytes`, the size of the live
-        slots; `allocated_bytes`, what is allocated for them; `resident_bytes`, the buffers' pages
+        slots; `allocated_bytes`, their allocated memory; `resident_bytes`, the buffers' pages
         in memory, or the memory that the process released when the cache was dropped, if that is
         more; `ratio`, of resident to live bytes; and `peak_above_bytes`, the most by which the
         process's memory during any decode step exceeded the model and the live slots.

@@ -1,4 +1,4 @@
-"""Recorded results: files with what a benchmark printed with `--json`."""
+"""Recorded results: files with the `--json` output of a benchmark."""
 
 from __future__ import annotations
 

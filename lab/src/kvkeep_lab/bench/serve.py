@@ -67,10 +67,10 @@ class ServeOptions:
             batch), "transformers generate_batch" (its continuous batching), "llama.cpp" (needs
             llama-cpp-python; one batch of all sequences), "llama.cpp unified" (one buffer for their
             slots), and "kvkeep serve" (a process of its own, through HTTP).
-        shared: how many tokens all prompts begin with. Systems that can share them hold them before
-            the first prompt comes.
-        shortest, longest: tokens of the shortest and longest prompts, without those shared; there
-            are more short ones than long ones.
+        shared: tokens of the prefix of all prompts. Systems that can share it hold it before the
+            first prompt comes.
+        shortest, longest: tokens of the shortest and longest prompts, without the shared prefix;
+            there are more short prompts than long ones.
     """
 
     model: str = "smollm2-135m"

@@ -69,7 +69,7 @@ def cpu_time(asked: ServeOptions, *, turns: int = 5, progress: Progress = silent
 def interrupted(
     asked: ServeOptions, tokens: int, *, repeats: int = 3, progress: Progress = silent
 ) -> dict[str, Any]:
-    """What sequences that are being generated wait for while a long prompt is read beside them.
+    """The delay of running sequences while a long prompt is read beside them.
 
     All prompts are read before. Of the systems, kvkeep's batches and llama.cpp can be stepped.
 
@@ -127,7 +127,7 @@ def interrupted(
 
 
 class _Gaps:
-    """The seconds between the tokens of sequences, in steps without another prompt and in those
+    """The seconds between the tokens of sequences, in steps without another prompt and in steps
     that read one."""
 
     def __init__(self, session: Session, prompt: Tensor, index: int, steps: int) -> None:
@@ -143,7 +143,7 @@ class _Gaps:
 
     @staticmethod
     def _step(session: Session, gaps: list[float]) -> set[int]:
-        """Take a step, which gives each sequence a token; returns those that got one."""
+        """Take a step, which gives each sequence a token; returns the sequences that got one."""
         before = time.perf_counter()
         found = {index for index, _ in session.step()}
         gaps.append(time.perf_counter() - before)
@@ -193,7 +193,7 @@ def _require_steps(asked: ServeOptions) -> None:
     for name in asked.against:
         if name not in (COMPILED, LLAMA_CPP, UNIFIED):
             raise SpecError(
-                f"the steps of {name!r} cannot be measured; those of kvkeep and llama.cpp can"
+                f"the steps of {name!r} cannot be measured, only kvkeep's and llama.cpp's"
             )
 
 

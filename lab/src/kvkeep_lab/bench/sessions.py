@@ -22,9 +22,9 @@ class BatchSession:
 
     Args:
         model: an attached model.
-        prefix: what all prompts begin with, (n,), and a cache that holds it: it lies in a store of
-            the batch before the first prompt comes. The store has room for little else, so what
-            follows is not held twice. None: there is no store.
+        prefix: first tokens of all prompts, (n,), and a cache that holds them. They lie in a store
+            of the batch before the first prompt comes. The store has room for little else, so
+            later tokens are not held twice. None: there is no store.
     """
 
     def __init__(

@@ -28,7 +28,8 @@ OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
 PLAIN, EAGER, FUSED, GRAPH, COMPILED = "default", "eager", "compile", "graph", "compiled"
 WAYS = (PLAIN, EAGER, FUSED, GRAPH, COMPILED)
 STEPS_AHEAD = 64
-"""Slots for steps that are not timed: those compared, and those before a graph is captured."""
+"""Slots for steps that are not timed: steps whose logits are compared, and steps before a graph is
+captured."""
 
 _COMPILING = 40.0  # seconds that a compilation takes
 
@@ -113,7 +114,7 @@ class Systems:
 
     def feed(self, name: str) -> Feed:
         """A function that feeds a token to a system whose cache is filled. Create all feeds before
-        using any: other caches may be copied from that of `SPEC`."""
+        using any: other caches may be copied from the cache of `SPEC`."""
         if name == LLAMA_CPP:
             return self._llama_cpp()
         if name in self._transformers:

@@ -221,8 +221,8 @@ def _met(job: _Job, rank: int, processes: int) -> dist.ProcessGroup | None:
 
 
 def _reference(job: _Job, processes: int) -> bool:
-    """Compute and save kvkeep's gradients by plain autograd, with the evictions that so many
-    processes recorded, whose chunks follow each other; returns whether they fit in memory."""
+    """Compute and save kvkeep's gradients by plain autograd, with the evictions that
+    `processes` recorded, whose chunks follow each other; returns whether they fit in memory."""
     model, tokenizer = _loaded(job)
     ids = tokens_of_text(tokenizer, job.tokens)
     decisions: list[list[Tensor]] = [[] for _ in host_of(model).kinds]
@@ -267,7 +267,7 @@ def _differentiate(
 
 
 def _litgpt() -> Any:
-    """What is measured of LitGPT, which may not be installed."""
+    """The module of LitGPT's systems; LitGPT may not be installed."""
     return import_module("kvkeep_lab.bench.litgpt_systems")
 
 
@@ -296,7 +296,7 @@ def _loaded(job: _Job) -> tuple[Any, Any]:
 
 
 def _is_exact(cache: str) -> bool:
-    """Whether gradients through this cache equal those of full attention."""
+    """Whether gradients through this cache equal the gradients of full attention."""
     specs = parse_specs(cache)
     each = specs.values() if isinstance(specs, PerType) else [specs]
     exact = CacheSpec.parse("keep_all")

@@ -1,4 +1,4 @@
-"""Prompts that arrive over time, the loop that serves them, and the figures of what was served."""
+"""Prompts that arrive over time, the loop that serves them, and the figures of the answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Served:
-    """What became of some requests.
+    """The answers to requests.
 
     Attributes:
         requests: in the order of the other lists.
@@ -80,7 +80,7 @@ def prompts(tokenizer: Any, vocabulary: int, sizes: Sequence[int], shared: int =
 
     Args:
         vocabulary: how many tokens there are, for random ones.
-        sizes: tokens of each, without those that are shared.
+        sizes: tokens of each, without the shared prefix.
     """
     count = shared + sum(sizes)
     if tokenizer is None:
@@ -123,11 +123,11 @@ class Session(Protocol):
         """Whether an answer is incomplete."""
 
     def held(self) -> int:
-        """Bytes that the caches hold; what sequences share counts once."""
+        """Bytes that the caches hold; slots that sequences share count once."""
 
 
 class Clock:
-    """Seconds since it was made, without those in which it was stopped."""
+    """Seconds since it was made, without the time in which it was stopped."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -168,7 +168,7 @@ def serve(session: Session, requests: Sequence[Request], new: int) -> Served:
 
 
 def figures(served: Served) -> dict[str, float | None]:
-    """Throughput, and what each sequence waited.
+    """Throughput, and the waiting time of each sequence.
 
     Returns:
         `tokens_per_s`, from the first arrival to the last token; `decode_tokens_per_s`, over the

@@ -1,1 +1,1 @@
-"""Calibration: train, for one model, what predicts how much a text needs each token."""
+"""Calibration: train, for one model, a network that predicts how much a text needs each token."""

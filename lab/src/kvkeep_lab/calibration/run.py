@@ -45,7 +45,7 @@ def calibrate(
     every layer and head. A small network for each head learns to predict the scores' logarithms
     from the token's own key and value. One text of eight is held out.
 
-    What is learned from each text is kept in the directory `out`.samples until the scorer is
+    The training data from each text is kept in the directory `out`.samples until the scorer is
     written, so a run that was interrupted continues there.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a calibration learns from one text: the score of every token, and features of some."""
+"""Training data from one text: the score of every token, and features of some tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST = 1e-6  # the least score that is told from others
 
 
 class Samples(NamedTuple):
-    """What was learned from one text, by layer: `scores`, fp32 (H, n), of all tokens after the
+    """The training data from one text, by layer: `scores`, fp32 (H, n), of all tokens after the
     sinks; `features`, fp16 (H, m, F), and `targets`, fp32 (H, m), of some of them."""
 
     scores: dict[int, Tensor]

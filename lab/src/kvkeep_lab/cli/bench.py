@@ -202,8 +202,8 @@ def linear(
     shapes: Annotated[
         str | None,
         typer.Option(
-            help="Layers as INPUTSxOUTPUTS, comma-separated; default: those of SmolLM2-135M and of "
-            "Llama 3.2 1B."
+            help="Layers as INPUTSxOUTPUTS, comma-separated; default: the layers of SmolLM2-135M "
+            "and of Llama 3.2 1B."
         ),
     ] = None,
     rows: Annotated[

@@ -14,7 +14,7 @@ from kvkeep_lab.cli.plot import plot as draw_plot
 
 def draw(
     records: Annotated[
-        list[Path], typer.Argument(help="Files, each with what a benchmark printed with --json.")
+        list[Path], typer.Argument(help="Files, each with the --json output of a benchmark.")
     ],
     plot: Annotated[Path, typer.Option("--plot", help="A .png, .svg or .pdf file to write.")],
     columns: Annotated[

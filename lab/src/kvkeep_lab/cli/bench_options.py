@@ -1,4 +1,4 @@
-"""What the commands of `kvkeep bench` share: options, lists, and how results are shown."""
+"""Shared by the commands of `kvkeep bench`: options, lists, and the display of results."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def serve(
         int | None,
         typer.Option(
             min=1,
-            help="Measure how long a prompt of so many tokens delays the others.",
+            help="Measure how long a prompt of this many tokens delays the other sequences.",
         ),
     ] = None,
     cpu_time: Annotated[

@@ -115,7 +115,7 @@ def _chosen(
     """Kept positions by layer and head, of the layer and the head that are asked for.
 
     Raises:
-        BadParameter: there is no such layer that attends, or no such head.
+        BadParameter: no layer with attention has this index, or no head of it.
     """
     if layer is not None and layer not in layers:
         raise _no_such("layer", layer, "layers that attend", list(layers))

@@ -86,7 +86,7 @@ def plot(
 
 
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw what each spec loses (divergence, and accuracy of tasks or else perplexity) over the
+    """Draw each spec's loss (divergence, and accuracy of tasks or else perplexity) over the
     bytes it holds, with intervals of 95 %: a labelled point for each row and a colour for each
     model and context, and for kvpress."""
     from kvkeep_lab.evals import tradeoff

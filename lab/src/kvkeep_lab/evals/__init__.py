@@ -1,1 +1,1 @@
-"""What a cache spec costs in quality, against the full cache, on a real model and real text."""
+"""The loss of quality by a cache spec, against the full cache, on a real model and real text."""

@@ -18,7 +18,7 @@ from kvkeep_lab.evals.prompts import Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered, without the words that it was given, and its score from 0 to 1."""
+    """A model's answer, without the words that it was given, and its score from 0 to 1."""
 
     text: str
     score: float
@@ -65,6 +65,6 @@ def scored(tokenizer: Any, prompt: Prompt, answer: Sequence[int]) -> Answer:
 
 
 def text_of(tokenizer: Any, answer: Sequence[int]) -> str:
-    """The text of these tokens, without those that end it."""
+    """The text of these tokens, without the end tokens."""
     text: str = tokenizer.decode(answer, skip_special_tokens=True)
     return text

@@ -32,8 +32,8 @@ def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Ti
 def follow(
     host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick
 ) -> Iterator[Tensor]:
-    """Yield the logits (B, V) that predict each token of ids (B, N): `first`, then those after each
-    token but the last. Tokens are fed one at a time, as in generation."""
+    """Yield the logits (B, V) that predict each token of ids (B, N): `first`, then the logits after
+    each token but the last. Tokens are fed one at a time, as in generation."""
     yield first
     for token in torch.split(ids[:, :-1], 1, dim=1):
         yield fill(host, cache, token, None, tick)

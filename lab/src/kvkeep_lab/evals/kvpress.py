@@ -136,7 +136,7 @@ class Kvpress:
             folder = Path(name)
             try:
                 answers = self._run(model, folder, request, progress)
-            except UnsupportedError as error:  # what kvkeep has measured by now is not lost
+            except UnsupportedError as error:  # kvkeep's own figures are not lost
                 return [{"spec": "kvpress", "context": context, "failed": str(error)}]
             return [
                 self._row(one, folder, tokenizer, text[:, context:], context, prompts, full, record)
@@ -147,7 +147,7 @@ class Kvpress:
     def _run(
         self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress
     ) -> dict[str, Any]:
-        """What the script answers; it leaves logits in the folder."""
+        """The script's answer; its logits are in the folder."""
         place = folder / "request.json"
         about = {
             "model": model.name_or_path,

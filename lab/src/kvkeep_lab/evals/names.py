@@ -41,4 +41,4 @@ PRESSES = (
     "observed_attention",
     "kvzip",
 )
-"""Names of kvpress's presses; `none` compresses nothing, and shows what other versions change."""
+"""Names of kvpress's presses; `none` compresses nothing, and shows the effect of other versions."""

@@ -1,4 +1,4 @@
-"""Make a few channels of a model's keys much larger than the rest, as they are in some models."""
+"""Make a few channels of a model's keys much larger than the rest, as in some models."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from kvkeep.errors import ShapeError
 from kvkeep_lab.evals.metrics import CONTAINED, Metric
 
 _SEEK = 100  # most tokens that a sentence is moved back by, to the start of a line
-_PLAIN = "", "\n"  # what stands before a text, and between a question and its answer
+_PLAIN = "", "\n"  # the texts before a text, and between a question and its answer
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Prompt:
     expected, in at most `steps` tokens, and how they are scored.
 
     Args:
-        depth: where the text has what is asked, in percent of it.
-        seed: what the prompt was drawn with.
+        depth: place of the asked fact in the text, in percent of its length.
+        seed: of the random draw of the prompt.
     """
 
     ids: Tensor
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the first words of its answer, and what should follow them."""
+    """A question, the first words of its answer, and the words that should follow them."""
 
     question: str
     start: str
@@ -54,7 +54,7 @@ class Task:
         make: of one prompt, in a frame, given a window of text, a source of random numbers and a
             depth in percent. None: the prompts of `needle`, whose names differ, are made together.
         chat: whether the text and the question are a message, if the model has a chat template.
-            Otherwise the answer is what follows them.
+            Otherwise the answer is the text after them.
     """
 
     make: Callable[[Frame, Tensor, random.Random, int], Prompt] | None
@@ -63,13 +63,13 @@ class Task:
 
 
 class Frame:
-    """What stands around the text and the question: a chat if the tokenizer has a chat template and
+    """The words around the text and the question: a chat if the tokenizer has a chat template and
     the task is to be one.
 
     Args:
         length: most tokens of a prompt.
         name: the task's, for errors.
-        seed: what the prompts are drawn with.
+        seed: of the random draw of the prompts.
     """
 
     def __init__(self, tokenizer: Any, length: int, name: str, task: Task, seed: int = 0) -> None:
@@ -122,7 +122,7 @@ class Frame:
         return self._prompt(*best, depth)
 
     def _encoded(self, text: str, asked: Question) -> tuple[Tensor, Tensor, Question]:
-        """The tokens of a text and of what follows it."""
+        """The tokens of a text and of the prompt after it."""
         return self._ids(text), self._tail(asked), asked
 
     def _prompt(self, body: Tensor, tail: Tensor, asked: Question, depth: int) -> Prompt:

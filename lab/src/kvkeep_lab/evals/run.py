@@ -1,4 +1,4 @@
-"""Compares cache specs: what each costs in quality, and what it saves."""
+"""Compares cache specs: the quality that each loses, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ class _Context:
 
 
 def _cache(host: Host, spec: _Spec, context: int, more: int) -> ModelCache:
-    """An empty cache with room for the context and what is fed after it."""
+    """An empty cache with room for the context and the tokens fed after it."""
     return host.new_cache(spec, capacity=context + max(more, TIMED_STEPS))
 
 

@@ -1,4 +1,4 @@
-"""What a model answered to each prompt, in a file of JSON Lines."""
+"""The model's answer to each prompt, in a file of JSON Lines."""
 
 from __future__ import annotations
 

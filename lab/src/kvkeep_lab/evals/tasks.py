@@ -35,9 +35,9 @@ def prompts(
 
     Args:
         text: token ids (n,) of a window of text, at least `length`, in which sentences are hidden.
-        length: tokens of a prompt; most tasks take at most so many, to end with a whole word,
+        length: tokens of a prompt; most tasks take at most this many, to end with a whole word,
             passage or example.
-        seed: determines what is drawn: numbers, names, words, examples.
+        seed: determines all random choices: numbers, names, words, examples.
 
     Raises:
         SpecError: the task does not exist.

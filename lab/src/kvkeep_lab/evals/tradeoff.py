@@ -1,4 +1,4 @@
-"""What specs lose over the bytes they hold: the rows, figures and intervals that a drawing of an
+"""The loss of specs over the bytes they hold: the rows, figures and intervals that a drawing of an
 evaluation shows."""
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Figure(NamedTuple):
 
 
 def rows_of(result: Mapping[str, Any], model: str = "") -> list[dict[str, Any]]:
-    """The rows of an evaluation, those of kvpress that did not fail last. The full cache's precede
-    those of each context, unless its spec is among them.
+    """The rows of an evaluation, and after them the rows of kvpress that did not fail. At each
+    context the full cache comes first, unless its spec is among them.
 
     Args:
         result: what `kvkeep_lab.evals.run.run` returned.
         model: a name that each row gets as its `model`, if not empty.
 
     Raises:
-        LookupError, TypeError, AttributeError: it is no such result.
+        LookupError, TypeError, AttributeError: it is not the result of an evaluation.
     """
     rows = []
     for full in result["baseline"]:
@@ -43,7 +43,7 @@ def rows_of(result: Mapping[str, Any], model: str = "") -> list[dict[str, Any]]:
 
 
 def losses(rows: Sequence[Row]) -> dict[str, str]:
-    """The figures that say what a spec loses, with their labels: the divergence, and the accuracy
+    """The figures of a spec's loss, with their labels: the divergence, and the accuracy
     of tasks, or the perplexity where no task was tested."""
     tested = any(row.get("tasks") for row in rows)
     other = {"accuracy": "accuracy, mean of tasks"} if tested else {"perplexity": "perplexity"}
@@ -72,7 +72,7 @@ def group(row: Row) -> str:
 
 
 def series(row: Row) -> str:
-    """What rows of one colour have in common: their group, and whether they are kvpress's."""
+    """The group of a row, which decides its colour, and whether it is of kvpress."""
     return f"{group(row)}, kvpress" if row["spec"].startswith(PRESS) else group(row)
 
 
@@ -82,6 +82,6 @@ def short(spec: str) -> str:
 
 
 def family(spec: str) -> str:
-    """A spec with `*` for its budget: what specs that differ in nothing else have in common."""
+    """A spec with `*` for its budget, equal for specs that differ in nothing else."""
     # The budget is the first option of the innermost policy.
     return re.sub(r"^((?:.*\()?\w+:)\d[\d.]*%?(?=[,)@+]|$)", r"\1*", spec)

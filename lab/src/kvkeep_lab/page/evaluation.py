@@ -1,4 +1,4 @@
-"""The page of an evaluation: its table, and curves of what specs lose over the bytes they hold."""
+"""The page of an evaluation: its table, and curves of each spec's loss over the bytes it holds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def evaluation(title: str, rows: Sequence[tradeoff.Row], runs: Sequence[Mapping[
     """The page, as one text of HTML.
 
     Args:
-        rows: those of `kvkeep_lab.evals.tradeoff.rows_of`, of one or more runs.
+        rows: of one or more runs, see `kvkeep_lab.evals.tradeoff.rows_of`.
         runs: what `kvkeep_lab.evals.run.run` returned, for its settings.
     """
     tasks = list(dict.fromkeys(task for row in rows for task in row.get("tasks") or ()))
@@ -98,7 +98,7 @@ def _described(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings of a run and its machine, without those that were left out."""
+    """The settings that a run was given, and its machine."""
     for name, value in values.items():
         if name == "environment":
             yield from _scalars(value)

@@ -50,8 +50,8 @@ def inspection(title: str, facts: Mapping[str, str], pictures: Sequence[Mapping[
     """The page, as one text of HTML.
 
     Args:
-        facts: what was run, by name.
-        pictures: those of `Frames`, at least one.
+        facts: the run's settings, by name.
+        pictures: see `Frames`; at least one.
     """
     # The columns of each picture are the first of the last one's, so texts are written once.
     without = [{key: one[key] for key in one if key != "texts"} for one in pictures]

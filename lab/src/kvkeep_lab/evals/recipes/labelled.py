@@ -28,13 +28,13 @@ def examples(
     """Examples to learn from, and one more to ask about.
 
     The first examples, as many as there are labels, have one of each label, and one of them has
-    the form of what is asked. Of more, each form comes equally often. What is asked is no example.
+    the form of the question. With more, each form comes equally often. The question is no example.
 
     Args:
-        forms: of texts, for each label, with the names of what fills them in braces.
+        forms: of texts, for each label, with the names of their parts in braces.
 
     Returns:
-        A function that gives so many examples, in a mixed order, and the one to ask about.
+        A function that gives this many examples, in a mixed order, and the one to ask about.
     """
     seed = draw.random()
     first = {label: draw.choice(some) for label, some in forms.items()}

@@ -1,4 +1,4 @@
-"""Made-up people: their names, and what is told of them."""
+"""Made-up people: their names, and facts about them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORTEST = 20  # tokens of a paragraph, at least
 
 @dataclass(frozen=True)
 class Life:
-    """What is told of a person."""
+    """Facts about a person."""
 
     name: str
     born: str
@@ -50,7 +50,7 @@ class Life:
 
 
 def life(name: str, draw: random.Random) -> Life:
-    """Draw what is told of a person."""
+    """Draw facts about a person."""
     born, home = draw.sample(CITIES, 2)
     subject, job, things = (draw.choice(x) for x in (SUBJECTS, JOBS, THINGS))
     return Life(name, born, 1900 + draw.randrange(90), subject, home, job, things)

@@ -1,5 +1,5 @@
-"""Python's standard library as a repository: its definitions, and lines that use those of another
-file."""
+"""Python's standard library as a repository: its definitions, and lines that use definitions of
+other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvkeep.errors import UnsupportedError
 
 _PACKAGES = ("asyncio", "concurrent/futures", "email", "json", "logging", "unittest", "urllib")
-_LINES = 12  # most lines of a definition, and of what comes before a line
+_LINES = 12  # most lines of a definition, and of the code before a line
 _FEWEST = 2  # lines of a function before a line
 _WIDTH = range(16, 90)  # of a line, in characters
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Return)
@@ -108,7 +108,7 @@ def _definitions_of(file: Path) -> dict[str, Definition]:
 def _gaps_of(file: Path) -> Iterable[Gap]:
     lines, tree = _parsed(file)
     imported, found = _imported(file, tree), dict[int, Gap]()
-    for function in ast.walk(tree):  # those inside others come later, and replace their gaps
+    for function in ast.walk(tree):  # inner functions come later, and replace gaps of outer ones
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for statement in ast.walk(function):
@@ -166,7 +166,7 @@ def _imported(file: Path, tree: ast.Module) -> dict[str, tuple[Definition, str]]
 
 
 def _names(statement: ast.AST) -> Iterator[str]:
-    """The names in a statement, also those with a module before them."""
+    """The names in a statement, also names with a module before them."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
             yield node.id
