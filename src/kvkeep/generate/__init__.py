@@ -4,7 +4,7 @@ from kvkeep.generate.answer import Answer, Likely
 from kvkeep.generate.batch import Batch, NewToken
 from kvkeep.generate.many import generate_many
 from kvkeep.generate.one import stream
-from kvkeep.generate.reuse import Reuse
+from kvkeep.generate.reuse import Reuse, WithMedia
 from kvkeep.generate.sampling import Processor, SamplingParams, sample
 from kvkeep.generate.text import TextStream, TokenTexts
 
@@ -18,6 +18,7 @@ __all__ = [
     "SamplingParams",
     "TextStream",
     "TokenTexts",
+    "WithMedia",
     "generate_many",
     "sample",
     "stream",

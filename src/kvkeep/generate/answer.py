@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ class Answer:
         self._told = 0  # tokens reported by steps
         self._added = self._first = self._last = perf_counter()
         self._choice = _Choice(-1, None)
-        self._device = host.device
+        self._host, self._device = host, host.device
         self._random: torch.Generator | None = None
         if self.params.temperature > 0:
             self._random = torch.Generator(self._device)
@@ -236,7 +236,12 @@ class Answer:
     def packs(self) -> bool:
         """Whether its tokens may be fed in one forward with the tokens of other answers."""
         assert self.cache is not None
-        return self.cache.activation is None and not self.scores_prompt
+        return not (self.cache.alone or self.scores_prompt or self.media)
+
+    @property
+    def media(self) -> Mapping[str, Tensor]:
+        """What its next tokens need beside their ids: the prompt, if it has images."""
+        return {} if self.cache is None or self.cache.fed else self.origin.reuse.media
 
     def next_piece(self, count: int) -> Piece:
         """Its next `count` tokens to feed."""
@@ -250,12 +255,26 @@ class Answer:
             )
         return Piece(ids, self.cache)
 
+    def feed_alone(self, ids: Tensor) -> Tensor:
+        """Feed its next tokens (n,) in a forward of their own; returns the logits (1, V) of the
+        last one."""
+        assert self.cache is not None
+        host, given = self._host, ids[None].to(self._device)
+        if self.media:
+            return host.read(given, self.cache, self.media)[0]
+        last = len(ids) if self.scores_prompt else 1
+        logits = host.forward(given, self.cache, last=last)[0]
+        if self.scores_prompt:
+            self.score(logits)
+        return logits[-1:]
+
     def next_count(self, chunk: int) -> int:
         """The number of tokens to feed next, if its prompt is read in chunks of `chunk` tokens."""
         assert self.cache is not None
         fed, activation = self.cache.fed, self.cache.activation
         # Of a shared prompt, each answer feeds the last token itself.
-        borders = [self.unfed - self.reads_for_all, chunk - fed % chunk]
+        whole = self.unfed - self.reads_for_all
+        borders = [whole, whole if self.media else chunk - fed % chunk]
         if activation is not None and activation.start > fed:
             borders.append(activation.start - fed)  # a forward is with or without the adapter
         return min(borders)

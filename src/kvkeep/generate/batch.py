@@ -303,15 +303,11 @@ class Batch:
     def _forward(self, group: Sequence[_Planned]) -> Tensor:
         """Feed each answer its next tokens; returns logits (answers, V)."""
         pieces = [answer.next_piece(tokens) for answer, tokens in group if answer.cache is not None]
-        (ids, cache), answer = pieces[0], group[0].answer
+        answer = group[0].answer
         if self._packs and answer.packs:
             logits = self._host.forward_packed(pieces)
         else:
-            last = len(ids) if answer.scores_prompt else 1
-            logits = self._host.forward(ids[None].to(self._host.device), cache, last=last)[0]
-            if answer.scores_prompt:
-                answer.score(logits)
-            logits = logits[-1:]
+            logits = answer.feed_alone(pieces[0].ids)
         for (answer, _), piece in zip(group, pieces, strict=True):
             if piece.cache.fed % self.chunk == 0 and piece.cache.fed < len(answer.prompt):
                 answer.origin.reuse.mark(answer)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, final
+
+from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.generate.answer import Answer, Prompt
@@ -25,6 +28,8 @@ class Reuse:
 
     given: ModelCache | None = None
     """The caller's cache for the only answer to a prompt."""
+    media: Mapping[str, Tensor] = {}
+    """What a prompt has beside its token ids; see `Host.read`."""
 
     def __init__(self, model: Any, store: PrefixStore | None) -> None:
         self._model, self._host, self._store = model, host_of(model), store
@@ -106,6 +111,19 @@ class Reuse:
             _LOG.info("a prompt is computed without the store: %s", error)
         else:
             _LOG.warning("the store failed; a prompt is computed without it", exc_info=error)
+
+
+@final
+class WithMedia(Reuse):
+    """Begins the answers to a prompt with images, for which no store is asked.
+
+    Args:
+        media: further arguments of the model's forward for the prompt, as its processor makes them.
+    """
+
+    def __init__(self, model: Any, media: Mapping[str, Tensor]) -> None:
+        super().__init__(model, None)
+        self.media = media
 
 
 @final

@@ -204,6 +204,10 @@ class Cache(  # type: ignore[misc]
         return self._layers[0].offset if self._layers else None
 
     @property
+    def alone(self) -> bool:
+        return super().alone or self.offset is not None
+
+    @property
     def compiles(self) -> bool:
         """Whether a step of one token a row may run in a compiled graph: the model is attached, a
         prompt without padding is held, and nothing else must look at the step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from threading import get_ident
@@ -22,7 +22,7 @@ from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_rou
 from kvkeep.hf.fingerprint import activation_in, fingerprint
 from kvkeep.hf.key_rotation import as_applied
 from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
-from kvkeep.hf.kinds.multimodal import require_counted, telling, why_not_counted
+from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.packed import LaidCache, PackedCache, check_packed, require_packable, unpackable
@@ -160,18 +160,37 @@ class TransformersHost(Host):
         logits: Tensor = output.logits[:, -last:]
         return logits
 
+    def read(self, ids: Tensor, cache: ModelCache, media: Mapping[str, Tensor]) -> Tensor:
+        if not self.sees:
+            return super().read(ids, cache, media)
+        options: dict[str, Any] = {"logits_to_keep": 1} if self._skips_logits else {}
+        for name, x in media.items():
+            x = x[:, : ids.shape[1]] if name in TEXT else x
+            options[name] = x.to(self.device, self.model.dtype if x.is_floating_point() else None)
+        logits: Tensor = self._run(self.model, ids, cache, None, options).logits[:, -1:]
+        return logits
+
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         # A model around the decoder may count positions otherwise than the decoder does by itself.
         alone = why_not_counted(unwrapped(self.model), cache) == ""
         self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
 
-    @cached_property
+    @property
+    def sees(self) -> bool:
+        return "pixel_values" in self._arguments
+
+    @property
     def _skips_logits(self) -> bool:
         """Whether the model's forward takes the number of logits to compute."""
+        return "logits_to_keep" in self._arguments
+
+    @cached_property
+    def _arguments(self) -> frozenset[str]:
+        """The names of the arguments of the model's forward."""
         model = getattr(self.model, "_orig_mod", self.model)
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
-        return "logits_to_keep" in inspect.signature(model.forward).parameters
+        return frozenset(inspect.signature(model.forward).parameters)
 
     def _run(
         self,

@@ -89,6 +89,11 @@ class ModelCache(Cache):
                 raise
         Cache.__init__(self, layers, carried)
 
+    @property
+    def alone(self) -> bool:
+        """Whether its tokens cannot be fed in one forward with tokens of other caches."""
+        return self.activation is not None
+
     def begin(self, columns: int) -> None:
         """Check that a forward of `columns` columns may begin."""
         self.admit(columns)

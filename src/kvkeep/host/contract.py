@@ -7,7 +7,7 @@ library is added by one folder with a `Host`, and a row in `kvkeep.host.registry
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -107,6 +107,11 @@ class Host(ABC):
     def context(self) -> int | None:
         """The model's context length in tokens; None: no limit."""
         return None
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads images, see `read`."""
+        return False
 
     @property
     @abstractmethod
@@ -223,6 +228,22 @@ class Host(ABC):
         Returns:
             Logits (B, last, V).
         """
+
+    def read(self, ids: Tensor, cache: ModelCache, media: Mapping[str, Tensor]) -> Tensor:
+        """Feed a prompt with images to an empty cache.
+
+        Args:
+            ids: int64 (1, n), on the model's device; the whole prompt, or all but its last tokens.
+            media: further arguments of the model's forward for the whole prompt, as its processor
+                makes them.
+
+        Returns:
+            Logits (1, 1, V), of the last token.
+
+        Raises:
+            UnsupportedError: the model reads text only.
+        """
+        raise UnsupportedError(f"{self.name} of {self.library} reads text only; leave out images")
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         """`forward`, without logits."""
