@@ -52,7 +52,7 @@ from kvkeep.serve.refused import RequestError
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "file"}]}]},
             "messages[0].content[0].type",
         ),
         (

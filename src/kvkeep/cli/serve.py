@@ -22,6 +22,7 @@ from kvkeep.cli.output import (
     size_in_bytes,
 )
 from kvkeep.cli.progress import Working
+from kvkeep.errors import ModelError
 
 _KEY_VARIABLE = "KVKEEP_API_KEY"
 
@@ -122,6 +123,23 @@ def serve(
             help="Most memory for the caches of all answers at once, e.g. 8GB; default: no limit."
         ),
     ] = None,
+    responses: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for answers of /v1/responses that clients may continue, e.g. 100MB; "
+            "default: none is kept.",
+        ),
+    ] = None,
+    image_bytes: Annotated[
+        str, typer.Option(help="Most bytes of a request's images, for models that see.")
+    ] = "20MB",
+    allow_images_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Host from which images are fetched that clients name by URL; may be repeated, * "
+            "is all; default: none.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
@@ -146,7 +164,17 @@ def serve(
 
     # Check the options before loading the model.
     limits = Limits(
-        queue, wait, answer_tokens, most_prompt, timeout, connections, sequences, most_held
+        queue,
+        wait,
+        answer_tokens,
+        most_prompt,
+        timeout,
+        connections,
+        sequences,
+        most_held,
+        _bytes(responses, "--responses") or 0,
+        size_in_bytes(image_bytes, "--image-bytes"),
+        host_names(allow_images_from or ()),
     )
     hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
     keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
@@ -169,7 +197,7 @@ def serve(
         )
     with bound, Working("starting") as working:
         from kvkeep.hf.compile_ahead import note_tokens
-        from kvkeep.hf.models import load
+        from kvkeep.hf.models import load, processor_of
         from kvkeep.serve.app import application
         from kvkeep.serve.engine import Engine
         from kvkeep.spec import parse_specs
@@ -178,7 +206,13 @@ def serve(
         spec = parse_specs(cache)
         backend = None if store is None else open_store(store, most_stored)
         kept = PrefixStore(nbytes, backend=backend)
-        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
+        loaded, tokenizer = load(
+            model, dtype, device, working, adapter=adapter, weights=weights, images=True
+        )
+        try:
+            tokenizer = processor_of(loaded) or tokenizer
+        except ModelError as error:
+            say(f"images are refused: {error}", err=True)
         compile_if_it_pays(loaded, compile, 0, working, limits.sequences)
         engine = Engine(
             loaded,

@@ -13,7 +13,9 @@ from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,6 +27,7 @@ from kvkeep.hf import adapter_files
 from kvkeep.hf.gguf_files import config_in
 from kvkeep.hf.hub import download, weights_in
 from kvkeep.hf.quantised import quantise
+from kvkeep.host import host_of
 from kvkeep.host.placement import dtype_on
 from kvkeep.host.progress import Progress, silent
 from kvkeep.named_models import OF_LAB, installed, loaded
@@ -186,6 +189,7 @@ def load(
     adapter: str | None = None,
     labels: Sequence[str] | None = None,
     weights: str | None = None,
+    images: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model for inference, and its tokenizer. What is not on this machine is downloaded.
 
@@ -199,6 +203,8 @@ def load(
             it has, if any; otherwise it gets these and a head of random weights.
         weights: "int8" or "int4" to quantise the weights of linear layers; see
             `kvkeep.hf.quantised.quantise`.
+        images: whether a model that sees is loaded whole, where it could also be loaded without
+            what sees.
 
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
@@ -220,12 +226,13 @@ def load(
     if adapter_files.is_adapter(path):
         if adapter is not None:
             raise ModelError(f"{name} is an adapter, and so is {adapter}; give one of them")
-        return load(None, dtype, device, progress, adapter=path, labels=labels, weights=weights)
+        more: dict[str, Any] = {"labels": labels, "weights": weights, "images": images}
+        return load(None, dtype, device, progress, adapter=path, **more)
     where, options = located(path)
     progress(f"loading {name}", None)
     transformers_logging.disable_progress_bar()
     with _reading(name):
-        model, tokenizer = _read(where, torch_dtype, labels, **options)
+        model, tokenizer = _read(where, torch_dtype, labels, images, **options)
     # The hub name, not a directory of the hub's cache: an adapter's config records it.
     model.name_or_path = model.config.name_or_path = found
     if adapter is not None:
@@ -236,6 +243,29 @@ def load(
         progress(f"quantising weights to {weights}", None)
         quantise(model, weights)
     return model, tokenizer
+
+
+def processor_of(model: PreTrainedModel) -> Any:
+    """What turns texts and images into the arguments of a model that `load` has loaded; None: the
+    model reads text only.
+
+    Raises:
+        ModelError: transformers cannot load it.
+    """
+    if not host_of(model).sees:
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(model.name_or_path, local_files_only=True)
+    except Exception as error:  # libraries may raise any exception on an invalid directory
+        raise ModelError(
+            f"no processor of images in {model.name_or_path}: {reason_of(error)}; save one with "
+            "save_pretrained(), and install the packages that it needs"
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        return None
+    if processor.tokenizer.chat_template is None:
+        processor.tokenizer.chat_template = processor.chat_template
+    return processor
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
@@ -267,7 +297,7 @@ def _tokenizer(where: str, options: dict[str, Any]) -> Any:
 
 
 def _read(
-    where: str, dtype: torch.dtype, labels: Sequence[str] | None, **options: Any
+    where: str, dtype: torch.dtype, labels: Sequence[str] | None, images: bool, **options: Any
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model and its tokenizer with transformers. A model from a GGUF file gets ordinary
     weights and no trace of its quantization."""
@@ -276,7 +306,12 @@ def _read(
     tokenizer = _tokenizer(where, options)
     model: Any
     if labels is None:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        plain = type(config) in AutoModelForCausalLM._model_mapping
+        sees = type(config) in AutoModelForImageTextToText._model_mapping
+        auto: Any = (
+            AutoModelForImageTextToText if sees and (images or not plain) else AutoModelForCausalLM
+        )
+        found: Any = auto.from_pretrained(
             where, config=config, dtype=dtype, output_loading_info=True, **options
         )
         model, read = found

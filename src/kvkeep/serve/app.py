@@ -22,15 +22,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvkeep.serve import replies
-from kvkeep.serve.admission import Admission
+from kvkeep.serve.admission import Admission, in_thread
 from kvkeep.serve.bodies import read
 from kvkeep.serve.completion_replies import CompletionReply
 from kvkeep.serve.engine import Engine, RequestState, failed
 from kvkeep.serve.gate import Gate, host_names, origin_names
+from kvkeep.serve.kept import Kept
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import CONTENT_TYPE
 from kvkeep.serve.page import page_routes
-from kvkeep.serve.prompts import Encoded
+from kvkeep.serve.prompts import Asked, Encoded
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.replies import Reply, as_json, refusal
 from kvkeep.serve.requests import (
@@ -43,12 +44,11 @@ from kvkeep.serve.requests import (
 from kvkeep.serve.response_replies import ResponseReply
 from kvkeep.serve.responses import ResponsesRequest
 
-_JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
-_JSON_BESIDE = 2**16  # bytes of a request besides the prompt
 _OPERATOR = "metrics"  # the name of keys that may read the figures of all tenants
 _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 
 _Kind = ChatCompletionRequest | CompletionRequest | ResponsesRequest
+_MakeReply = Callable[[Request, Encoded], Reply]
 _Result = TypeVar("_Result")
 _Body = TypeVar("_Body", TokenizeRequest, DetokenizeRequest)
 
@@ -108,11 +108,18 @@ def application(
         yield
         await asyncio.to_thread(engine.close)
 
-    answers = partial(_Answers, engine, admission, client_of)
+    kept = Kept(engine.limits.response_bytes)
+
+    async def response(request: HTTPRequest) -> Response:
+        name = request.path_params["id"]
+        found = kept.drop if request.method == "DELETE" else kept.response
+        return as_json(found(name, client_of(request).name))
+
+    answers = partial(_Answers, engine, admission, client_of, kept)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["DELETE", "GET", "POST"],
         allow_headers=["*"],  # what the browser asks for: OpenAI's client sends some of its own
         expose_headers=["retry-after"],
     )
@@ -128,6 +135,7 @@ def application(
             Route("/v1/chat/completions", answers(ChatCompletionRequest), methods=["POST"]),
             Route("/v1/completions", answers(CompletionRequest), methods=["POST"]),
             Route("/v1/responses", answers(ResponsesRequest), methods=["POST"]),
+            Route("/v1/responses/{id}", response, methods=["DELETE", "GET"]),
         ],
         middleware=[Middleware(Gate, hosts=hosts, origins=origins), cors],
         exception_handlers=dict.fromkeys(
@@ -147,15 +155,30 @@ class _Client(NamedTuple):
     namespace: str | None
 
 
-@final
 @dataclass(frozen=True)
-class _Answers:
-    """An endpoint for one kind of requests, as an ASGI application. A request keeps its place until
-    its answer is sent."""
+class _Posted:
+    """What endpoints for posted JSON have in common."""
 
     engine: Engine
     admission: Admission
     client_of: Callable[[HTTPRequest], _Client]
+
+    @asynccontextmanager
+    async def body(self, http: HTTPRequest) -> AsyncIterator[tuple[_Client, bytearray]]:
+        """A client's request. It keeps its place while the context is open."""
+        client = self.client_of(http)
+        _require_json(http)
+        with self.admission.place(client.name):
+            limit, timeout_s = self.engine.prompts.most_body, self.engine.limits.timeout_s
+            yield client, await _body(http, limit, timeout_s)
+
+
+@final
+@dataclass(frozen=True)
+class _Answers(_Posted):
+    """An endpoint for one kind of requests, as an ASGI application."""
+
+    kept: Kept
     kind: type[_Kind]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,12 +197,8 @@ class _Answers:
             self.engine.metrics.ended(outcome)
 
     async def _answer(self, http: HTTPRequest, send: Send) -> str:
-        """Answer a request; returns its outcome."""
-        client = self.client_of(http)
-        _require_json(http)
-        with self.admission.place(client.name):
-            limit = _JSON_PER_BYTE * self.engine.prompts.most_bytes + _JSON_BESIDE
-            body = await _body(http, limit, self.engine.limits.timeout_s)
+        """Answer a request; returns its outcome when the answer is sent."""
+        async with self.body(http) as (client, body):
             reply, state = await _until_disconnect(http, self._started(body, client))
             try:
                 response = await _response(http, reply)
@@ -189,54 +208,51 @@ class _Answers:
                 self.engine.cancel(state)
 
     async def _started(self, body: bytearray, client: _Client) -> tuple[Reply, RequestState]:
-        """Parse a request, and wait until its first answer starts. It may wait for others only so
-        long in all; the time to parse it does not count."""
-        clock = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(self.engine.limits.wait_s) as waiting:
-                async with self.admission.parsing(client.name):
-                    left = (waiting.when() or 0) - clock()
-                    waiting.reschedule(None)
-                    request, encoded, about = await _in_thread(lambda: self._parsed(body))
-                    waiting.reschedule(clock() + left)
-                given = request, len(encoded.prompts), encoded.parts
-                reply = CompletionReply(*given) if about is None else ResponseReply(*given, about)
-                state = self.engine.submit(
-                    encoded.prompts,
-                    reply.emit,
-                    n=request.answers,
-                    show_cache=request.stream_options.include_cache,
-                    namespace=client.namespace,
-                    queue=client.name,
-                )
-                try:
-                    await reply.started()
-                except BaseException:
-                    self.engine.cancel(state)
-                    raise
-                return reply, state
-        except TimeoutError:
-            raise self.admission.waited_too_long() from None
+        """Parse a request, and wait until its first answer starts."""
+        async with self.admission.patience() as waiting:
+            reply, prompts = await self._parsed(body, client, waiting)
+            state = self.engine.submit(
+                prompts,
+                reply.emit,
+                n=reply.request.answers,
+                show_cache=reply.request.stream_options.include_cache,
+                namespace=client.namespace,
+                queue=client.name,
+            )
+            try:
+                await reply.started()
+            except BaseException:
+                self.engine.cancel(state)
+                raise
+            return reply, state
 
-    def _parsed(self, body: bytearray) -> tuple[Request, Encoded, dict[str, Any] | None]:
-        """A request without its prompts, these as token ids, and what a response says of it."""
+    async def _parsed(
+        self, body: bytearray, client: _Client, waiting: asyncio.Timeout
+    ) -> tuple[Reply, list[Asked]]:
+        """What will reply to a request, and its prompts."""
+        parsed, prompts = self.admission.parsed, self.engine.prompts
+        async with self.admission.turn(client.name):
+            chat, reply = await parsed(lambda: self._request(body, client), waiting)
+            if isinstance(chat, ChatCompletionRequest) and chat.remote_images:
+                await in_thread(lambda: prompts.fetch(chat))
+            encoded = await parsed(lambda: prompts.encode(chat), waiting)
+            return reply(chat.without_prompt(), encoded), encoded.prompts
+
+    def _request(self, body: bytearray, client: _Client) -> tuple[Request, _MakeReply]:
+        """A request as a chat or completions, and what makes its reply."""
         asked = read(body, self.kind)
         body.clear()
         _require_model(self.engine, asked.model)
-        about = asked.about() if isinstance(asked, ResponsesRequest) else None
-        request = asked.chat() if isinstance(asked, ResponsesRequest) else asked
-        encoded = self.engine.prompts.encode(request)
-        return request.without_prompt(), encoded, about
+        if not isinstance(asked, ResponsesRequest):
+            return asked, CompletionReply
+        keep = self.kept.following(asked, client.name)
+        return asked.chat(), partial(ResponseReply, about=asked.about(), keep=keep)
 
 
 @final
 @dataclass(frozen=True)
-class _Texts:
+class _Texts(_Posted):
     """Endpoints for token ids and their text, as vLLM has them."""
-
-    engine: Engine
-    admission: Admission
-    client_of: Callable[[HTTPRequest], _Client]
 
     async def tokenize(self, http: HTTPRequest) -> Response:
         prompts = self.engine.prompts
@@ -259,25 +275,18 @@ class _Texts:
     async def _answer(
         self, http: HTTPRequest, kind: type[_Body], answer: Callable[[_Body], dict[str, Any]]
     ) -> Response:
-        client = self.client_of(http)
-        _require_json(http)
-        with self.admission.place(client.name):
-            limit = _JSON_PER_BYTE * self.engine.prompts.most_bytes + _JSON_BESIDE
-            body = await _body(http, limit, self.engine.limits.timeout_s)
+        def found(body: bytearray) -> dict[str, Any]:
+            request = read(body, kind)
+            if request.model is not None:
+                _require_model(self.engine, request.model)
+            return answer(request)
 
-            def found() -> dict[str, Any]:
-                request = read(body, kind)
-                if request.model is not None:
-                    _require_model(self.engine, request.model)
-                return answer(request)
-
-            try:
-                async with asyncio.timeout(self.engine.limits.wait_s) as waiting:
-                    async with self.admission.parsing(client.name):
-                        waiting.reschedule(None)
-                        return as_json(await _in_thread(found))
-            except TimeoutError:
-                raise self.admission.waited_too_long() from None
+        async with (
+            self.body(http) as (client, body),
+            self.admission.patience() as waiting,
+            self.admission.turn(client.name),
+        ):
+            return as_json(await self.admission.parsed(lambda: found(body), waiting))
 
 
 async def _response(http: HTTPRequest, reply: Reply) -> Response:
@@ -285,16 +294,6 @@ async def _response(http: HTTPRequest, reply: Reply) -> Response:
         return as_json(await _until_disconnect(http, reply.whole()))
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(reply.chunks(), headers=headers, media_type="text/event-stream")
-
-
-async def _in_thread(do: Callable[[], _Result]) -> _Result:
-    """The result of a call in a thread. A cancelled caller goes on only when the call is done: the
-    next request's must not wait in a thread, where it could not be cancelled."""
-    calling = asyncio.ensure_future(asyncio.to_thread(do))
-    try:
-        return await asyncio.shield(calling)
-    finally:
-        await asyncio.gather(calling, return_exceptions=True)
 
 
 async def _until_disconnect(http: HTTPRequest, doing: Awaitable[_Result]) -> _Result:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, final
 
 from kvkeep.errors import CapacityError, UnsupportedError
-from kvkeep.generate import Answer, Batch, NewToken
+from kvkeep.generate import Answer, Batch, NewToken, WithMedia
 from kvkeep.generate.answer import Likely, Prompt
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
@@ -152,6 +152,9 @@ class RequestState:
             self._finished.add(answer)
             if isinstance(answer.error, RequestError):
                 self.emit(answer.error)
+            elif isinstance(answer.error, UnsupportedError):  # such as images by a policy
+                self.emit(RequestError(str(answer.error)))
+                return True
             elif answer.error is not None:
                 _LOG.error("a request failed", exc_info=answer.error)
                 self.emit(failed())
@@ -196,7 +199,8 @@ class Engine:
     otherwise.
 
     Args:
-        model, tokenizer: the model is attached until `close`.
+        model: it is attached until `close`.
+        tokenizer: the model's; or its processor, by which it sees images.
         name: the model's name for clients.
         cache: what to keep.
         store: holds prefixes of prompts for reuse; None: every prompt is computed.
@@ -223,6 +227,8 @@ class Engine:
         compile: bool | None = None,
         progress: Progress = silent,
     ) -> None:
+        processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+        tokenizer = tokenizer if processor is None else tokenizer.tokenizer
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
@@ -236,7 +242,7 @@ class Engine:
         held = self._host.new_cache(cache)
         lengths = self._host.context, held.token_limit()
         context = min((n for n in lengths if n), default=None)
-        self.prompts = Prompts(self._host, tokenizer, name, context, self.limits)
+        self.prompts = Prompts(self._host, tokenizer, processor, name, context, self.limits)
         self.why_no_reuse = ""
         """Why no prompt reuses the prefixes of others; empty if they do."""
         try:
@@ -328,7 +334,9 @@ class Engine:
             namespace = "/".join(filter(None, (self.namespace, namespace)))
 
         def add(batch: Batch, asked: Asked) -> list[Answer]:
-            return batch.add(asked.ids, asked.params, n=n, queue=queue, namespace=namespace)
+            reuse = WithMedia(self.model, asked.media) if asked.media else None
+            place: dict[str, Any] = {"queue": queue, "namespace": namespace}
+            return batch.add(asked.ids, asked.params, n=n, reuse=reuse, **place)
 
         pictures = self._pictures(namespace) if show_cache else None
         state = RequestState(prompts, add, emit, self.metrics, pictures)

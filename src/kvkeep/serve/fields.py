@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-_MEDIA = re.compile("image|audio|video|file")
+_MEDIA = re.compile("audio|video|file")
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
 
 
@@ -38,12 +38,12 @@ def only(*allowed: Any) -> AfterValidator:
 
 def _not_media(given: Any) -> Any:
     if isinstance(given, str) and _MEDIA.search(given):
-        raise UnsupportedValueError("this server gives models text only; leave it out")
+        raise UnsupportedValueError("this server gives models text and images only; leave it out")
     return given
 
 
-TEXT_ONLY = BeforeValidator(_not_media)
-"""For the type of a message's part: refuses images, sound and files."""
+NO_MEDIA = BeforeValidator(_not_media)
+"""For the type of a message's part: refuses sound, videos and files."""
 
 
 def at_most(count: int, items: str) -> BeforeValidator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import final
 
@@ -31,9 +32,12 @@ class Limits:
         sequences: most answers at once.
         cache_bytes: most bytes that the caches of all answers at once may come to hold, by what
             their specs promise; None: no limit but that of `sequences`.
+        response_bytes: most bytes of kept responses; 0: none is kept.
+        image_bytes: most bytes of one request's images, as they are encoded.
+        image_hosts: hosts from which images may be fetched; "*": all.
 
     Raises:
-        SpecError: a limit is not positive (`queue` may be 0), or infinite.
+        SpecError: a limit is not positive (`queue` and `response_bytes` may be 0), or infinite.
     """
 
     queue: int = 64
@@ -44,13 +48,18 @@ class Limits:
     connections: int = 512
     sequences: int = 16
     cache_bytes: int | None = None
+    response_bytes: int = 0
+    image_bytes: int = 20 * 10**6
+    image_hosts: Collection[str] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not (value > 0 or (field.name == "queue" and value == 0)):
+            if not isinstance(value, int | float):
+                continue
+            if value < 0 or (value == 0 and field.name not in ("queue", "response_bytes")):
                 raise SpecError(f"{field.name} of {value}; give more")
-            if value is not None and math.isinf(value):
+            if math.isinf(value):
                 raise SpecError(f"{field.name} of {value}; give a finite number")
 
     def prompt_of(self, context: int | None) -> int:

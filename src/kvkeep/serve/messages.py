@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic_core import from_json
 
-from kvkeep.serve.fields import TEXT_ONLY, Exact, FirstError, Lenient, Text, only, tag
+from kvkeep.serve.fields import NO_MEDIA, Exact, FirstError, Lenient, Text, only, tag
 
 
 def _object(given: Any) -> Any:
@@ -24,14 +25,34 @@ def _object(given: Any) -> Any:
     return found if isinstance(found, dict) else given
 
 
-class TextPart(Exact):
-    """A part of a message. The models read text only; `cache_control` and `annotations` say nothing
-    that they read."""
+IMAGE = secrets.token_hex(16)
+"""What stands for an image in the text of a message. No client knows it."""
 
-    type: Annotated[Literal["text"], TEXT_ONLY]
-    text: Text
+
+class ImageURL(Lenient):
+    """An image: a data URL, or where it is fetched."""
+
+    url: Text
+    detail: Any = None
+
+
+class Part(Exact):
+    """A part of a message. `cache_control` and `annotations` say nothing that models read."""
+
+    type: Annotated[Literal["text", "image_url"], NO_MEDIA]
+    text: Text | None = None
+    image_url: ImageURL | None = None
     cache_control: Any = None
     annotations: Any = None
+
+    @model_validator(mode="after")
+    def _check_needed(self) -> Self:
+        if (self.text is None, self.image_url is None) != (
+            self.type != "text",
+            self.type == "text",
+        ):
+            raise ValueError(f"give {self.type}, and nothing else")
+        return self
 
 
 class Function(Lenient):
@@ -54,7 +75,7 @@ class Message(Lenient):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[Text, Tag("(text)")] | Annotated[list[TextPart], FirstError, Tag("(list)")],
+        Annotated[Text, Tag("(text)")] | Annotated[list[Part], FirstError, Tag("(list)")],
         Discriminator(tag),
     ]
     reasoning_content: Text | None = None
@@ -83,10 +104,22 @@ class Message(Lenient):
 
     @property
     def text(self) -> str:
-        """Its content as one text."""
+        """Its content as one text, in which `IMAGE` stands for each image."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content)
+        return "".join(IMAGE if part.text is None else part.text for part in self.content)
+
+    @property
+    def pictures(self) -> list[ImageURL]:
+        """Its images, in order."""
+        parts = [] if isinstance(self.content, str) else self.content
+        return [part.image_url for part in parts if part.image_url is not None]
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        if self.pictures and self.role != "user":
+            raise ValueError(f"a message of {self.role} has an image; only the user's may")
+        return self
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Parts:
 
     def __init__(
         self,
-        parser: Any,
+        parser: Any = None,
         tools: Collection[str] = (),
         *,
         most_calls: int | None = None,

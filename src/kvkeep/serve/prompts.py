@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,6 +16,7 @@ from kvkeep.serve.formats import (
     response_template,
     shown_tokens,
 )
+from kvkeep.serve.images import Images, fetched
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.parts import Parts
 from kvkeep.serve.refused import RequestError
@@ -23,12 +24,16 @@ from kvkeep.serve.rendering import Rendered, Rendering
 from kvkeep.serve.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    Conversation,
     Request,
     TokenizeRequest,
 )
 from kvkeep.serve.structured import Structured
 
 _AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
+_JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
+_JSON_BESIDE = 2**16  # bytes of a request besides the prompt
+_NO_MEDIA: Mapping[str, Tensor] = {}
 
 
 class Echo(NamedTuple):
@@ -45,20 +50,20 @@ class Echo(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A prompt: its token ids, int64 (n,), how its answers are generated, and the prompt's text if
-    that begins them."""
+    """A prompt: its token ids, int64 (n,), how its answers are generated, the prompt's text if that
+    begins them, and what the model reads beside the ids."""
 
     ids: Tensor
     params: SamplingParams
     echo: Echo | None = None
+    media: Mapping[str, Tensor] = {}
 
 
 class Encoded(NamedTuple):
-    """A request's prompts, and what makes the parser of an answer's parts; None: answers are plain
-    text."""
+    """A request's prompts, and what makes the parser of an answer's parts."""
 
     prompts: list[Asked]
-    parts: Callable[[], Parts] | None = None
+    parts: Callable[[], Parts] = Parts
 
 
 class _Form(NamedTuple):
@@ -84,18 +89,29 @@ class Prompts:
     Args:
         host: of the model.
         tokenizer: the model's.
+        processor: the model's, if it sees images; None: it reads text only.
         name: the model's name for clients.
         context: most tokens of a prompt and its answer; None: no limit.
         limits: of each request.
     """
 
     def __init__(
-        self, host: Host, tokenizer: Any, name: str, context: int | None, limits: Limits
+        self,
+        host: Host,
+        tokenizer: Any,
+        processor: Any,
+        name: str,
+        context: int | None,
+        limits: Limits,
     ) -> None:
         self._host, self._tokenizer = host, tokenizer
         self._limits, self.context = limits, context
+        self._images = Images(processor) if processor is not None else None
         self.most_bytes = limits.prompt_of(context)
-        self._rendering = Rendering(tokenizer, name, self.most_bytes)
+        sees = self._images is not None
+        self.most_body = _JSON_PER_BYTE * self.most_bytes + _JSON_BESIDE
+        self.most_body += limits.image_bytes * 4 // 3 if sees else 0  # in base64
+        self._rendering = Rendering(tokenizer, name, self.most_bytes, sees=sees)
         self._structured = Structured(tokenizer, host.vocabulary, lambda: self._end_tokens)
         self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
 
@@ -123,8 +139,18 @@ class Prompts:
         with self._encoding:
             if request.prompt is not None:
                 return self._ids(request.prompt, "prompt", special=special is not False)
-            text = self._rendering.render(request).text
-            return self._ids(text, "messages", special=bool(special))
+            return self._rendered(request, special=bool(special))[1]
+
+    def fetch(self, request: Conversation) -> None:
+        """Fetch the images that a request names.
+
+        Raises:
+            RequestError: an image may not be fetched, or cannot be.
+        """
+        left = self._limits.image_bytes
+        for image in request.remote_images:
+            image.url = fetched(image.url, self._limits.image_hosts, left, self._limits.timeout_s)
+            left -= len(image.url) * 3 // 4
 
     def detokenize(self, tokens: list[int]) -> str:
         """The text of token ids, special tokens as they are written."""
@@ -147,20 +173,31 @@ class Prompts:
 
         return following
 
-    def _chat(self, request: ChatCompletionRequest) -> Encoded:
+    def _rendered(
+        self, request: Conversation, *, special: bool = False
+    ) -> tuple[Rendered, list[int], Mapping[str, Tensor]]:
+        """A conversation's text, its token ids, and what the model reads beside them."""
         rendered = self._rendering.render(request)
-        ids = self._checked(self._ids(rendered.text, "messages", special=False), "messages")
+        if self._images is None or not request.images:
+            return rendered, self._ids(rendered.text, "messages", special=special), {}
+        self._check_size(rendered.text, "messages")
+        urls = [image.url for image in request.images]
+        return rendered, *self._images.read(rendered.text, urls, special=special)
+
+    def _chat(self, request: ChatCompletionRequest) -> Encoded:
+        rendered, ids, media = self._rendered(request)
+        self._checked(ids, "messages")
         tools, form = rendered.tools, self._form(rendered)
         grammar = self._structured.processors(request, rendered.template, tools, form.after)
         template = form.template
         if template is None:
-            return Encoded([self._asked(request, ids, own_processors=grammar)])
+            return Encoded([self._asked(request, ids, media=media, own_processors=grammar)])
         parser = self._tokenizer.get_response_parser
         names = {tool["function"]["name"] for tool in tools}
         most = None if request.parallel_tool_calls else 1
         shown = shown_tokens(self._tokenizer, template)
         return Encoded(
-            [self._asked(request, ids, own_processors=grammar, shown_tokens=shown)],
+            [self._asked(request, ids, media=media, own_processors=grammar, shown_tokens=shown)],
             lambda: Parts(
                 parser(template, prefix=form.prefix, tools=tools),
                 names,
@@ -206,12 +243,17 @@ class Prompts:
         return Echo(text, ids, _offsets(text, texts), request.extent[1])
 
     def _asked(
-        self, request: Request, ids: list[int], echo: Echo | None = None, **further: Any
+        self,
+        request: Request,
+        ids: list[int],
+        echo: Echo | None = None,
+        media: Mapping[str, Tensor] = _NO_MEDIA,
+        **further: Any,
     ) -> Asked:
         """A prompt. `further`: fields of its `SamplingParams`."""
         most = self._most_tokens(request, len(ids))
         params = request.params(len(ids), most, self._end_tokens, **further)
-        return Asked(torch.tensor(ids), params, echo)
+        return Asked(torch.tensor(ids), params, echo, media)
 
     def _checked(self, ids: list[int], param: str) -> list[int]:
         length = len(ids)
@@ -265,10 +307,13 @@ class Prompts:
         return most
 
     def _ids(self, text: str, field: str, *, special: bool = True) -> list[int]:
-        if len(text) > self.most_bytes or len(text.encode()) > self.most_bytes:
-            raise self._rendering.too_large(field)
+        self._check_size(text, field)
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+    def _check_size(self, text: str, field: str) -> None:
+        if len(text) > self.most_bytes or len(text.encode()) > self.most_bytes:
+            raise self._rendering.too_large(field)
 
 
 def _offsets(text: str, pieces: Sequence[str]) -> list[int]:

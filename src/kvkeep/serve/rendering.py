@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, final
 
 from kvkeep.serve.formats import reasoning_marks
-from kvkeep.serve.messages import HERMES, for_template, in_hermes_form
+from kvkeep.serve.messages import HERMES, IMAGE, for_template, in_hermes_form
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.requests import Conversation, NamedTool
 
@@ -40,10 +40,12 @@ class Rendering:
         tokenizer: has the template.
         name: the model's name for clients.
         most_bytes: of a conversation, and of what becomes of it.
+        sees: whether the template is given lists of texts and images.
     """
 
-    def __init__(self, tokenizer: Any, name: str, most_bytes: int) -> None:
+    def __init__(self, tokenizer: Any, name: str, most_bytes: int, *, sees: bool = False) -> None:
         self._tokenizer, self._name, self._most_bytes = tokenizer, name, most_bytes
+        self._sees = sees
 
     def render(self, request: Conversation) -> Rendered:
         """The text of a conversation.
@@ -57,6 +59,12 @@ class Rendering:
                 f"{self._name} has no chat template; use /v1/completions",
                 param="messages",
                 code="no_chat_template",
+            )
+        if request.images and not self._sees:
+            raise RequestError(
+                f"{self._name} reads text only here; leave out images",
+                param="messages",
+                code="unsupported_parameter",
             )
         messages, tools = for_template(request.messages), _tools(request)
         template = self._tokenizer.get_chat_template(tools=tools or None)
@@ -159,8 +167,19 @@ class Rendering:
         return folded, self._text(folded, **options)
 
     def _text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        if self._sees:
+            messages = [one | {"content": _parts(one["content"])} for one in messages]
         text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """A message's content as templates of models that see expect it."""
+    first, *others = ({"type": "text", "text": text} for text in content.split(IMAGE))
+    parts = [first]
+    for text in others:
+        parts += [{"type": "image"}, text]
+    return [part for part in parts if part.get("text") != ""] or parts
 
 
 def _tools(request: Conversation) -> list[dict[Any, Any]]:

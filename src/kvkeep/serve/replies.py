@@ -7,14 +7,15 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
 
 from kvkeep.serve.events import Event, Started, TextDelta, TokenLogprob, Usage
-from kvkeep.serve.parts import REASONING, Call, Parts, Said
+from kvkeep.serve.parts import REASONING, Call, Said
+from kvkeep.serve.prompts import Encoded
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.requests import Request
 
@@ -24,20 +25,17 @@ class Reply(ABC):
     event loop.
 
     Args:
-        prompts: how many prompts it has.
-        parts: makes the parser of an answer; None: answers are plain text.
+        encoded: its prompts.
 
     Attributes:
         outcome: how the request is counted; until its last event, its client is taken to have
             left.
     """
 
-    def __init__(
-        self, request: Request, prompts: int = 1, parts: Callable[[], Parts] | None = None
-    ) -> None:
+    def __init__(self, request: Request, encoded: Encoded) -> None:
         self.request, self.outcome = request, "left"
-        answers = prompts * request.answers
-        self._parts = [Parts(None) if parts is None else parts() for _ in range(answers)]
+        answers = len(encoded.prompts) * request.answers
+        self._parts = [encoded.parts() for _ in range(answers)]
         self._reasoned = 0  # tokens of reasoning
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()

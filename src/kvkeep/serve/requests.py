@@ -30,7 +30,7 @@ from kvkeep.serve.fields import (
     only,
     tag,
 )
-from kvkeep.serve.messages import Message
+from kvkeep.serve.messages import ImageURL, Message
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.structures import ResponseFormat, Structure
 
@@ -266,9 +266,10 @@ class Conversation(Exact):
     """What a chat template renders."""
 
     messages: Annotated[list[Message], Field(min_length=1), FirstError]
-    """Of system, developer, user, assistant and tool; content is text, or a list of text parts. If
-    the chat template has no such role, developer becomes system, and the text of system stands
-    before the next user's. Calls of tools may lack names, ids and a part of their arguments."""
+    """Of system, developer, user, assistant and tool; content is text, or a list of parts: text,
+    and of the user [images](#images). If the chat template has no such role, developer becomes
+    system, and the text of system stands before the next user's. Calls of tools may lack names, ids
+    and a part of their arguments."""
     tools: Annotated[list[Annotated[dict[Any, Any], AfterValidator(_named)]], FirstError] = []
     """Given to the chat template; see [tools](#tools)."""
     tool_choice: Annotated[
@@ -287,6 +288,16 @@ class Conversation(Exact):
     """A variable of the chat template. Where that reads `enable_thinking` instead, `none` turns
     thinking off, and all else turns it on."""
 
+    @property
+    def images(self) -> list[ImageURL]:
+        """The images of all messages, in order."""
+        return [image for message in self.messages for image in message.pictures]
+
+    @property
+    def remote_images(self) -> list[ImageURL]:
+        """The images that are not in the request itself."""
+        return [image for image in self.images if not image.url.startswith("data:")]
+
     @validator(mode="after")
     def _check_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
@@ -303,8 +314,6 @@ class AnswerFields(Exact):
 
     parallel_tool_calls: Flag = True
     """Whether an answer may have several calls; otherwise all but the first are left out."""
-    store: Annotated[Any, only(False)] = None
-    """Only false: the server keeps no answers to be asked for later."""
     moderation: Annotated[Any, only()] = None
     """Refused."""
     service_tier: Any = None
@@ -330,6 +339,8 @@ class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
     """Of each generated token, the end token too, at temperature 1 before penalties and biases."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     """With `logprobs`, the likeliest tokens in the place of each."""
+    store: Annotated[Any, only(False)] = None
+    """Only false: the server keeps no chats."""
     modalities: Annotated[Any, only(["text"])] = None
     """Only `["text"]`."""
     verbosity: Annotated[Any, only("medium")] = None

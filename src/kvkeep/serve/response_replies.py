@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, final
 
 from kvkeep.serve.events import Scored, TextDelta, TokenLogprob, Usage
-from kvkeep.serve.parts import CONTENT, REASONING, Call, Parts, Said
+from kvkeep.serve.parts import CONTENT, REASONING, Call, Said
+from kvkeep.serve.prompts import Encoded
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.replies import Reply, sent, with_bytes
 from kvkeep.serve.requests import Request
@@ -141,17 +142,18 @@ class ResponseReply(Reply):
 
     Args:
         about: what it says of its request.
+        keep: called with the whole response; None: it is not kept.
     """
 
     def __init__(
         self,
         request: Request,
-        prompts: int,
-        parts: Callable[[], Parts] | None,
+        encoded: Encoded,
         about: _Object,
+        keep: Callable[[_Object], None] | None,
     ) -> None:
-        super().__init__(request, prompts, parts)
-        self._about = about
+        super().__init__(request, encoded)
+        self._about, self._keep = about, keep
         self._items = Items(scored=request.top_logprobs is not None)
 
     async def whole(self) -> _Object:
@@ -195,7 +197,11 @@ class ResponseReply(Reply):
                 why = {"reason": "max_output_tokens"} if reason == "length" else None
                 usage = self._usage(event)
                 done = None if why else int(time.time())
-                yield self._response(status, incomplete_details=why, usage=usage, completed_at=done)
+                ended: _Object = {"incomplete_details": why, "usage": usage, "completed_at": done}
+                last = self._response(status, **ended)
+                if self._keep is not None:
+                    self._keep(last["response"])
+                yield last
 
     def _response(self, status: str, name: str = "", **fields: Any) -> _Object:
         """The event that tells the response as it is."""

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic import model_validator as validator
 
 from kvkeep.serve.fields import (
-    TEXT_ONLY,
+    NO_MEDIA,
     Count,
     Exact,
     FirstError,
@@ -36,14 +36,27 @@ class Part(Lenient):
     """A part of a message, of a tool's result or of reasoning."""
 
     type: Annotated[
-        Literal["input_text", "output_text", "refusal", "reasoning_text", "summary_text"], TEXT_ONLY
+        Literal[
+            "input_text", "input_image", "output_text", "refusal", "reasoning_text", "summary_text"
+        ],
+        NO_MEDIA,
     ]
     text: Text = ""
     refusal: Text = ""
+    image_url: Text | None = None
+    file_id: Annotated[Any, only()] = None
 
     def for_chat(self) -> dict[str, Any]:
         """As a part of a chat's message."""
+        if self.type == "input_image":
+            return {"type": "image_url", "image_url": {"url": self.image_url}}
         return {"type": "text", "text": self.text or self.refusal}
+
+    @validator(mode="after")
+    def _check_image(self) -> Self:
+        if (self.type == "input_image") != (self.image_url is not None):
+            raise ValueError("give image_url, which a part of type input_image has, and no other")
+        return self
 
 
 _Content = Annotated[
@@ -143,7 +156,8 @@ class ResponsesRequest(SampledRequest, AnswerFields):
 
     input: Annotated[list[Item], Field(min_length=1), FirstError, BeforeValidator(_as_item)]
     """A text, or items: messages of user, assistant, system and developer, calls of functions and
-    their results, and reasoning. Only text, and no references to items of former answers."""
+    their results, and reasoning. Content is text, and of the user also [images](#images); no
+    references to items of former answers."""
     instructions: Text | None = None
     """The system message before the input."""
     max_output_tokens: Count | None = None
@@ -169,11 +183,14 @@ class ResponsesRequest(SampledRequest, AnswerFields):
     """With logprobs in `include`, the likeliest tokens in the place of each."""
     stream_options: Padding = Padding()
     """`include_obfuscation`, only false."""
-    previous_response_id: Annotated[Any, only()] = None
-    """Refused; give the items of the conversation in `input`. The [prefix store](store.md) computes
-    them only once."""
+    store: Flag | None = None
+    """Whether the answer is kept, to be read again and continued: needs `--responses`, with which
+    it is the default."""
+    previous_response_id: Text | None = None
+    """A kept answer, whose items and the items before it come before `input`; see
+    [responses](#responses)."""
     conversation: Annotated[Any, only()] = None
-    """Refused, likewise."""
+    """Refused; give `previous_response_id`, or all items in `input`."""
     background: Annotated[Any, only(False)] = None
     """Only false."""
     truncation: Annotated[Any, only("disabled")] = None
@@ -269,7 +286,7 @@ class ResponsesRequest(SampledRequest, AnswerFields):
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
         }
 
 

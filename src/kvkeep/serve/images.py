@@ -1,0 +1,139 @@
+"""Images of a request: read from data URLs, or fetched from hosts that the operator allows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+from collections.abc import Collection, Sequence
+from http.client import HTTPException
+from typing import Any, final
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, build_opener
+
+from torch import Tensor
+
+from kvkeep.extras import needed_by
+from kvkeep.serve.refused import RequestError
+
+_DATA = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
+_MOST_PIXELS = 2**25  # of all images of a request: a small file may hold many
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_PIECE = 2**16  # bytes that are read at once
+
+
+@final
+class Images:
+    """Turns texts with images into what a model reads.
+
+    Args:
+        processor: the model's, of transformers.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        with needed_by("images", "images"):
+            import PIL.Image  # noqa: F401, PLC0415 (of an extra)
+        self._processor = processor
+
+    def read(
+        self, text: str, urls: Sequence[str], *, special: bool
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """The token ids of a prompt, and what the model reads beside them.
+
+        Args:
+            text: with a placeholder for each image.
+            urls: the images' data URLs.
+            special: whether the tokenizer adds tokens around the text.
+
+        Raises:
+            RequestError: an image is not valid or too large, or the processor refuses it.
+        """
+        images, left = [], _MOST_PIXELS
+        for url in urls:
+            images.append(_opened(url, left))
+            left -= images[-1].width * images[-1].height
+        try:
+            made = self._processor(
+                text=[text], images=[images], return_tensors="pt", add_special_tokens=special
+            )
+        except Exception as error:  # processors raise errors of any class
+            reason = " ".join(str(error).split())[:300]
+            raise _refused(f"the model's processor cannot read these images: {reason}") from error
+        ids: list[int] = made.pop("input_ids")[0].tolist()
+        if ids[-1:] == [getattr(self._processor, "image_token_id", None)]:
+            raise _refused("the prompt ends with an image; let text follow it")
+        made.pop("attention_mask", None)
+        return ids, {name: x for name, x in made.items() if isinstance(x, Tensor)}
+
+
+def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -> str:
+    """The data URL of an image.
+
+    Args:
+        hosts: from which images may be fetched; "*": all.
+
+    Raises:
+        RequestError: it may not be fetched, or cannot be.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in ("http", "https"):
+        raise _refused(
+            f"the image {url[:80]!a} has no URL that this server reads; send the image itself, as "
+            "data:image/png;base64,..."
+        )
+    if not {"*", host} & set(hosts):
+        raise _refused(
+            f"this server fetches no images from {host[:80]!a}; send the image itself, as "
+            "data:image/png;base64,..., or start the server with --allow-images-from and the host"
+        )
+    deadline, found = time.monotonic() + timeout_s, bytearray()
+    try:
+        with build_opener(_NoRedirect).open(url, timeout=timeout_s) as answer:
+            while piece := answer.read1(_PIECE):
+                found += piece
+                if len(found) > most_bytes:
+                    raise _refused(
+                        f"the images are larger than {most_bytes} bytes; send smaller ones"
+                    )
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it takes more than {timeout_s:g} s")
+    except (OSError, ValueError, HTTPException) as error:
+        raise _refused(f"the image {url[:80]!a} cannot be fetched: {error}") from error
+    return f"data:image/any;base64,{base64.b64encode(found).decode()}"
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Another host might not be allowed."""
+
+    def redirect_request(self, *given: Any, **named: Any) -> None:
+        return None
+
+
+def _opened(url: str, most_pixels: int) -> Any:
+    """The image of a data URL, in RGB."""
+    from PIL import Image  # noqa: PLC0415 (of an extra)
+
+    head = _DATA.match(url)
+    try:
+        data = base64.b64decode(url[head.end() :] if head else "", validate=True)
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if image.width * image.height > most_pixels:
+            raise _refused(
+                f"images of {image.width} x {image.height} pixels: a request may have "
+                f"{_MOST_PIXELS} in all; send smaller ones"
+            )
+        return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise _refused(
+            f"the image {url[:40]!a} is not valid; send a PNG, JPEG, WebP or GIF image, as "
+            "data:image/png;base64,..."
+        ) from error
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="messages", code="invalid_image")

@@ -1,0 +1,116 @@
+"""Kept responses: answers of /v1/responses, which clients may read again and continue."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, NamedTuple, final
+
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.responses import Item, ResponsesRequest
+
+
+class _Response(NamedTuple):
+    """A response and the items before its own, as JSON, and the name of its client's key."""
+
+    client: str
+    body: str
+    items: str
+
+
+@final
+class Kept:
+    """The newest responses, in memory. Threads may share it.
+
+    Args:
+        most_bytes: of all responses with the items before them; 0: none is kept.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._nbytes, self._lock = most_bytes, 0, Lock()
+        self._held = OrderedDict[str, _Response]()
+
+    def following(
+        self, asked: ResponsesRequest, client: str
+    ) -> Callable[[dict[str, Any]], None] | None:
+        """Put the items of the response that a request continues before its own. Returns what keeps
+        the answer; None: it is not kept.
+
+        Raises:
+            RequestError: nothing is kept, or not that response.
+        """
+        if asked.store:
+            self._require("store", "leave store out, and send all items of a conversation in input")
+        if asked.previous_response_id is not None:
+            field = "previous_response_id"
+            self._require(field, "send all items of the conversation in input")
+            before = self._get(asked.previous_response_id, client, field, 400)
+            items = json.loads(before.items) + json.loads(before.body)["output"]
+            asked.input[:0] = map(Item.model_validate, items)
+        if not self._most_bytes or asked.store is False:
+            return None
+        given = json.dumps([item.model_dump(exclude_none=True) for item in asked.input])
+        return lambda response: self._keep(
+            response["id"], _Response(client, json.dumps(response), given)
+        )
+
+    def response(self, name: str, client: str) -> dict[str, Any]:
+        """A response of a client.
+
+        Raises:
+            RequestError: it is not kept.
+        """
+        self._require("response_id", "a client has to keep its responses")
+        found: dict[str, Any] = json.loads(self._get(name, client, "response_id", 404).body)
+        return found
+
+    def drop(self, name: str, client: str) -> dict[str, Any]:
+        """Delete a response of a client; returns the answer to that request.
+
+        Raises:
+            RequestError: it is not kept.
+        """
+        self.response(name, client)
+        with self._lock:
+            self._remove(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    def _require(self, field: str, otherwise: str) -> None:
+        if not self._most_bytes:
+            raise RequestError(
+                f"{field}: this server keeps no responses; start it with --responses 100MB, or "
+                f"{otherwise}",
+                param=field,
+                code="unsupported_parameter",
+            )
+
+    def _get(self, name: str, client: str, field: str, status: int) -> _Response:
+        with self._lock:
+            found = self._held.get(name)
+            if found is None or found.client != client:
+                raise RequestError(
+                    f"{field}: no response {name[:80]!a} is kept; it was deleted, newer ones took "
+                    "its memory, or the server was started again",
+                    param=field,
+                    code="previous_response_not_found" if status == 400 else None,
+                    status=status,
+                )
+            self._held.move_to_end(name)
+            return found
+
+    def _keep(self, name: str, response: _Response) -> None:
+        with self._lock:
+            self._held[name] = response
+            self._nbytes += _size(response)
+            while self._nbytes > self._most_bytes:
+                self._remove(next(iter(self._held)))
+
+    def _remove(self, name: str) -> None:
+        found = self._held.pop(name, None)
+        self._nbytes -= 0 if found is None else _size(found)
+
+
+def _size(response: _Response) -> int:
+    return len(response.body) + len(response.items)
