@@ -60,7 +60,7 @@ builtins.__import__, importlib.import_module = importing, import_module
 def module_of(requirement):
     """The package that a requirement brings, as it is imported."""
     name = re.match(r"[\w.-]+", requirement)[0]
-    return {"llama-cpp-python": "llama_cpp"}.get(name, name).replace("-", "_")
+    return {"llama-cpp-python": "llama_cpp", "pillow": "PIL"}.get(name, name).replace("-", "_")
 
 
 REQUIRED = {module_of(one) for one in PROJECT["dependencies"] if ";" not in one}

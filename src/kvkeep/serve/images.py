@@ -32,8 +32,6 @@ class Images:
     """
 
     def __init__(self, processor: Any) -> None:
-        with needed_by("images", "images"):
-            import PIL.Image  # noqa: F401, PLC0415 (of an extra)
         self._processor = processor
 
     def read(
@@ -116,7 +114,8 @@ class _NoRedirect(HTTPRedirectHandler):
 
 def _opened(url: str, most_pixels: int) -> Any:
     """The image of a data URL, in RGB."""
-    from PIL import Image  # noqa: PLC0415 (of an extra)
+    with needed_by("images in requests", "images"):
+        from PIL import Image  # noqa: PLC0415 (of an extra)
 
     head = _DATA.match(url)
     try:
