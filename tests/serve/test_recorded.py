@@ -14,6 +14,7 @@ from support.recorded import SESSIONS, answered, recorded, without_changes
 
 KINDS = {
     "models": SyncPage[Model],
+    "model": Model,
     "chat": ChatCompletion,
     "chat_stream": ChatCompletionChunk,
     "completions": Completion,

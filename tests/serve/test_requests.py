@@ -62,6 +62,10 @@ def test_a_value_of_another_type_is_refused(parse, options, param):
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
+def test_vllms_way_to_turn_top_k_off():
+    assert chat(top_k=-1).params(10, 20, {2}).top_k == 0
+
+
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
 def test_what_sampling_refuses_names_its_option(name):
     with pytest.raises(RequestError, match=f"{name} is -2.* give a number from 0") as caught:

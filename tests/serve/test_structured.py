@@ -65,6 +65,21 @@ def test_each_answer_of_a_batch_follows_its_own(ask):
     assert both[-1][1] == "length"
 
 
+def test_a_grammar_is_compiled_once(tokenizer, monkeypatch):
+    compiled, original = [], Grammars._compiled
+    monkeypatch.setattr(
+        Grammars, "_compiled", lambda self, *of: compiled.append(of) or original(self, *of)
+    )
+    grammars, logits = Grammars(tokenizer, len(tokenizer), {2}), torch.zeros(1, len(tokenizer))
+    made = [grammars.following("regex", "a+b", "guided_regex") for _ in range(2)]
+    assert len(compiled) == 1
+    prompt = torch.tensor([[5]])
+    one, other = (make() for make in made)
+    begun = one(prompt, logits)
+    one(torch.tensor([[5, *tokenizer("a").input_ids]]), logits)
+    assert other(prompt, logits).equal(begun)  # what one answer says is not the other's
+
+
 def test_an_object_of_any_kind(ask, served):
     found = said(ask(extra_body={"response_format": {"type": "json_object"}}, max_tokens=8))
     assert found.startswith("{")

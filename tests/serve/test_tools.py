@@ -125,6 +125,11 @@ FORMATS = {
         ['[TOOL_CALLS]weather[ARGS]{"days": 3, "place": "Skye"}'] * 2,
         "",
     ),
+    "smollm": (
+        "<tool_call>",
+        [f"<tool_call>[{JSON % 'arguments'}, {JSON % 'arguments'}]</tool_call>"],
+        "",
+    ),
     "llama": ('"parameters"', [CALL] * 2, "; "),
     "llama-tag": (
         '"parameters"',

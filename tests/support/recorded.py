@@ -40,6 +40,10 @@ RESPONSE = {
 STREAM = {"stream": True}
 SESSIONS = {
     "models": ("models", None),
+    "model": ("models/tiny", None),
+    "tokenize": ("../tokenize", {"prompt": "Tide?", "return_token_strs": True}),
+    "detokenize": ("../detokenize", {"tokens": [5, 6]}),
+    "health": ("../health", None),
     "chat": ("chat/completions", CHAT),
     "chat_stream": (
         "chat/completions",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -25,6 +26,7 @@ with needed_by("structured output", "structured"):
 _JSON: Any = {"whitespace_flexible": False}
 """One line: some models would write white space without end."""
 
+_KEPT = 64  # compiled grammars
 _BITS = torch.arange(8, dtype=torch.uint8)
 
 
@@ -46,6 +48,7 @@ class Grammars:
         self._tokenizer: LLTokenizer = from_tokenizer(
             tokenizer, n_vocab=size, eos_token=sorted(ends) or None
         )
+        self._matcher = lru_cache(_KEPT)(self._compiled)
         self._special = {
             added.content: token
             for token, added in tokenizer.added_tokens_decoder.items()
@@ -65,6 +68,10 @@ class Grammars:
         Raises:
             RequestError: the grammar is not valid.
         """
+        matcher = self._matcher(kind, grammar, field, after)
+        return lambda: _Following(matcher.deep_copy(), field)
+
+    def _compiled(self, kind: StructureKind, grammar: str, field: str, after: str) -> LLMatcher:
         try:
             if kind == "json_schema":
                 made = LLMatcher.grammar_from_json_schema(grammar, overrides=_JSON)
@@ -79,7 +86,7 @@ class Grammars:
             wrong = str(error)
         if wrong:
             raise _unfollowed(field, wrong)
-        return lambda: _Following(matcher.deep_copy(), field)
+        return matcher
 
     def _after(self, mark: str, grammar: str) -> str:
         """A grammar that begins when a mark has been written."""
