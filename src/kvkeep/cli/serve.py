@@ -174,7 +174,7 @@ def serve(
         most_held,
         _bytes(responses, "--responses") or 0,
         size_in_bytes(image_bytes, "--image-bytes"),
-        host_names(allow_images_from or ()),
+        tuple(host_names(allow_images_from or ())),
     )
     hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
     keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None

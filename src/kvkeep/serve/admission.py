@@ -38,11 +38,10 @@ class Admission:
             RequestError: status 429, too many requests of that client wait.
         """
         if self._admitted[client] >= self._limits.queue + self._limits.sequences:
-            raise RequestError(
-                f"{self._limits.queue} requests wait already, which is the limit; try again later",
-                code="queue_full",
-                status=429,
+            full = (
+                f"{self._limits.queue} requests wait already, which is the limit; try again later"
             )
+            raise RequestError(full, code="queue_full", status=429)
         self._admitted[client] += 1
         try:
             yield
@@ -71,12 +70,10 @@ class Admission:
             async with asyncio.timeout(self._limits.wait_s) as waiting:
                 yield waiting
         except TimeoutError:
-            raise RequestError(
-                f"the request waited {self._limits.wait_s:g} s for others, which is the limit; try "
-                "again later",
-                code="waited_too_long",
-                status=503,
-            ) from None
+            late = (
+                f"the request waited {self._limits.wait_s:g} s, which is the limit; try again later"
+            )
+            raise RequestError(late, code="waited_too_long", status=503) from None
 
     async def parsed(self, parse: Callable[[], _Parsed], waiting: asyncio.Timeout) -> _Parsed:
         """The result of parsing a request in a thread, one request at a time. The time to parse it

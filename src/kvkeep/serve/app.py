@@ -338,32 +338,23 @@ async def _body(http: HTTPRequest, limit: int, timeout_s: float) -> bytearray:
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise RequestError(
-            f"the request did not arrive within {timeout_s:g} s; send it faster, or send less",
-            status=408,
-        ) from None
+        late = f"the request did not arrive within {timeout_s:g} s; send it faster, or send less"
+        raise RequestError(late, status=408) from None
     return body
 
 
 def _require_model(engine: Engine, name: str) -> None:
     if name != engine.name:
-        raise RequestError(
-            f"no model {name[:80]!a}; this server has {engine.name!r}",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+        message = f"no model {name[:80]!a}; this server has {engine.name!r}"
+        raise RequestError(message, "model", "model_not_found", 404)
 
 
 def _require_json(request: HTTPRequest) -> None:
     """Refuse other content types: any web page can send those without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(
-            f"the content type is {given[:80]!a}; send application/json",
-            code="unsupported_content_type",
-            status=415,
-        )
+        message = f"the content type is {given[:80]!a}; send application/json"
+        raise RequestError(message, code="unsupported_content_type", status=415)
 
 
 def _require_key(request: HTTPRequest, keys: Keys) -> str:
@@ -376,11 +367,8 @@ def _require_key(request: HTTPRequest, keys: Keys) -> str:
     name = keys.name(given.strip().encode("latin-1")) if kind.lower() == "bearer" else None
     if name is None:
         said = "a wrong API key" if given else "no API key"
-        raise RequestError(
-            f"{said}; send one of this server's keys as `Authorization: Bearer KEY`",
-            code="invalid_api_key",
-            status=401,
-        )
+        message = f"{said}; send one of this server's keys as `Authorization: Bearer KEY`"
+        raise RequestError(message, code="invalid_api_key", status=401)
     return name
 
 
@@ -393,12 +381,8 @@ def _require_operator(client: _Client, keys: Keys | None, share: bool) -> None:
     """
     alone = share if keys is None else keys.tenants == 1
     if not alone and client.name != _OPERATOR:
-        raise RequestError(
-            "these figures are of all clients together, who share nothing here; use a key of the "
-            f"name {_OPERATOR}",
-            code="not_the_operator",
-            status=403,
-        )
+        message = f"these figures tell clients about others; use a key of the name {_OPERATOR}"
+        raise RequestError(message, code="not_the_operator", status=403)
 
 
 async def _on_error(request: HTTPRequest, error: Exception) -> Response:

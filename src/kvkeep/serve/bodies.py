@@ -52,18 +52,16 @@ def _refused(problem: Mapping[str, Any]) -> RequestError:
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
     param = path[0] if path and path[0] in _NAMED_WHOLE else where
     if problem["type"] == "missing":
-        message, code = f"{where} is missing; give it", "missing_required_parameter"
-        return RequestError(message, param=str(param), code=code)
+        message = f"{where} is missing; give it"
+        return RequestError(message, str(param), "missing_required_parameter")
     if problem["type"] == "extra_forbidden":
         message = f"{where} is not a field that this server knows; leave it out"
-        return RequestError(message, param=str(param), code="unknown_parameter")
+        return RequestError(message, str(param), "unknown_parameter")
     error = problem.get("ctx", {}).get("error")  # what a validator here raised
     wanted = str(error or problem["msg"][0].lower() + problem["msg"][1:])
-    return RequestError(
-        f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}",
-        param=str(param) or None,
-        code="unsupported_parameter" if isinstance(error, UnsupportedValueError) else None,
-    )
+    message = f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}"
+    code = "unsupported_parameter" if isinstance(error, UnsupportedValueError) else None
+    return RequestError(message, str(param) or None, code)
 
 
 def _shown(value: Any) -> str:

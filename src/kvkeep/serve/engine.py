@@ -445,11 +445,8 @@ def stopped() -> RequestError:
 
 def too_large() -> RequestError:
     """Why a request is refused that could not be answered though it were alone."""
-    return RequestError(
-        "the answer could take more memory than this server has for all answers; ask for fewer "
-        "tokens (max_tokens), or shorten the prompt",
-        param="max_tokens",
-    )
+    why = "allows an answer more memory than this server has; lower it, or shorten the prompt"
+    return RequestError.of("max_tokens", why)
 
 
 def failed() -> RequestError:

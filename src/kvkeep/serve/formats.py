@@ -108,12 +108,8 @@ def _xml_value(given: Any, common: dict[str, Any], name: str) -> list[Piece]:
         return [schema | common, end]
     if kinds == {"string"} and not {"pattern", "format", "enum", "const"} & schema.keys():
         return [Until(end, schema.get("minLength", 0), schema.get("maxLength"))]
-    raise RequestError(
-        f"{name[:80]} is a parameter that a call which must be made cannot have here: this model's "
-        "format of calls needs one type, and text without a pattern; change it, or leave out "
-        "tool_choice",
-        param="tools",
-    )
+    message = f"{name[:80]} needs one type, and text no pattern, for tool_choice with this model"
+    raise RequestError(f"{message}; change it, or leave out tool_choice", "tools")
 
 
 def reasoning_marks(template: str) -> tuple[str, str] | None:

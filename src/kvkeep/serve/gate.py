@@ -67,10 +67,8 @@ def origin_names(given: Iterable[str]) -> list[str]:
 def _origin_name(given: str) -> str:
     found = _ORIGIN.fullmatch(given.lower().rstrip("/"))
     if found is None:
-        raise SpecError(
-            f"origin {given[:80]!a}; give a scheme and a host, such as https://chat.example, in "
-            "ASCII and without a path"
-        )
+        wanted = "give a scheme and a host in ASCII, without a path, such as https://chat.example"
+        raise SpecError(f"origin {given[:80]!a}; {wanted}")
     scheme, host, port = found.groups()
     return f"{scheme}://{host}" + (f":{port}" if port and port != _USUAL_PORTS.get(scheme) else "")
 
@@ -107,18 +105,13 @@ class Gate:
         name = _name_of(host)
         known = name in self._hosts or _is_address(name)  # names that only "*" lets in are not
         if not known and "*" not in self._hosts:
-            raise RequestError(
-                f"this server does not accept the host name {host[:80]!a}; use its address, or "
-                "start it with --allow-host",
-                code="unknown_host",
-                status=421,
+            message = (
+                f"unknown host name {host[:80]!a}; use the address, or start with --allow-host"
             )
+            raise RequestError(message, code="unknown_host", status=421)
         own = {f"{scope['scheme']}://{host}".lower()} if known else set()
         for origin in headers.getlist("origin"):
             if not {"*", origin.lower()} & (self._origins | own):
-                raise RequestError(
-                    f"pages of {origin[:80]!a} may not use this server; start it with "
-                    "--allow-origin to allow them",
-                    code="unknown_origin",
-                    status=403,
-                )
+                page = f"pages of {origin[:80]!a} may not use this server"
+                message = f"{page}; start it with --allow-origin to allow them"
+                raise RequestError(message, code="unknown_origin", status=403)

@@ -152,4 +152,4 @@ class _Following:
 def _unfollowed(field: str, error: str) -> RequestError:
     """Why an answer cannot follow a grammar, or cannot go on following it."""
     reason = " ".join(error.split())[:300]
-    return RequestError(f"{field} is no grammar that can be followed: {reason}", param=field)
+    return RequestError.of(field, f"is no grammar that can be followed: {reason}")

@@ -20,6 +20,7 @@ from kvkeep.serve.refused import RequestError
 _DATA = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _MOST_PIXELS = 2**25  # of all images of a request: a small file may hold many
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_SEND = "send the image itself, as data:image/png;base64,..."
 _PIECE = 2**16  # bytes that are read at once
 
 
@@ -80,24 +81,17 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
-        raise _refused(
-            f"the image {url[:80]!a} has no URL that this server reads; send the image itself, as "
-            "data:image/png;base64,..."
-        )
+        raise _refused(f"the image {url[:80]!a} has no URL that this server reads; {_SEND}")
     if not {"*", host} & set(hosts):
-        raise _refused(
-            f"this server fetches no images from {host[:80]!a}; send the image itself, as "
-            "data:image/png;base64,..., or start the server with --allow-images-from and the host"
-        )
+        where = f"this server fetches no images from {host[:80]!a}"
+        raise _refused(f"{where}; {_SEND}, or start it with --allow-images-from and the host")
     deadline, found = time.monotonic() + timeout_s, bytearray()
     try:
         with build_opener(_NoRedirect).open(url, timeout=timeout_s) as answer:
             while piece := answer.read1(_PIECE):
                 found += piece
                 if len(found) > most_bytes:
-                    raise _refused(
-                        f"the images are larger than {most_bytes} bytes; send smaller ones"
-                    )
+                    raise _refused(f"the images exceed {most_bytes} bytes; send smaller ones")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"it takes more than {timeout_s:g} s")
     except (OSError, ValueError, HTTPException) as error:
@@ -122,17 +116,13 @@ def _opened(url: str, most_pixels: int) -> Any:
         data = base64.b64decode(url[head.end() :] if head else "", validate=True)
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.width * image.height > most_pixels:
-            raise _refused(
-                f"images of {image.width} x {image.height} pixels: a request may have "
-                f"{_MOST_PIXELS} in all; send smaller ones"
-            )
+            size = f"{image.width} x {image.height} pixels"
+            raise _refused(f"{size}: a request may have {_MOST_PIXELS}; send smaller images")
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise _refused(
-            f"the image {url[:40]!a} is not valid; send a PNG, JPEG, WebP or GIF image, as "
-            "data:image/png;base64,..."
-        ) from error
+        formats = ", ".join(_FORMATS)
+        raise _refused(f"the image {url[:40]!a} is not valid ({formats}); {_SEND}") from error
 
 
 def _refused(message: str) -> RequestError:
-    return RequestError(message, param="messages", code="invalid_image")
+    return RequestError(message, "messages", "invalid_image")

@@ -79,24 +79,15 @@ class Kept:
 
     def _require(self, field: str, otherwise: str) -> None:
         if not self._most_bytes:
-            raise RequestError(
-                f"{field}: this server keeps no responses; start it with --responses 100MB, or "
-                f"{otherwise}",
-                param=field,
-                code="unsupported_parameter",
-            )
+            why = f"this server keeps no responses; start it with --responses 100MB, or {otherwise}"
+            raise RequestError(f"{field}: {why}", field, "unsupported_parameter")
 
     def _get(self, name: str, client: str, field: str, status: int) -> _Response:
         with self._lock:
             found = self._held.get(name)
             if found is None or found.client != client:
-                raise RequestError(
-                    f"{field}: no response {name[:80]!a} is kept; it was deleted, newer ones took "
-                    "its memory, or the server was started again",
-                    param=field,
-                    code="previous_response_not_found" if status == 400 else None,
-                    status=status,
-                )
+                why = f"{field} is {name[:80]!a}, but no response with this id is kept"
+                raise RequestError(why, field, "previous_response_not_found", status)
             self._held.move_to_end(name)
             return found
 

@@ -39,14 +39,12 @@ class Keys:
             raise KeysError("no API keys; give at least one")
         for key, name in names.items():
             if not key or not key.isascii() or not key.isprintable() or " " in key:
+                whose = f"the API key of {name or 'this server'}"
                 raise KeysError(
-                    f"the API key of {name or 'this server'} is empty, or has characters that no "
-                    "client can send; use printable ASCII without spaces"
+                    f"{whose} is empty, or not printable ASCII without spaces; use another"
                 )
             if name and not _NAME.fullmatch(name):
-                raise KeysError(
-                    f"key name {name!r} is not valid; use letters, digits, '.', '_' and '-'"
-                )
+                raise KeysError(f"key name {name!r}; use letters, digits, '.', '_' and '-'")
         self.tenants = len(set(names.values()))
         self._names = [(_digest(key.encode()), name) for key, name in names.items()]
 

@@ -57,7 +57,8 @@ class Limits:
             value = getattr(self, field.name)
             if not isinstance(value, int | float):
                 continue
-            if value < 0 or (value == 0 and field.name not in ("queue", "response_bytes")):
+            none = value == 0 and field.name in ("queue", "response_bytes")
+            if not (value > 0 or none):
                 raise SpecError(f"{field.name} of {value}; give more")
             if math.isinf(value):
                 raise SpecError(f"{field.name} of {value}; give a finite number")

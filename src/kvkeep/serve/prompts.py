@@ -258,14 +258,11 @@ class Prompts:
     def _checked(self, ids: list[int], param: str) -> list[int]:
         length = len(ids)
         if self.context is not None and length >= self.context:
-            raise RequestError(
-                f"this model's maximum context length is {self.context} tokens, but {param} takes "
-                f"{length}, and an answer at least 1; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+            most = f"this model's maximum context length is {self.context} tokens"
+            message = f"{most}, but {param} takes {length}, and an answer at least 1; shorten it"
+            raise RequestError(message, param, "context_length_exceeded")
         if not ids:
-            raise RequestError(f"{param}: no tokens; give some text", param=param)
+            raise RequestError.of(param, "has no tokens; give some text")
         self._check_known(ids, param)
         return ids
 
@@ -276,7 +273,7 @@ class Prompts:
     def _check_known(self, ids: list[int], param: str) -> None:
         known = self._host.embeddings
         if known is not None and not all(0 <= token < known for token in ids):
-            raise RequestError(f"{param} has token ids outside of 0 to {known - 1}", param=param)
+            raise RequestError.of(param, f"has token ids outside of 0 to {known - 1}")
 
     def _check_tokens(self, request: Request) -> None:
         for field, tokens in (
@@ -285,11 +282,8 @@ class Prompts:
         ):
             largest = max(tokens, default=0)
             if largest >= self._host.vocabulary:
-                raise RequestError(
-                    f"{field} has token {largest}; this model's are 0 to "
-                    f"{self._host.vocabulary - 1}",
-                    param=field,
-                )
+                last = self._host.vocabulary - 1
+                raise RequestError.of(field, f"has token {largest}; this model's are 0 to {last}")
 
     def _most_tokens(self, request: Request, length: int) -> int:
         """The most tokens that each answer to a prompt of `length` tokens may have."""
@@ -299,11 +293,9 @@ class Prompts:
         if self.context is not None:
             most = min(most, self.context - length)
         if answers * most > limit:
-            raise RequestError(
-                f"{answers} answers of up to {most} tokens are {answers * most} tokens, but this "
-                f"server gives {limit} to a request; ask for fewer (max_tokens, n)",
-                param="n" if request.answers > 1 else "max_tokens",
-            )
+            asked = f"{answers} answers of up to {most} tokens are {answers * most} tokens"
+            message = f"{asked}, but a request gets {limit}; ask for fewer (max_tokens, n)"
+            raise RequestError(message, "n" if request.answers > 1 else "max_tokens")
         return most
 
     def _ids(self, text: str, field: str, *, special: bool = True) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvkeep.errors import KVKeepError
@@ -15,13 +15,17 @@ class RequestError(KVKeepError):
     """A refused request: the field and code at fault, and the HTTP status."""
 
     message: str
-    _: KW_ONLY
     param: str | None = None
     code: str | None = None
     status: int = 400
 
     def __str__(self) -> str:
         return self.message
+
+    @classmethod
+    def of(cls, field: str, why: str) -> Self:
+        """The refusal of a field; the message is its name and `why`."""
+        return cls(f"{field} {why}", field)
 
     @property
     def outcome(self) -> str:

@@ -55,26 +55,19 @@ class Rendering:
                 there is no template, or too much text.
         """
         if self._tokenizer.chat_template is None:
-            raise RequestError(
-                f"{self._name} has no chat template; use /v1/completions",
-                param="messages",
-                code="no_chat_template",
-            )
+            why = f"{self._name} has no chat template; use /v1/completions"
+            raise RequestError(why, "messages", "no_chat_template")
         if request.images and not self._sees:
-            raise RequestError(
-                f"{self._name} reads text only here; leave out images",
-                param="messages",
-                code="unsupported_parameter",
-            )
+            why = f"{self._name} reads text only here; leave out images"
+            raise RequestError(why, "messages", "unsupported_parameter")
         messages, tools = for_template(request.messages), _tools(request)
         template = self._tokenizer.get_chat_template(tools=tools or None)
         calls = any("tool_calls" in message for message in messages)
         if "tools" not in template and (tools or calls):
             messages, template = in_hermes_form(messages, tools), HERMES + template
         elif calls and "tool_calls" not in template:  # it would silently leave them out
-            raise RequestError(
-                f"the chat template of {self._name} does not render tool_calls", param="tool_calls"
-            )
+            why = f"the chat template of {self._name} does not render tool_calls"
+            raise RequestError(why, "tool_calls")
         if "developer" not in template:
             for message in messages:
                 message["role"] = message["role"].replace("developer", "system")
@@ -103,19 +96,14 @@ class Rendering:
             raise
         except Exception as error:  # templates are programs, and raise errors of any class
             reason = " ".join(str(error).split())[:300]
-            raise RequestError(
-                f"the chat template of {self._name} cannot render these messages: {reason}",
-                param="messages",
-            ) from error
+            message = f"the chat template of {self._name} cannot render these messages: {reason}"
+            raise RequestError(message, "messages") from error
 
     def too_large(self, field: str) -> RequestError:
         """The refusal of a prompt with too much text."""
-        return RequestError(
-            f"{field} exceeds the maximum context length: it takes more than the "
-            f"{self._most_bytes} bytes that this server reads of a prompt; shorten it",
-            param=field,
-            code="context_length_exceeded",
-        )
+        most = f"{self._most_bytes} bytes, the most that this server reads"
+        message = f"{field} exceeds the maximum context length: more than {most}; shorten it"
+        return RequestError(message, field, "context_length_exceeded")
 
     def _variables(self, request: Conversation, template: str) -> dict[str, Any]:
         """The template's variables that a request sets.
@@ -125,13 +113,13 @@ class Rendering:
         """
         given, read = dict(request.chat_template_kwargs), set(_WORD.findall(template))
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        whose = f"the chat template of {self._name}"
         for name in given:
             if name in own or name not in read:
-                raise RequestError(
-                    f"chat_template_kwargs.{name[:80]} is not a variable that the chat template of "
-                    f"{self._name} leaves to requests; leave it out",
-                    param="chat_template_kwargs",
+                message = (
+                    f"chat_template_kwargs.{name[:80]} is no variable of {whose}; leave it out"
                 )
+                raise RequestError(message, "chat_template_kwargs")
         effort = request.reasoning_effort
         if effort is None:
             return given
@@ -139,10 +127,7 @@ class Rendering:
             return {"reasoning_effort": effort} | given
         if "enable_thinking" in read:
             return {"enable_thinking": effort != "none"} | given
-        raise RequestError(
-            f"the chat template of {self._name} does not read reasoning_effort; leave it out",
-            param="reasoning_effort",
-        )
+        raise RequestError.of("reasoning_effort", f"is not read by {whose}; leave it out")
 
     def _with_system(
         self, messages: list[dict[str, Any]], **options: Any
@@ -197,10 +182,7 @@ def _tools(request: Conversation) -> list[dict[Any, Any]]:
     if isinstance(choice, NamedTool):
         tools = [one for one in tools if one["function"]["name"] == choice.function.name]
     if not tools:
-        raise RequestError(
-            "tool_choice asks for a call of a tool that tools does not have; add it",
-            param="tool_choice",
-        )
+        raise RequestError.of("tool_choice", "asks for a tool that tools does not have; add it")
     return tools
 
 

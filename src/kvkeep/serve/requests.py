@@ -172,14 +172,10 @@ class GenerationRequest(SampledRequest):
     def _check_structure(self) -> Self:
         form, several = self.response_format, self._structures()[1:]
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-            raise RequestError(
-                "response_format needs json_schema with type json_schema, and only with that",
-                param="response_format",
-            )
+            why = "needs json_schema with type json_schema, and only with that"
+            raise RequestError.of("response_format", why)
         if several:
-            raise RequestError(
-                f"{several[0].field} is one of several grammars; give one", param=several[0].field
-            )
+            raise RequestError.of(several[0].field, "is one of several grammars; give one")
         return self
 
     @property
@@ -202,11 +198,10 @@ class GenerationRequest(SampledRequest):
     def _check_include_cache(self) -> Self:
         several = self.answers * self.prompts > 1
         if self.stream_options.include_cache and (several or not self.stream):
-            raise RequestError(
-                "stream_options.include_cache shows the cache of one answer while it is streamed; "
-                "give stream true and n 1, or leave it out",
-                param="stream_options.include_cache",
+            why = (
+                "shows the cache of one streamed answer; give stream true and n 1, or leave it out"
             )
+            raise RequestError.of("stream_options.include_cache", why)
         return self
 
     def without_prompt(self) -> Self:
@@ -226,11 +221,8 @@ class GenerationRequest(SampledRequest):
             RequestError: an option of sampling is out of its range.
         """
         if self.min_tokens > max_new_tokens:
-            raise RequestError(
-                f"min_tokens is {self.min_tokens}, but an answer has at most {max_new_tokens} "
-                "tokens; ask for fewer",
-                param="min_tokens",
-            )
+            why = f"is {self.min_tokens}, but an answer has at most {max_new_tokens}; ask for fewer"
+            raise RequestError.of("min_tokens", why)
         end_tokens = frozenset(self.stop_token_ids) | (set() if self.ignore_eos else {*ends})
         processors = []
         if self.repetition_penalty != 1:
@@ -259,7 +251,7 @@ class GenerationRequest(SampledRequest):
                 **further,
             )
         except SpecError as error:  # its message begins with the option's name
-            raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
+            raise RequestError(str(error), str(error).partition(" ")[0]) from None
 
 
 class Conversation(Exact):
@@ -301,11 +293,8 @@ class Conversation(Exact):
     @validator(mode="after")
     def _check_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(
-                "add_generation_prompt begins a new message, and continue_final_message continues "
-                "the last one; give one of them",
-                param="add_generation_prompt",
-            )
+            why = "begins a message, and continue_final_message continues one; give one of them"
+            raise RequestError.of("add_generation_prompt", why)
         return self
 
 
@@ -361,10 +350,8 @@ class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
     @validator(mode="after")
     def _join_options(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(
-                f"top_logprobs {self.top_logprobs} without logprobs; give logprobs true too",
-                param="top_logprobs",
-            )
+            why = f"is {self.top_logprobs}, but logprobs is false; give logprobs true too"
+            raise RequestError.of("top_logprobs", why)
         self.top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
@@ -416,22 +403,16 @@ class CompletionRequest(GenerationRequest):
     @validator(mode="after")
     def _check_options(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError(
-                "max_tokens is 0: give at least 1, or echo true for the prompt alone",
-                param="max_tokens",
-            )
+            why = "is 0: give at least 1, or echo true for the prompt alone"
+            raise RequestError.of("max_tokens", why)
         if self.answers * self.prompts > _MOST_ANSWERS:
+            asked = f"{self.prompts} prompts of {self.answers} answers"
             raise RequestError(
-                f"{self.prompts} prompts of {self.answers} answers: ask for at most "
-                f"{_MOST_ANSWERS} answers at once",
-                param="prompt",
+                f"{asked}: ask for at most {_MOST_ANSWERS} answers at once", "prompt"
             )
         if self.answers < self.n or (self.stream and self.answers > self.n):
-            raise RequestError(
-                f"best_of is {self.best_of}: give at least n, which is {self.n}, and in a stream "
-                "not more",
-                param="best_of",
-            )
+            why = f"is {self.best_of}: give at least n, which is {self.n}, and in a stream not more"
+            raise RequestError.of("best_of", why)
         return self
 
 
@@ -447,7 +428,7 @@ class TokenizeRequest(Conversation):
     @validator(mode="after")
     def _check_prompt(self) -> Self:
         if bool(self.messages) == (self.prompt is not None):
-            raise RequestError("give either prompt or messages", param="prompt")
+            raise RequestError("give either prompt or messages", "prompt")
         return self
 
 

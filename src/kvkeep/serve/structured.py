@@ -60,17 +60,12 @@ class Structured:
             return [grammars.following(structure.kind, structure.text, field, after=after)]
         calls = forced_calls(template, tools or [])
         if calls is None:
-            raise RequestError(
-                f"{field} with tools asks for calls, but it is not known how this model writes "
-                "them; give tool_choice none, or leave it out",
-                param=field,
-            )
+            why = "asks for calls, but how this model writes them is not known; leave it out"
+            raise RequestError.of(field, why)
         if structure is not None and not forced:
             if structure.kind != "json_schema":
-                raise RequestError(
-                    f"{field} with tools is not supported; give tool_choice none, or a JSON schema",
-                    param=field,
-                )
+                why = "with tools is not supported; give tool_choice none, or a JSON schema"
+                raise RequestError.of(field, why)
             calls.append([_schema(structure.text, field)])
         return [grammars.following("lark", grammars.one_of(calls), "tools", after=after)]
 
@@ -83,17 +78,15 @@ class Structured:
         """
         if request.ignore_eos or request.min_tokens:
             other = "ignore_eos" if request.ignore_eos else "min_tokens"
-            raise RequestError(
-                f"{other} keeps an answer from ending where {field} ends it; leave out one of them",
-                param=other,
-            )
+            why = f"keeps an answer from ending where {field} ends it; leave out one of them"
+            raise RequestError.of(other, why)
         if self._made is None:
             try:
                 from kvkeep.serve.grammars import Grammars  # noqa: PLC0415 (of an extra)
 
                 self._made = Grammars(self._tokenizer, self._vocabulary, self._ends())
             except (MissingPackageError, ValueError) as error:
-                raise RequestError(f"{field} cannot be followed: {error}", param=field) from error
+                raise RequestError.of(field, f"cannot be followed: {error}") from error
         return self._made
 
 
@@ -103,5 +96,5 @@ def _schema(text: str, field: str) -> dict[str, Any]:
     except ValueError:
         schema = None
     if not isinstance(schema, dict):
-        raise RequestError(f"{field} is no JSON schema; give an object", param=field)
+        raise RequestError.of(field, "is no JSON schema; give an object")
     return schema
