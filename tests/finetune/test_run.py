@@ -175,7 +175,7 @@ def test_what_each_batch_draws(data, tmp_path, tokenizer, monkeypatch):
     drawn.clear()
     tuned(data, tmp_path / "b", tokenizer, **options)
     assert drawn == first
-    with pytest.raises(OptionError, match="at least 17 tokens, but of at most 16"):
+    with pytest.raises(OptionError, match="least_chunk is 17, but chunks have at most 16"):
         tuned(data, tmp_path / "c", tokenizer, cache="h2o:16", least_chunk=17)
 
 
@@ -289,7 +289,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(data, tmp_path, tokenizer
         ({"dropout": 1.0}, OptionError, "dropout is 1.0"),
         ({"decay": "step"}, OptionError, "decay is 'step'; give linear or cosine"),
         ({"targets": ","}, OptionError, "no targets"),
-        ({"full": True}, OptionError, "rank of LoRA, but all weights are trained; leave out the o"),
+        ({"full": True}, OptionError, "rank of LoRA, but all weights are trained; leave LoRA"),
         ({"targets": "q_prj"}, OptionError, "no LoRA for targets 'q_prj'.*use all-linear"),
         ({"steps": 1, "epochs": 1}, OptionError, "give one of them"),
         ({"offload": True, "context_parallel": 2}, OptionError, "give either offload or context"),

@@ -91,17 +91,14 @@ class Checkpoints:
             self.out.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.out, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write {self.out}: {error.strerror}; give a directory"
-            ) from error
+            what = f"cannot write {self.out}: {error.strerror}"
+            raise CheckpointError(f"{what}; give a directory") from error
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise CheckpointError(
-                    f"another process is fine-tuning into {self.out}; wait for it, or give another "
-                    "directory"
-                ) from error
+                what = f"another process is fine-tuning into {self.out}"
+                raise CheckpointError(f"{what}; wait, or give another directory") from error
             for left in self.out.glob(f".*{PARTIAL}"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             yield
@@ -125,10 +122,8 @@ class Checkpoints:
         """Raise CheckpointError if the directory holds a run already."""
         held = [self.at(step).name for step in self._steps()[-1:]] or self._result()
         if held:
-            raise CheckpointError(
-                f"{self.out} holds a run already ({held[0]}); resume it with --resume, or give "
-                "another directory"
-            )
+            what = f"{self.out} holds a run already ({held[0]})"
+            raise CheckpointError(f"{what}; resume it with --resume, or give another directory")
 
     def newest(self) -> int:
         """The step of the newest checkpoint, which is complete and of a run with these options; 0
@@ -140,10 +135,8 @@ class Checkpoints:
         steps = self._steps()
         if not steps:
             if self._result():
-                raise CheckpointError(
-                    f"{self.out} holds the {self.kind.noun} of a run but no checkpoint to resume "
-                    "from; give another directory"
-                )
+                what = f"{self.out} holds the {self.kind.noun} of a run but no checkpoint"
+                raise CheckpointError(f"{what} to resume from; give another directory")
             return 0
         path = self.at(steps[-1])
         contents = _read(path)
@@ -156,10 +149,8 @@ class Checkpoints:
         ]
         differ += [f"model: {x}" for x in differences(contents.model, self.fingerprint)]
         if differ:
-            raise CheckpointError(
-                f"{path} belongs to another run: {'; '.join(differ)}; resume with the same data "
-                "and options, or give another directory"
-            )
+            remedy = "resume with the same data and options, or give another directory"
+            raise CheckpointError(f"{path} belongs to another run: {'; '.join(differ)}; {remedy}")
         for name in {self.kind.weights_file, self.kind.mark, OPTIMIZER, STATE, *contents.files}:
             try:
                 same = contents.files.get(name) == _checksum(path / name)
@@ -272,9 +263,8 @@ class Checkpoints:
             try:
                 yield
             except (OSError, ValueError) as error:
-                raise CheckpointError(
-                    f"cannot write {what}: {error}; make room, and resume with --resume"
-                ) from error
+                remedy = "make room, and resume with --resume"
+                raise CheckpointError(f"cannot write {what}: {error}; {remedy}") from error
 
 
 def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -287,10 +277,8 @@ def _read(path: Path) -> Contents:
     try:
         fields = json.loads(read_file(path / CONTENTS, _MOST_CONTENTS))
         if fields["version"] != VERSION:
-            raise CheckpointError(
-                f"{path} is of version {fields['version']}, this kvkeep reads version {VERSION}; "
-                "resume with the kvkeep that wrote it"
-            )
+            what = f"{path} is of version {fields['version']}, this kvkeep reads {VERSION}"
+            raise CheckpointError(f"{what}; resume with the kvkeep that wrote it")
         return typed(Contents, fields)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, CheckpointError):
@@ -299,9 +287,8 @@ def _read(path: Path) -> Contents:
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged: {reason}; remove {path.parent} to resume from the checkpoint before it"
-    )
+    remedy = f"remove {path.parent} to resume from the checkpoint before it"
+    return CheckpointError(f"{path} is damaged: {reason}; {remedy}")
 
 
 @contextmanager

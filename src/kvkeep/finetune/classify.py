@@ -32,10 +32,8 @@ def labels_of(path: Path) -> list[str]:
     found = labelled(path)
     names = {label for _, label in found}
     if len(names) < 2:
-        raise DataError(
-            f"{path}: all {len(found)} texts have the label {found[0][1]!r}; give texts of at "
-            "least two labels"
-        )
+        what = f"{path}: all {len(found)} texts have the label {found[0][1]!r}"
+        raise DataError(f"{what}; give texts of at least two labels")
     numbers = all(name.isdecimal() for name in names)
     return sorted(names, key=lambda name: (int(name) if numbers else 0, name))
 
@@ -54,15 +52,11 @@ class Classes(Task):
     def __init__(self, model: Any, tokenizer: Any, length: int) -> None:
         super().__init__(model, tokenizer, length)
         if not hasattr(model, "score"):
-            raise OptionError(
-                f"{type(model).__name__} has no head for classes (score); load it with "
-                "AutoModelForSequenceClassification"
-            )
+            what = f"{type(model).__name__} has no head for classes (score)"
+            raise OptionError(f"{what}; load it with AutoModelForSequenceClassification")
         if model.config.pad_token_id is None:
-            raise OptionError(
-                "the model's config has no pad_token_id, by which transformers finds the last "
-                "token of a text; set it to the tokenizer's"
-            )
+            what = "the model's config has no pad_token_id, which shows where a text ends"
+            raise OptionError(f"{what}; set it to the tokenizer's")
         names = model.config.id2label
         self._labels = {str(names[index]): index for index in range(len(names))}
         self._pad: int = model.config.pad_token_id
@@ -78,15 +72,11 @@ class Classes(Task):
             raise DataError(f"label {label!r} is not one of the model's: {known}")
         ids = encoded(self._tokenizer, text, special=True)
         if not 2 <= len(ids) <= self.length:
-            raise DataError(
-                f"{len(ids)} tokens; a text that is classified is not cut, so give 2 to "
-                f"{self.length}, or another --length"
-            )
+            most = f"give 2 to {self.length}, or another --length"
+            raise DataError(f"{len(ids)} tokens; texts with labels are not cut, so {most}")
         if int(ids[-1]) == self._pad:
-            raise DataError(
-                f"the text ends with the padding token {self._pad}, which a classifier does not "
-                "look at; remove it"
-            )
+            what = f"the text ends with the padding token {self._pad}"
+            raise DataError(f"{what}, which a classifier does not look at; remove it")
         labels = torch.full_like(ids, IGNORED)
         labels[-1] = self._labels[label]
         return Tokens(ids, labels)

@@ -65,9 +65,7 @@ def objects(path: Path, made: Callable[[dict[str, Any]], Made]) -> list[Made]:
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise DataError(
-            f'{path} is empty; write a line such as {{"text": "..."}} for each document'
-        )
+        raise DataError(f'{path} is empty; write {{"text": "..."}} on a line for each document')
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -101,9 +99,8 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         given = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f'not JSON ({error}); write one object, such as {{"text": "..."}}, on each line'
-        ) from error
+        what = f"not JSON ({error})"
+        raise DataError(f'{what}; write {{"text": "..."}}, for example, on each line') from error
     if not isinstance(given, dict):
         raise DataError(f'{given!r:.40}; give an object, such as {{"text": "..."}}')
     return given
@@ -217,9 +214,8 @@ def _valid(value: str, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name} has half of a surrogate pair ({error}); write whole characters"
-        ) from error
+        what = f"{name} has half of a surrogate pair ({error})"
+        raise DataError(f"{what}; write whole characters") from error
     return value
 
 
@@ -230,9 +226,8 @@ _KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "rea
 def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
     """Messages as a chat template takes them, and which of them are learned."""
     if not isinstance(value, list) or not value:
-        raise DataError(
-            f'"messages" is {value!r:.40}; give a list of {{"role": ..., "content": ...}}'
-        )
+        wanted = 'give a list of {"role": ..., "content": ...}'
+        raise DataError(f'"messages" is {value!r:.40}; {wanted}')
     messages, learned = [], []
     for index, message in enumerate(value):
         name = f"message {index}"
@@ -264,9 +259,9 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
 
 def _weight(message: dict[str, Any], name: str) -> bool:
     weight = message.get("weight")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+    if isinstance(weight, bool) or weight not in (None, 0, 1):
         raise DataError(f'"weight" of {name} is {weight!r:.40}; give 0 or 1')
-    return weight is None or weight == 1
+    return weight != 0
 
 
 def _listed(calls: Any, name: str) -> list[Any]:
@@ -294,9 +289,8 @@ def _call(call: Any, name: str) -> dict[str, Any]:
 def _conversation(tokenizer: Any, chat: Chat) -> Tokens:
     messages, _, tools = chat
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            'the model\'s tokenizer has no chat template; give {"text": ...}, or use a chat model'
-        )
+        what = "the model's tokenizer has no chat template"
+        raise DataError(f'{what}; give {{"text": ...}}, or use a chat model')
     ids = _rendered(tokenizer, messages, tools)
     labels = torch.full_like(ids, IGNORED)
     for index in range(len(messages)):
@@ -306,10 +300,8 @@ def _conversation(tokenizer: Any, chat: Chat) -> Tokens:
             for shorter, longer in ((prompt, answered), (answered, ids)):
                 if len(shorter) > len(longer) or not shorter.equal(longer[: len(shorter)]):
                     raise DataError(
-                        f"with the model's chat template, the text before the end of message "
-                        f"{index} depends on what follows, so the assistant's tokens cannot be "
-                        "found; give each answer a line of its own, which ends with it, or the "
-                        'whole as {"text": ...}'
+                        f"with the model's chat template, the text of message {index} depends on "
+                        "what follows; give each answer a line of its own, which ends with it"
                     )
             labels[len(prompt) : len(answered)] = ids[len(prompt) : len(answered)]
     return Tokens(ids, labels)
@@ -326,10 +318,8 @@ def _rendered(
             messages, tools=tools, add_generation_prompt=prompt, tokenize=False
         )
     except Exception as error:  # templates are programs
-        raise DataError(
-            f"the model's chat template refuses the first {len(messages)} messages: "
-            f"{' '.join(str(error).split())}; change them"
-        ) from error
+        what = f"the model's chat template refuses the first {len(messages)} messages"
+        raise DataError(f"{what}: {' '.join(str(error).split())}; change them") from error
     return encoded(tokenizer, text, special=False)
 
 

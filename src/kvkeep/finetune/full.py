@@ -32,16 +32,12 @@ class Full(Trained):
         if adapter_layers(model):
             raise OptionError("the model has an adapter; give its base model, or merge it first")
         if not hasattr(getattr(model, "config", None), "save_pretrained"):
-            raise OptionError(
-                f"{type(model).__name__} has no config that can be saved, so the result would be "
-                "no model directory; train an adapter"
-            )
+            what = f"{type(model).__name__} has no config that can be saved"
+            raise OptionError(f"{what}; train an adapter")
         odd = [name for name, p in model.named_parameters() if not p.is_floating_point()]
         if odd or getattr(model.config, "quantization_config", None) is not None:
-            raise OptionError(
-                f"{type(model).__name__} has quantized weights, which have no gradients; train an "
-                "adapter, or load the model without quantization"
-            )
+            what = f"{type(model).__name__} has quantized weights, which have no gradients"
+            raise OptionError(f"{what}; train an adapter, or load it without quantization")
         # Sharding changes the class of the model, so its name is taken now.
         self._config = copy.deepcopy(model.config)
         self._config.architectures = [type(model).__name__]

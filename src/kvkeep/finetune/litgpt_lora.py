@@ -25,10 +25,8 @@ class LitGPTLora(Trained):
         assert options.alpha is not None
         targets = options.named_targets
         if options.offload:
-            raise OptionError(
-                "LitGPT's file of an adapter cannot be written from shards; leave out --offload, "
-                "or train with --host transformers"
-            )
+            what = "LitGPT's file of an adapter cannot be written from shards"
+            raise OptionError(f"{what}; leave out --offload, or use --host transformers")
         try:
             return adapted(
                 model,

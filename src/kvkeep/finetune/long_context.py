@@ -46,10 +46,8 @@ class LongContext(_Trainer):  # type: ignore[misc]
             "loss_type": getattr(self.args, "loss_type", None) not in (None, "nll"),
         }
         if any(other.values()):
-            raise UnsupportedError(
-                f"{', '.join(name for name in other if other[name])} ask for another loss than "
-                "cross entropy, the only one that is computed through a cache; leave them out"
-            )
+            names = ", ".join(name for name in other if other[name])
+            raise UnsupportedError(f"{names}: only cross entropy has gradients here; leave it out")
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -80,18 +78,14 @@ class LongContext(_Trainer):  # type: ignore[misc]
     ) -> tuple[Tensor, None, None]:
         """The loss of a batch."""
         if not prediction_loss_only:
-            raise UnsupportedError(
-                "logits of whole texts are never held, so metrics of them cannot be computed; set "
-                "prediction_loss_only, and no compute_metrics"
-            )
+            what = "logits of whole texts are never held, so metrics cannot be computed"
+            raise UnsupportedError(f"{what}; set prediction_loss_only, and no compute_metrics")
         with torch.no_grad(), self.compute_loss_context_manager():
             return loss(model, **self._text(inputs), **self._way), None, None
 
     def _text(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prepared: dict[str, Any] = self._prepare_inputs(inputs)
         if set(prepared) - _TEXT:
-            raise UnsupportedError(
-                f"inputs {sorted(set(prepared) - _TEXT)} beside {sorted(_TEXT)}; texts are padded, "
-                "not packed: use a collator that returns no other inputs"
-            )
+            what = f"inputs {sorted(set(prepared) - _TEXT)} beside {sorted(_TEXT)}"
+            raise UnsupportedError(f"{what}; use a collator that pads texts, and packs none")
         return prepared

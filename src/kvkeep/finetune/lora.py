@@ -54,10 +54,8 @@ class Lora(Trained):
                 return get_peft_model(model, config)
         except ValueError as error:
             reason = " ".join(str(error).split())
-            raise OptionError(
-                f"no LoRA for targets {options.targets!r}: {reason}; use all-linear, or names of "
-                "the model's linear modules"
-            ) from error
+            what = f"no LoRA for targets {options.targets!r}: {reason}"
+            raise OptionError(f"{what}; use all-linear, or names of linear modules") from error
 
     def weights(self, model: Any) -> dict[str, Tensor]:
         # The default of save_embedding_layers would ask the hub for the base model's vocabulary.

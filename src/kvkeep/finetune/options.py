@@ -151,22 +151,17 @@ class Options:
             raise OptionError(f"dropout is {self.dropout}; give at least 0 and less than 1")
         given = [name for name in _LORA if getattr(self, name) is not None]
         if self.full and given:
-            raise OptionError(
-                f"{', '.join(given)} of LoRA, but all weights are trained; leave out the "
-                f"{'option' if len(given) == 1 else 'options'}, or train an adapter"
-            )
+            what = f"{', '.join(given)} of LoRA, but all weights are trained"
+            raise OptionError(f"{what}; leave LoRA's options out, or train an adapter")
         lora = {} if self.full else {name: x for name, x in _LORA.items() if name not in given}
         if self.targets is not None and not self.named_targets:
             raise OptionError("no targets; give names of modules, or all-linear")
         if self.steps is not None and self.epochs is not None:
-            raise OptionError(
-                f"steps is {self.steps} and epochs is {self.epochs}; give one of them"
-            )
+            what = f"steps is {self.steps} and epochs is {self.epochs}"
+            raise OptionError(f"{what}; give one of them")
         if self.offload and self.context_parallel > 1:
-            raise OptionError(
-                "processes that share a text hand over slots where the weights lie, but offloaded "
-                "weights are not on the device; give either offload or context_parallel"
-            )
+            what = "processes that share a text need their weights on the device"
+            raise OptionError(f"{what}; give either offload or context_parallel")
         rate = _RATES[self.full] if self.lr is None else self.lr
         return replace(self, cache=str(parse_specs(self.cache)), lr=rate, **lora)
 
@@ -182,16 +177,12 @@ class Options:
 
         chunk = fitting(self.chunk, per_layer(self.cache, host.kinds))
         if self.least_chunk is not None and self.least_chunk > chunk:
-            raise OptionError(
-                f"chunks of at least {self.least_chunk} tokens, but of at most {chunk}; give the "
-                "smaller number first, and at most the cache's budget"
-            )
+            what = f"least_chunk is {self.least_chunk}, but chunks have at most {chunk} tokens"
+            raise OptionError(f"{what}; give a smaller one")
         most = host.context
         if self.length is not None and most is not None and self.length > most:
-            raise OptionError(
-                f"pieces of {self.length} tokens, but the model holds {most}; use a length of at "
-                f"most {most}"
-            )
+            what = f"pieces of {self.length} tokens, but the model holds {most}"
+            raise OptionError(f"{what}; use a length of at most {most}")
         return replace(self, chunk=chunk, length=self.length or min(LENGTH, most or LENGTH))
 
     def for_data(self, count: int) -> Options:
@@ -205,10 +196,8 @@ class Options:
             epochs = self.epochs or 1
             steps = math.ceil(epochs * count / (self.batch * self.accumulate))
         if self.warmup >= steps:
-            raise OptionError(
-                f"{self.warmup} steps of warm-up, but there are {steps} in all; use a warm-up of "
-                f"at most {steps - 1}"
-            )
+            what = f"{self.warmup} steps of warm-up, but there are {steps} in all"
+            raise OptionError(f"{what}; use a warm-up of at most {steps - 1}")
         return replace(self, steps=steps, epochs=epochs)
 
     def chunk_of(self, step: int) -> int:

@@ -48,28 +48,22 @@ class Processes:
     def __init__(self, device: torch.device, options: Options) -> None:
         here, context = dist.is_initialized(), options.context_parallel
         if options.offload and device.type == "cpu":
-            raise OptionError(
-                "nothing can be offloaded from the CPU, whose memory holds everything already; "
-                "leave out --offload"
-            )
+            what = "nothing can be offloaded from the CPU"
+            raise OptionError(f"{what}, whose memory holds everything; leave out --offload")
         if options.offload and not here:
-            raise OptionError(
-                "offloading is FSDP2's, which needs torch.distributed; call init_process_group "
-                "first, if only for one process"
-            )
+            what = "offloading is FSDP2's, which needs torch.distributed"
+            raise OptionError(f"{what}; call init_process_group first, also for one process")
         size, self._rank = (dist.get_world_size(), dist.get_rank()) if here else (1, 0)
         if size % context:
-            raise OptionError(
-                f"{context} processes for each text, but there are {size}; start a multiple of "
-                f"{context} with torchrun, or choose another --context-parallel"
-            )
+            what = f"{context} processes for each text, but there are {size}"
+            remedy = f"start a multiple of {context}, or choose another --context-parallel"
+            raise OptionError(f"{what}; {remedy}")
         self.count, self._place = size // context, self._rank // context
         if self.count > options.accumulate:
-            raise OptionError(
-                f"{self.count} processes with texts of their own, but a step has "
-                f"{options.accumulate} batches; start at most {options.accumulate}, let several "
-                f"share a text (--context-parallel), or use --accumulate {self.count}"
-            )
+            most = options.accumulate
+            what = f"{self.count} processes with texts of their own, but a step has {most} batches"
+            remedy = f"start at most {most}, or use --context-parallel or --accumulate {self.count}"
+            raise OptionError(f"{what}; {remedy}")
         self.device, self.sharded, self._offload = device, False, options.offload
         self._size = size
         self._data: Any = None  # the processes with other texts

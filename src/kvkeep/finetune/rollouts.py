@@ -48,10 +48,8 @@ class Rollouts:
         args = trainer.args
         given = [name for name in _UNKNOWN if getattr(args, name, None)]
         if given:
-            raise UnsupportedError(
-                f"{', '.join(given)} of the trainer's arguments cannot be applied to rollouts of a "
-                "Batch; leave them out"
-            )
+            what = f"{', '.join(given)} of the trainer's arguments"
+            raise UnsupportedError(f"{what} cannot be applied to a Batch; leave them out")
         model = trainer.accelerator.unwrap_model(trainer.model)
         host, training = host_of(model), model.training
         attached_here = not host.attached
@@ -108,10 +106,8 @@ def _ids(prompt: Any, trainer: Any) -> list[int]:
     processing = trainer.processing_class
     parts = [] if isinstance(prompt, str) else [part for x in prompt for part in _parts(x)]
     if strange := {part.get("type") for part in parts} - {"text"}:
-        raise UnsupportedError(
-            f"a prompt with parts of type {', '.join(map(str, strange))}, but a Batch is given "
-            "tokens only; leave images and sound to the trainer's own generation"
-        )
+        what = f"a prompt with parts of type {', '.join(map(str, strange))}, but rollouts read text"
+        raise UnsupportedError(f"{what}; leave images and sound to the trainer's own generation")
     tokenizer = getattr(processing, "tokenizer", processing)
     if isinstance(prompt, str):
         ids: list[int] = tokenizer(prompt)["input_ids"]

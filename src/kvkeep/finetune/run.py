@@ -86,10 +86,8 @@ def finetune(
         if evaluation is not None and holdout is not None:
             raise OptionError("an evaluation file and a holdout are both given; give one of them")
         if any(p.dtype == torch.float16 for p in model.parameters()):
-            raise OptionError(
-                "the model is in float16, in which gradients underflow; load it in bfloat16 or "
-                "float32"
-            )
+            what = "the model is in float16, in which gradients underflow"
+            raise OptionError(f"{what}; load it in bfloat16 or float32")
         assert options.length is not None
         task = (Classes if options.task == "classify" else NextToken)(
             model, tokenizer, options.length

@@ -69,19 +69,15 @@ def divided(
     else:
         kept = min(1, len(documents) - 1) if holdout is None else holdout
         if not 0 <= kept < len(documents):
-            raise OptionError(
-                f"a holdout of {kept} documents, but {data} has {len(documents)}; use one of at "
-                f"most {len(documents) - 1}"
-            )
+            what = f"a holdout of {kept} documents, but {data} has {len(documents)}"
+            raise OptionError(f"{what}; use one of at most {len(documents) - 1}")
         cut = len(documents) - kept
         documents, held = documents[:cut], documents[cut:]
     train, tested = task.pieces(documents), task.pieces(held)
     for path, given, found in ((data, documents, train), (evaluation or data, held, tested)):
         if given and not found:
-            raise DataError(
-                f"{path}: nothing to learn in pieces of {task.length} tokens; give documents "
-                "of at least 2 tokens, and a length that reaches the assistant's answers"
-            )
+            what = f"{path}: nothing to learn in pieces of {task.length} tokens"
+            raise DataError(f"{what}; give documents of 2 tokens or more, or a greater length")
     return train, tested
 
 

@@ -122,11 +122,9 @@ class FineTuner(Trainer):
         found = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         norm = full_tensor(torch.as_tensor(found))
         if not bool(torch.isfinite(norm)):
-            raise LossError(
-                f"step {self.state.global_step + 1}: the norm of the gradients is {float(norm)}, "
-                f"the loss {self._loss}: no weight and no optimizer was changed; lower the "
-                "learning rate, or compute in float32"
-            )
+            step = f"step {self.state.global_step + 1}: the norm of the gradients is {float(norm)}"
+            remedy = "nothing was changed; lower the learning rate, or compute in float32"
+            raise LossError(f"{step}, the loss {self._loss}: {remedy}")
         return norm
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -96,8 +96,8 @@ class Rendering:
             raise
         except Exception as error:  # templates are programs, and raise errors of any class
             reason = " ".join(str(error).split())[:300]
-            message = f"the chat template of {self._name} cannot render these messages: {reason}"
-            raise RequestError(message, "messages") from error
+            why = f"the chat template of {self._name} cannot render these messages: {reason}"
+            raise RequestError(why, "messages") from error
 
     def too_large(self, field: str) -> RequestError:
         """The refusal of a prompt with too much text."""
