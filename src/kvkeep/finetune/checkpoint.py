@@ -211,10 +211,9 @@ class Checkpoints:
                     work.mkdir()
                     self.kind.describe(model, work)
                     state.save_to_json(str(work / STATE))
-            with self._writing(target):
-                self.processes.write(work / self.kind.weights_file, weights, {"format": "pt"})
-            with self._writing(target):
-                self.processes.write(work / OPTIMIZER, tensors, {})
+            for name, some in ((self.kind.weights_file, weights), (OPTIMIZER, tensors)):
+                with self._writing(target):
+                    self.processes.write(work / name, some, {"format": "pt"})
             with self._writing(target):
                 if leads:
                     self._finish(work, state.global_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -239,12 +239,12 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
         kept = {key: x for key, x in message.items() if key != "weight" and x is not None}
         calls = message.get("tool_calls")
         if calls:
-            kept["tool_calls"] = [_call(call, f"a call of {name}") for call in _listed(calls, name)]
+            if not isinstance(calls, list):
+                raise DataError(f'"tool_calls" of {name} is {calls!r:.40}; give a list')
+            kept["tool_calls"] = [_call(call, f"a call of {name}") for call in calls]
             kept.setdefault("content", "")
         content = kept.get("content")
-        if role == "assistant" and not calls:
-            text_of(content, f'"content" of {name}')
-        elif isinstance(content, str):  # an empty one says that there is nothing
+        if isinstance(content, str) and (role != "assistant" or calls):  # it may be empty
             _valid(content, f'"content" of {name}')
         else:
             text_of(content, f'"content" of {name}')
@@ -262,12 +262,6 @@ def _weight(message: dict[str, Any], name: str) -> bool:
     if isinstance(weight, bool) or weight not in (None, 0, 1):
         raise DataError(f'"weight" of {name} is {weight!r:.40}; give 0 or 1')
     return weight != 0
-
-
-def _listed(calls: Any, name: str) -> list[Any]:
-    if not isinstance(calls, list):
-        raise DataError(f'"tool_calls" of {name} is {calls!r:.40}; give a list')
-    return calls
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
@@ -341,17 +335,11 @@ class Batch(NamedTuple):
 
 def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
     """Batches of `rows` texts; the last may have fewer."""
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     for start in range(0, len(texts), rows):
-        some = texts[start : start + rows]
-
-        def padded(rows: list[Tensor], value: int) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
-
-        yield Batch(
-            padded([t.ids for t in some], 0),
-            padded([t.labels for t in some], IGNORED),
-            padded([torch.ones_like(t.ids) for t in some], 0),
-        )
+        ids, labels = map(list, zip(*texts[start : start + rows], strict=True))
+        mask = pad([torch.ones_like(row) for row in ids])
+        yield Batch(pad(ids), pad(labels, padding_value=IGNORED), mask)
 
 
 def equalised(batches: list[Batch], count: int) -> list[Batch]:

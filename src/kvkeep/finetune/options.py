@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -47,6 +48,10 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
+_aside = partial(_option, matters=False)
+"""An option on which the trained weights do not depend."""
+
+
 @dataclass(frozen=True)
 class Options:
     """How to fine-tune.
@@ -83,9 +88,7 @@ class Options:
     chunk: int | None = _option(None, "Tokens in each chunk.", least=1)
     least_chunk: int | None = _option(None, "Least tokens in a chunk.", least=1)
     length: int | None = _option(
-        None,
-        "Most tokens of a piece of text; default: 8192, or the model's context if that is less.",
-        least=2,
+        None, "Most tokens of a piece of text; default: 8192, at most the context.", least=2
     )
     steps: int | None = _option(None, "Training steps.", least=1)
     epochs: int | None = _option(None, "Passes over the data.", least=1)
@@ -93,42 +96,24 @@ class Options:
     accumulate: int = _option(1, "Batches in a step.", least=1)
     full: bool = _option(False, "Train all weights, not an adapter.")
     rank: int | None = _option(None, "Rank of LoRA; default: 16.", least=1)
-    alpha: int | None = _option(
-        None, "LoRA's alpha; its scale is alpha / rank; default: 32.", least=1
-    )
+    alpha: int | None = _option(None, "LoRA's scale is alpha / rank; default: 32.", least=1)
     dropout: float | None = _option(None, "Dropout of LoRA; default: 0.", least=0)
-    targets: str | None = _option(
-        None, "Modules that get an adapter, comma-separated; default: all linear ones."
-    )
+    targets: str | None = _option(None, "Modules to adapt, comma-separated; default: all linear.")
     lr: float | None = _option(None, "AdamW's learning rate; default: 2e-4, or 1e-5 with --full.")
     warmup: int = _option(0, "Steps in which the learning rate rises.", least=0)
     decay: str = _option(
-        "linear",
-        "How the learning rate falls to 0: linear or cosine.",
-        choices=("linear", "cosine"),
+        "linear", "How the rate falls to 0: linear or cosine.", choices=("linear", "cosine")
     )
     clip: float = _option(1.0, "Greatest norm of a step's gradients; 0: no limit.", least=0)
     seed: int = _option(0, "Seed for weights, order and dropout.")
-    eval_every: int = _option(
-        0, "Steps between evaluations; 0: at the end only.", least=0, matters=False
-    )
-    save_every: int = _option(
-        0, "Steps between checkpoints; 0: at the end only.", least=0, matters=False
-    )
-    keep: int = _option(2, "Newest checkpoints to keep.", least=1, matters=False)
-    offload: bool = _option(
-        False, "Hold weights, gradients and the optimizer in host memory (FSDP2).", matters=False
-    )
-    context_parallel: int = _option(
-        1, "Processes that share each text, under torchrun.", least=1, matters=False
-    )
-    host_bytes: int | None = _option(
-        None, "Most host memory for the layers' stored inputs.", matters=False
-    )
-    spill: str | None = _option(None, "Directory for the inputs that exceed it.", matters=False)
-    report_to: str | None = _option(
-        None, "Send figures to, e.g., tensorboard or wandb; several: commas.", matters=False
-    )
+    eval_every: int = _aside(0, "Steps between evaluations; 0: at the end only.", least=0)
+    save_every: int = _aside(0, "Steps between checkpoints; 0: at the end only.", least=0)
+    keep: int = _aside(2, "Newest checkpoints to keep.", least=1)
+    offload: bool = _aside(False, "Hold weights, gradients and optimizer in host memory (FSDP2).")
+    context_parallel: int = _aside(1, "Processes that share each text, under torchrun.", least=1)
+    host_bytes: int | None = _aside(None, "Most host memory for the layers' stored inputs.")
+    spill: str | None = _aside(None, "Directory for the inputs that exceed it.")
+    report_to: str | None = _aside(None, "Send figures to, e.g., tensorboard,wandb.")
 
     def checked(self) -> Options:
         """These options, validated, with their defaults and the cache's spec in full.
@@ -205,9 +190,8 @@ class Options:
         assert self.chunk is not None
         if self.least_chunk is None:
             return self.chunk
-        return self.least_chunk + seed_of(self.seed, step, "chunk") % (
-            self.chunk - self.least_chunk + 1
-        )
+        sizes = self.chunk - self.least_chunk + 1
+        return self.least_chunk + seed_of(self.seed, step, "chunk") % sizes
 
     @property
     def named_targets(self) -> str | list[str]:

@@ -15,15 +15,7 @@ from kvkeep.generate import Answer, Batch, NewToken, WithMedia
 from kvkeep.generate.answer import Likely, Prompt
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
-from kvkeep.serve.events import (
-    Event,
-    Picture,
-    Scored,
-    Started,
-    TextDelta,
-    TokenLogprob,
-    Usage,
-)
+from kvkeep.serve.events import Event, Picture, Scored, Started, TextDelta, TokenLogprob, Usage
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.pictures import Maker, Outline, Pictures

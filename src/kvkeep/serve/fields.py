@@ -6,15 +6,8 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import model_validator as validator
 
 _MEDIA = re.compile("audio|video|file")
 _MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
@@ -100,7 +93,7 @@ class Lenient(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    @model_validator(mode="before")
+    @validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         if isinstance(given, dict):

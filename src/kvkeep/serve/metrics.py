@@ -6,16 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+import prometheus_client as prometheus
+from prometheus_client import Counter, Gauge, Histogram
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -32,7 +26,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = prometheus.CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
         seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
         self._requests = counter(
@@ -75,4 +69,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """All figures, as Prometheus reads them."""
-        return generate_latest(self._registry)
+        return prometheus.generate_latest(self._registry)

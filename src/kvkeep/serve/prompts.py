@@ -11,11 +11,7 @@ from torch import Tensor
 
 from kvkeep.generate import SamplingParams, TokenTexts
 from kvkeep.host import Host
-from kvkeep.serve.formats import (
-    reasoning_marks,
-    response_template,
-    shown_tokens,
-)
+from kvkeep.serve.formats import reasoning_marks, response_template, shown_tokens
 from kvkeep.serve.images import Images, fetched
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.parts import Parts

@@ -32,7 +32,7 @@ from kvkeep.serve.fields import (
 )
 from kvkeep.serve.messages import ImageURL, Message
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.structures import ResponseFormat, Structure
+from kvkeep.serve.structures import ResponseFormat, Structure, StructureKind
 
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
 _MOST_ANSWERS = 256  # of a request: each takes memory while it waits
@@ -152,21 +152,21 @@ class GenerationRequest(SampledRequest):
         return next(iter(self._structures()), None)
 
     def _structures(self) -> list[Structure]:
-        form, found = self.response_format, list[Structure]()
+        form, schema = self.response_format, None
         if form is not None and form.type != "text":
             schema = {"type": "object"} if form.json_schema is None else form.json_schema.given
-            found.append(Structure("response_format", "json_schema", json.dumps(schema)))
-        if self.guided_json is not None:
-            given = self.guided_json
-            text = given if isinstance(given, str) else json.dumps(given)
-            found.append(Structure("guided_json", "json_schema", text))
-        if self.guided_regex is not None:
-            found.append(Structure("guided_regex", "regex", self.guided_regex))
-        if self.guided_choice:
-            found.append(Structure("guided_choice", "choice", json.dumps(self.guided_choice)))
-        if self.guided_grammar is not None:
-            found.append(Structure("guided_grammar", "grammar", self.guided_grammar))
-        return found
+        given: list[tuple[str, StructureKind, Any]] = [
+            ("response_format", "json_schema", schema),
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice or None),
+            ("guided_grammar", "grammar", self.guided_grammar),
+        ]
+        return [
+            Structure(field, kind, x if isinstance(x, str) else json.dumps(x))
+            for field, kind, x in given
+            if x is not None
+        ]
 
     @validator(mode="after")
     def _check_structure(self) -> Self:

@@ -86,11 +86,7 @@ class Items:
         item_type, mark, kind = _TEXTS[said.part]
         if not self._open:
             self._open = said.part
-            item: _Object = {
-                "id": f"{mark}_{uuid.uuid4().hex}",
-                "type": item_type,
-                "status": "in_progress",
-            }
+            item = _begun(mark, item_type)
             own: _Object = {"role": "assistant"} if said.part == CONTENT else {"summary": []}
             item |= own
             part: _Object = {"type": kind, "text": ""}
@@ -112,7 +108,7 @@ class Items:
         return events
 
     def _call(self, call: Call) -> list[_Object]:
-        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
+        item = _begun("fc", "function_call")
         item |= {"call_id": call.id, "name": call.name, "arguments": ""}
         self.made.append(item)
         events = [self._event("output_item.added", item=dict(item))]
@@ -228,6 +224,10 @@ class ResponseReply(Reply):
             "output_tokens_details": {"reasoning_tokens": self._reasoned},
             "total_tokens": usage.prompt + usage.completion,
         }
+
+
+def _begun(mark: str, kind: str) -> _Object:
+    return {"id": f"{mark}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
 
 
 def _sent(event: _Object, number: int) -> str:
