@@ -50,7 +50,6 @@ _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
 _Kind = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 _MakeReply = Callable[[Request, Encoded], Reply]
 _Result = TypeVar("_Result")
-_Body = TypeVar("_Body", TokenizeRequest, DetokenizeRequest)
 
 
 def application(
@@ -101,7 +100,7 @@ def application(
         _require_operator(client_of(request), keys, share)
         return Response(engine.metrics.text(), media_type=CONTENT_TYPE)
 
-    texts = _Texts(engine, admission, client_of)
+    prompts, texts = engine.prompts, partial(_Texts, engine, admission, client_of)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -130,8 +129,10 @@ def application(
             Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/tokenize", texts.tokenize, methods=["POST"]),
-            Route("/detokenize", texts.detokenize, methods=["POST"]),
+            Route("/tokenize", texts(TokenizeRequest, prompts.tokenize).post, methods=["POST"]),
+            Route(
+                "/detokenize", texts(DetokenizeRequest, prompts.detokenize).post, methods=["POST"]
+            ),
             Route("/v1/chat/completions", answers(ChatCompletionRequest), methods=["POST"]),
             Route("/v1/completions", answers(CompletionRequest), methods=["POST"]),
             Route("/v1/responses", answers(ResponsesRequest), methods=["POST"]),
@@ -252,34 +253,17 @@ class _Answers(_Posted):
 @final
 @dataclass(frozen=True)
 class _Texts(_Posted):
-    """Endpoints for token ids and their text, as vLLM has them."""
+    """An endpoint for token ids and their text, as vLLM has them."""
 
-    async def tokenize(self, http: HTTPRequest) -> Response:
-        prompts = self.engine.prompts
+    kind: type[TokenizeRequest] | type[DetokenizeRequest]
+    answer: Callable[[Any], dict[str, Any]]
 
-        def tokens(request: TokenizeRequest) -> dict[str, Any]:
-            ids = prompts.tokenize(request)
-            found = {"count": len(ids), "max_model_len": prompts.context, "tokens": ids}
-            if request.return_token_strs:
-                found["token_strs"] = self.engine.tokenizer.convert_ids_to_tokens(ids)
-            return found
-
-        return await self._answer(http, TokenizeRequest, tokens)
-
-    async def detokenize(self, http: HTTPRequest) -> Response:
-        def text(request: DetokenizeRequest) -> dict[str, Any]:
-            return {"prompt": self.engine.prompts.detokenize(request.tokens)}
-
-        return await self._answer(http, DetokenizeRequest, text)
-
-    async def _answer(
-        self, http: HTTPRequest, kind: type[_Body], answer: Callable[[_Body], dict[str, Any]]
-    ) -> Response:
+    async def post(self, http: HTTPRequest) -> Response:
         def found(body: bytearray) -> dict[str, Any]:
-            request = read(body, kind)
+            request = read(body, self.kind)
             if request.model is not None:
                 _require_model(self.engine, request.model)
-            return answer(request)
+            return self.answer(request)
 
         async with (
             self.body(http) as (client, body),

@@ -84,6 +84,8 @@ Stop = Annotated[Text, Field(min_length=1, max_length=1000)]  # new text is comp
 Stops = Annotated[list[Stop], Field(max_length=4), BeforeValidator(_as_list)]
 TokenId = Annotated[Text, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
+Ignored = Annotated[Any, Field(description="Ignored.")]
+Refused = Annotated[Any, only(), Field(description="Refused.")]
 FirstError = Field(fail_fast=True)  # pydantic keeps each error, of which a large list has many
 
 

@@ -21,6 +21,7 @@ from kvkeep.serve.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     Conversation,
+    DetokenizeRequest,
     Request,
     TokenizeRequest,
 )
@@ -125,8 +126,8 @@ class Prompts:
                 return self._chat(request)
             return self._completions(request)
 
-    def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """The token ids of a text or a conversation.
+    def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text or a conversation, as vLLM tells them.
 
         Raises:
             RequestError: as `encode`.
@@ -134,8 +135,13 @@ class Prompts:
         special = request.add_special_tokens
         with self._encoding:
             if request.prompt is not None:
-                return self._ids(request.prompt, "prompt", special=special is not False)
-            return self._rendered(request, special=bool(special))[1]
+                ids = self._ids(request.prompt, "prompt", special=special is not False)
+            else:
+                ids = self._rendered(request, special=bool(special))[1]
+            found = {"count": len(ids), "max_model_len": self.context, "tokens": ids}
+            if request.return_token_strs:
+                found["token_strs"] = self._tokenizer.convert_ids_to_tokens(ids)
+            return found
 
     def fetch(self, request: Conversation) -> None:
         """Fetch the images that a request names.
@@ -148,12 +154,11 @@ class Prompts:
             image.url = fetched(image.url, self._limits.image_hosts, left, self._limits.timeout_s)
             left -= len(image.url) * 3 // 4
 
-    def detokenize(self, tokens: list[int]) -> str:
-        """The text of token ids, special tokens as they are written."""
-        self._check_known(tokens, "tokens")
+    def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids, with special tokens, as vLLM tells it."""
+        self._check_known(request.tokens, "tokens")
         with self._encoding:
-            text: str = self._tokenizer.decode(tokens)
-            return text
+            return {"prompt": self._tokenizer.decode(request.tokens)}
 
     def texts(self) -> Callable[[Sequence[int]], list[str]]:
         """Returns a function that takes the next token ids of one text and returns the text of

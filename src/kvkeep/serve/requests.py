@@ -17,10 +17,12 @@ from kvkeep.serve.fields import (
     Exact,
     FirstError,
     Flag,
+    Ignored,
     Integer,
     Lenient,
     Number,
     Penalty,
+    Refused,
     Stops,
     Text,
     Token,
@@ -115,8 +117,7 @@ class SampledRequest(Exact):
     """The answers to a prompt have the seeds `seed`, `seed` + 1, and so on."""
     stream: Flag = False
     """Pieces are whole characters and hold no part of a stop string."""
-    user: Any = None
-    """Ignored."""
+    user: Ignored = None
     guided_json: dict[Any, Any] | Text | None = None
     """A JSON schema that answers follow, as vLLM names it; likewise the next three."""
     guided_regex: Text | None = None
@@ -303,18 +304,13 @@ class AnswerFields(Exact):
 
     parallel_tool_calls: Flag = True
     """Whether an answer may have several calls; otherwise all but the first are left out."""
-    moderation: Annotated[Any, only()] = None
-    """Refused."""
-    service_tier: Any = None
-    """Ignored."""
-    safety_identifier: Any = None
-    """Ignored."""
+    moderation: Refused = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
     prompt_cache_key: Any = None
     """Ignored: prompts are found by their tokens."""
-    prompt_cache_options: Any = None
-    """Ignored."""
-    prompt_cache_retention: Any = None
-    """Ignored."""
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
 
 
 class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
@@ -334,18 +330,14 @@ class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
     """Only `["text"]`."""
     verbosity: Annotated[Any, only("medium")] = None
     """Only `medium`."""
-    audio: Annotated[Any, only()] = None
-    """Refused."""
-    web_search_options: Annotated[Any, only()] = None
-    """Refused."""
+    audio: Refused = None
+    web_search_options: Refused = None
     functions: Annotated[Any, only([])] = None
     """Refused; give `tools`."""
     function_call: Annotated[Any, only("none")] = None
     """Only `none`; give `tool_choice`."""
-    prediction: Any = None
-    """Ignored."""
-    metadata: Any = None
-    """Ignored."""
+    prediction: Ignored = None
+    metadata: Ignored = None
 
     @validator(mode="after")
     def _join_options(self) -> Self:

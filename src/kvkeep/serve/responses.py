@@ -13,8 +13,10 @@ from kvkeep.serve.fields import (
     Exact,
     FirstError,
     Flag,
+    Ignored,
     Integer,
     Lenient,
+    Refused,
     Text,
     object_tag,
     only,
@@ -195,16 +197,12 @@ class ResponsesRequest(SampledRequest, AnswerFields):
     """Only false."""
     truncation: Annotated[Any, only("disabled")] = None
     """Only `disabled`: an input past the context is refused."""
-    prompt: Annotated[Any, only()] = None
-    """Refused."""
+    prompt: Refused = None
     context_management: Annotated[Any, only([])] = None
     """Refused."""
-    image: Annotated[Any, only()] = None
-    """Refused."""
-    access_programs: Annotated[Any, only()] = None
-    """Refused."""
-    background_options: Any = None
-    """Ignored."""
+    image: Refused = None
+    access_programs: Refused = None
+    background_options: Ignored = None
     metadata: dict[Any, Any] = {}
     """Ignored, and in the answer."""
     max_tool_calls: Any = None
