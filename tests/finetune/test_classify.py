@@ -89,7 +89,10 @@ def test_the_first_step_is_that_of_plain_autograd(data, tmp_path):
         ({"text": "x y", "label": True}, '"label" is True; give text'),
         ({"text": " ", "label": "up"}, "\"text\" is ' '; give text"),
         ({"text": "x y", "label": "side"}, "label 'side' is not one of the model's: 'down', 'up'"),
-        ({"text": "x" * 65, "label": "up"}, "65 tokens; texts with labels are not cut, so give 2 to 64"),
+        (
+            {"text": "x" * 65, "label": "up"},
+            "65 tokens; texts with labels are not cut, so give 2 to 64",
+        ),
         ({"text": "x", "label": "up"}, "1 tokens; "),
         ({"text": "x y\n", "label": "up"}, "the text ends with the padding token 2"),
     ],
