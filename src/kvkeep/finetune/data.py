@@ -249,19 +249,15 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
         else:
             text_of(content, f'"content" of {name}')
         messages.append(kept)
-        learned.append(_weight(message, name) and role == "assistant")
+        weight = message.get("weight")
+        if isinstance(weight, bool) or weight not in (None, 0, 1):
+            raise DataError(f'"weight" of {name} is {weight!r:.40}; give 0 or 1')
+        learned.append(weight != 0 and role == "assistant")
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("no message of the assistant, so nothing to learn; add one")
     if not any(learned):
         raise DataError('every message of the assistant has "weight" 0; give one the weight 1')
     return messages, learned
-
-
-def _weight(message: dict[str, Any], name: str) -> bool:
-    weight = message.get("weight")
-    if isinstance(weight, bool) or weight not in (None, 0, 1):
-        raise DataError(f'"weight" of {name} is {weight!r:.40}; give 0 or 1')
-    return weight != 0
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:

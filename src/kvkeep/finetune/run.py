@@ -89,9 +89,8 @@ def finetune(
             what = "the model is in float16, in which gradients underflow"
             raise OptionError(f"{what}; load it in bfloat16 or float32")
         assert options.length is not None
-        task = (Classes if options.task == "classify" else NextToken)(
-            model, tokenizer, options.length
-        )
+        kind_of_task = Classes if options.task == "classify" else NextToken
+        task = kind_of_task(model, tokenizer, options.length)
         texts = divided(task, data, evaluation, holdout)
         options = options.for_data(len(texts[0]))
         matter = options.that_matter()

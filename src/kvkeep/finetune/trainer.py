@@ -248,18 +248,17 @@ class FineTuner(Trainer):
             for one in history
             if "eval_loss" in one
         ]
-        found = {
+        ends = {"untuned": evaluated[:1], "tuned": evaluated[-1:]}
+        return {
             "cache": self._options.cache,
             "steps": self.state.global_step,
             "tokens": self.state.num_input_tokens_seen,
             "seconds": history[-1]["seconds"],
             "train_loss": [{"step": x["step"], "loss": x["loss"]} for x in history if "loss" in x],
             "eval_loss": [one for one in evaluated if one["step"]],
+        } | {
+            f"{end}_{name}": x[0][name] if x else None for end, x in ends.items() for name in names
         }
-        for name in names:
-            found[f"untuned_{name}"] = evaluated[0][name] if evaluated else None
-            found[f"tuned_{name}"] = evaluated[-1][name] if evaluated else None
-        return found
 
 
 @contextmanager

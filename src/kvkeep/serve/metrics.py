@@ -14,6 +14,8 @@ CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 OUTCOMES = ("answered", "refused", "unavailable", "left", "failed")
+"""How requests end. Refused: for what they ask; unavailable: because of other requests, or because
+the server stops; left: by the client."""
 
 
 @final
@@ -29,30 +31,19 @@ class Metrics:
         self._registry = prometheus.CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
         seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
-        self._requests = counter(
-            "kvkeep_requests",
-            "Requests that ended: answered; refused for what they ask; unavailable, because of "
-            "others or because the server stops; left by the client; failed.",
-            ["outcome"],
-        )
+        self._requests = counter("kvkeep_requests", "Requests that ended, by outcome.", ["outcome"])
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         self.prompt_tokens = counter("kvkeep_prompt_tokens", "Tokens of prompts that began.")
-        self.found_tokens = counter(
-            "kvkeep_prompt_tokens_found",
-            "Tokens of prompts that were found in the store instead of computed.",
-        )
+        found = "Tokens of prompts that were found in the store instead of computed."
+        self.found_tokens = counter("kvkeep_prompt_tokens_found", found)
         self.generated_tokens = counter("kvkeep_generated_tokens", "Tokens of answers.")
-        self.first_token = seconds(
-            "kvkeep_time_to_first_token_seconds",
-            "From a request's tokenising to the first token of its answers.",
-        )
-        self.between_tokens = seconds(
-            "kvkeep_time_between_tokens_seconds", "Between two tokens of an answer."
-        )
-        self.cache_bytes = Gauge(
-            "kvkeep_cache_bytes", "Bytes of the slots that answers use.", registry=self._registry
-        )
+        first = "From a request's tokenising to the first token of its answers."
+        self.first_token = seconds("kvkeep_time_to_first_token_seconds", first)
+        between = "Between two tokens of an answer."
+        self.between_tokens = seconds("kvkeep_time_between_tokens_seconds", between)
+        held = "Bytes of the slots that answers use."
+        self.cache_bytes = Gauge("kvkeep_cache_bytes", held, registry=self._registry)
 
     @property
     def generated(self) -> int:

@@ -30,7 +30,6 @@ from kvkeep.serve.structured import Structured
 _AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
 _JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
 _JSON_BESIDE = 2**16  # bytes of a request besides the prompt
-_NO_MEDIA: Mapping[str, Tensor] = {}
 
 
 class Echo(NamedTuple):
@@ -191,14 +190,16 @@ class Prompts:
         tools, form = rendered.tools, self._form(rendered)
         grammar = self._structured.processors(request, rendered.template, tools, form.after)
         template = form.template
+        shown = frozenset[int]() if template is None else shown_tokens(self._tokenizer, template)
+        asked = self._asked(request, ids, own_processors=grammar, shown_tokens=shown)
+        asked = asked._replace(media=media)
         if template is None:
-            return Encoded([self._asked(request, ids, media=media, own_processors=grammar)])
+            return Encoded([asked])
         parser = self._tokenizer.get_response_parser
         names = {tool["function"]["name"] for tool in tools}
         most = None if request.parallel_tool_calls else 1
-        shown = shown_tokens(self._tokenizer, template)
         return Encoded(
-            [self._asked(request, ids, media=media, own_processors=grammar, shown_tokens=shown)],
+            [asked],
             lambda: Parts(
                 parser(template, prefix=form.prefix, tools=tools),
                 names,
@@ -244,17 +245,12 @@ class Prompts:
         return Echo(text, ids, _offsets(text, texts), request.extent[1])
 
     def _asked(
-        self,
-        request: Request,
-        ids: list[int],
-        echo: Echo | None = None,
-        media: Mapping[str, Tensor] = _NO_MEDIA,
-        **further: Any,
+        self, request: Request, ids: list[int], echo: Echo | None = None, **further: Any
     ) -> Asked:
         """A prompt. `further`: fields of its `SamplingParams`."""
         most = self._most_tokens(request, len(ids))
         params = request.params(len(ids), most, self._end_tokens, **further)
-        return Asked(torch.tensor(ids), params, echo, media)
+        return Asked(torch.tensor(ids), params, echo)
 
     def _checked(self, ids: list[int], param: str) -> list[int]:
         length = len(ids)

@@ -72,18 +72,13 @@ class Rendering:
             for message in messages:
                 message["role"] = message["role"].replace("developer", "system")
         options = self._variables(request, template)
-        options |= {"tools": tools or None}
         continues = request.continue_final_message
         begins = not continues and request.add_generation_prompt is not False
+        options |= {"tools": tools or None, "continue_final_message": continues}
         try:
             if _is_larger([messages, options], self._most_bytes):
                 raise self.too_large("messages")
-            messages, text = self._with_system(
-                messages,
-                add_generation_prompt=begins,
-                continue_final_message=continues,
-                **options,
-            )
+            messages, text = self._with_system(messages, add_generation_prompt=begins, **options)
             text.encode()
             begun = ""
             if continues:

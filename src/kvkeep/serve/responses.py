@@ -34,6 +34,11 @@ _NEEDED = {
 """The fields that an item of each type must have."""
 
 
+_TOLD = {"model", "instructions", "metadata", "temperature", "top_p", "max_output_tokens", "tools"}
+_TOLD |= {"tool_choice", "parallel_tool_calls", "previous_response_id"}
+"""The fields of a request that its answer repeats."""
+
+
 class Part(Lenient):
     """A part of a message, of a tool's result or of reasoning."""
 
@@ -268,23 +273,13 @@ class ResponsesRequest(SampledRequest, AnswerFields):
 
     def about(self) -> dict[str, Any]:
         """What an answer says of its request, as OpenAI's API defines it."""
-        choice, form = self.tool_choice, self.text.format
-        return {
-            "model": self.model,
-            "instructions": self.instructions,
-            "metadata": self.metadata,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_output_tokens": self.max_output_tokens,
-            "tools": [tool.model_dump() for tool in self.tools],
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+        form = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        return self.model_dump(include=_TOLD, warnings=False) | {
+            "text": {"format": form},
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,
-            "previous_response_id": self.previous_response_id,
         }
 
 
