@@ -70,7 +70,7 @@ class Checkpoints:
         options: all that the weights depend on, but for the model.
         fingerprint: of the model.
         keep: how many of the newest checkpoints to keep.
-        processes: those of the run.
+        processes: the processes of the run.
     """
 
     out: Path

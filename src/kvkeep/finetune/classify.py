@@ -46,7 +46,7 @@ class Classes(Task):
     token.
 
     Raises:
-        OptionError: the model has no such head, or no padding token.
+        OptionError: the model has no `score`, or no padding token.
     """
 
     def __init__(self, model: Any, tokenizer: Any, length: int) -> None:

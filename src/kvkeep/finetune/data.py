@@ -77,7 +77,7 @@ def objects(path: Path, made: Callable[[dict[str, Any]], Made]) -> list[Made]:
 
 def pieces(documents: Iterable[Tokens], length: int) -> list[Tokens]:
     """Documents cut into pieces of at most `length` tokens. Pieces with nothing to learn, such as
-    those of a single token, are left out."""
+    single tokens, are left out."""
     found = []
     for ids, labels in documents:
         cut = zip(torch.split(ids, length), torch.split(labels, length), strict=True)
@@ -141,7 +141,7 @@ _FORMS = (
     ({"messages"}, {"tools", "parallel_tool_calls"}),
     ({"prompt", "completion"}, {"tools"}),
 )
-"""The keys that a line must have, and those that it may have beside them."""
+"""The keys that a line must have, and further keys that it may have."""
 
 
 def _formed(given: dict[str, Any]) -> str | Chat | Pair:

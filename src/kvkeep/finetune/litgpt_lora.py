@@ -1,4 +1,4 @@
-"""LitGPT's LoRA: an adapter is trained, and the model's own weights stay as they are."""
+"""LitGPT's LoRA: an adapter is trained, and the model's own weights do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT's LoRA: an adapter is trained, and the model's own weights stay as they are."""
+"""PEFT's LoRA: an adapter is trained, and the model's own weights do not change."""
 
 from __future__ import annotations
 

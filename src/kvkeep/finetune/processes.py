@@ -29,7 +29,7 @@ from kvkeep.train.together import together
 
 
 class Processes:
-    """This process and the others of `torch.distributed`, if it is initialised.
+    """This process and the other processes of `torch.distributed`, if it is initialised.
 
     Args:
         device: where this process computes.
@@ -131,7 +131,7 @@ class Processes:
 
     def apart(self) -> AbstractContextManager[None]:
         """The same for processes that compute batches of their own. Where they compute together, a
-        process that fails cannot wait for the others, and must exit."""
+        process that fails cannot wait for the rest, and must exit."""
         joint = self.sharded or self.group is not None
         return nullcontext() if joint else self.together()
 
@@ -159,7 +159,7 @@ class Processes:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """A tensor of which each process holds a part, in each process; others are unchanged."""
+    """A tensor of which each process holds a part, in each process; other tensors are unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 

@@ -38,7 +38,7 @@ class Rollouts:
         """Answer each of the prompts, texts or conversations, once.
 
         Returns:
-            For each prompt its token ids, `prompt_ids`; those of its answer, `completion_ids`; and
+            For each prompt its token ids, `prompt_ids`; its answer's ids, `completion_ids`; and
             their `logprobs`.
 
         Raises:

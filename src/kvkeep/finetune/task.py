@@ -61,7 +61,7 @@ def divided(
 
     Raises:
         DataError: a file cannot be read, or has nothing to learn.
-        OptionError: there are not so many documents.
+        OptionError: there are fewer documents than `holdout` and one.
     """
     documents = task.read(data)
     if evaluation is not None:
@@ -82,7 +82,7 @@ def divided(
 
 
 class NextToken(Task):
-    """Language modelling: each learned token is predicted from those before it."""
+    """Language modelling: each learned token is predicted from the tokens before it."""
 
     def read(self, path: Path) -> list[Tokens]:
         return read(path, self._tokenizer)

@@ -29,7 +29,7 @@ class Trained(ABC):
 
     @abstractmethod
     def prepare(self, model: Any, options: Options) -> Any:
-        """The model to train. The parameters that require gradients are those to train.
+        """The model to train. The parameters that require gradients are trained.
 
         Raises:
             OptionError: the options do not fit the model.

@@ -107,7 +107,7 @@ class FineTuner(Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute the gradients of a step; returns its loss. Both are those of all processes."""
+        """Compute the gradients of a step; returns its loss. Both are sums over all processes."""
         begun, step, texts = time.monotonic(), self.state.global_step, inputs["texts"]
         model.train()
         way = {"chunk": self._options.chunk_of(step), "scale": self._processes.scale}

@@ -61,7 +61,7 @@ class Admission:
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[asyncio.Timeout]:
-        """Limit the time that a request waits for others.
+        """Limit the time that a request waits for other requests.
 
         Raises:
             RequestError: status 503, it waited too long.

@@ -334,7 +334,7 @@ def _require_model(engine: Engine, name: str) -> None:
 
 
 def _require_json(request: HTTPRequest) -> None:
-    """Refuse other content types: any web page can send those without a CORS preflight."""
+    """Require JSON: any web page can send other content types without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         message = f"the content type is {given[:80]!a}; send application/json"
@@ -357,7 +357,7 @@ def _require_key(request: HTTPRequest, keys: Keys) -> str:
 
 
 def _require_operator(client: _Client, keys: Keys | None, share: bool) -> None:
-    """Refuse clients who would learn from the figures of all about others, with whom they share
+    """Refuse clients to whom the figures of all would tell of clients with whom they share
     nothing.
 
     Raises:

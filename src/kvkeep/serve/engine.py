@@ -236,7 +236,7 @@ class Engine:
         context = min((n for n in lengths if n), default=None)
         self.prompts = Prompts(self._host, tokenizer, processor, name, context, self.limits)
         self.why_no_reuse = ""
-        """Why no prompt reuses the prefixes of others; empty if they do."""
+        """Why no prompt reuses the prefixes of other prompts; empty if they do."""
         try:
             require_keepable(self._host.new_cache(exact_specs(held.specs)))
             require_steady(self._host)
@@ -362,7 +362,7 @@ class Engine:
         while not self._closing:
             try:
                 self._step()
-            except BaseException:  # of kvkeep's own: those of one answer end that answer
+            except BaseException:  # of kvkeep's own: an error of one answer ends that answer
                 _LOG.exception("all requests failed")
                 self._drop([state for state in list(self._states) if state.answers], failed)
                 self.batch = self._new_batch()
@@ -426,7 +426,8 @@ class Engine:
 
 
 def _at_work(answer: Answer) -> bool:
-    """Whether it was; one that was put aside in its first step has tokens, but no cache."""
+    """Whether an answer was at work. If it was put aside in its first step, it has tokens, but no
+    cache."""
     return answer.cache is not None or bool(answer.tokens) or answer.ended
 
 

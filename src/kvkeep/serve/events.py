@@ -35,7 +35,7 @@ class TextDelta:
     """The next piece of an answer's text, which may be empty: a token each, then the end.
 
     Attributes:
-        index: which of the request's answers it continues: those to each prompt in turn.
+        index: which of the request's answers it continues, counted prompt by prompt.
         logprobs: of its tokens; empty if they were not asked for.
         finish_reason: "stop" or "length" in the last piece of an answer, empty before.
         echo: whether it is the prompt.

@@ -1,7 +1,7 @@
 """Grammars: which tokens an answer may have, so that its text follows a grammar.
 
 The grammars are llguidance's. It compiles JSON schemas, regular expressions and grammars of Lark or
-GBNF, within limits of its own, and knows after each token which others may follow.
+GBNF, within limits of its own, and knows after each token which tokens may follow.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Grammars:
 
 @final
 class _Following:
-    """Excludes the tokens that cannot follow those of an answer."""
+    """Excludes the tokens that cannot follow an answer's tokens."""
 
     def __init__(self, matcher: LLMatcher, field: str) -> None:
         self._matcher, self._field = matcher, field

@@ -20,7 +20,7 @@ class Limits:
     """Limits on what clients may use of a server, each client alone and all together.
 
     Args:
-        queue: most requests of one key name that may wait while `sequences` others are answered;
+        queue: most requests of one key name that may wait while `sequences` are answered;
             further ones get status 429.
         wait_s: seconds that a request may wait for its turn; then it gets status 503.
         answer_tokens: most tokens of all answers to one request, `n` times `max_tokens`.
@@ -33,7 +33,7 @@ class Limits:
         cache_bytes: most bytes that the caches of all answers at once may come to hold, by what
             their specs promise; None: no limit but that of `sequences`.
         response_bytes: most bytes of kept responses; 0: none is kept.
-        image_bytes: most bytes of one request's images, as they are encoded.
+        image_bytes: most bytes of one request's images, in their files.
         image_hosts: hosts from which images may be fetched; "*": all.
 
     Raises:

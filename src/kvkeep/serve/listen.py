@@ -100,7 +100,7 @@ def run(
         bound: from `bind`.
         limits: limits for its connections.
         announce: called with the URL as soon as clients can connect.
-        stop: ends the remaining answers; called after those five seconds, in a thread.
+        stop: ends the remaining answers; called five seconds after the signal, in a thread.
 
     Raises:
         StateError: see `listen`.

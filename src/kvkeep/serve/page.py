@@ -40,7 +40,7 @@ class _Assets(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/`, the page, and those of `/assets/` that it loads."""
+    """`/`, the page, and the files in `/assets/` that it loads."""
     assets = _Assets(directory=ASSETS)
     parts = frozenset(_PART.findall(asset(_PAGE)))
 

@@ -21,7 +21,7 @@ from kvkeep.store.stats import StoredNode
 
 _LOG = logging.getLogger("kvkeep.serve")
 _INTERVAL_S = 0.25
-_SHARE = 0.025  # of the time, for the last pictures of answers, and as much for all others
+_SHARE = 0.025  # of the time, for the last pictures of answers, and as much for earlier pictures
 _SAVED_S = 0.05  # how much of that may be saved, to be used at once
 _LONGEST_TEXT = 200  # characters of a stored run's text
 

@@ -89,7 +89,7 @@ class SampledRequest(Exact):
     model: Text
     """The name that the server has for it."""
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
-    """Until an answer has so many, no token ends it; stop strings do."""
+    """An answer with fewer tokens is ended by stop strings only."""
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     """0 is greedy."""
     top_p: Number = 1.0

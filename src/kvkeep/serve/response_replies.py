@@ -240,7 +240,7 @@ def _logprob(one: Scored) -> _Object:
 
 
 def _brief(logprobs: list[_Object]) -> list[_Object]:
-    """As OpenAI's API defines those of events: without bytes."""
+    """Logprobs as OpenAI's API defines them in events: without bytes."""
     return [
         {"token": one["token"], "logprob": one["logprob"]}
         | ({"top_logprobs": _brief(one["top_logprobs"])} if "top_logprobs" in one else {})

@@ -1,4 +1,4 @@
-"""Token names: tokens as text, also those that are a part of a character."""
+"""Token names: tokens as text, also where a token is a part of a character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNKNOWN = "\ufffd"
 
 def _byte_letters() -> dict[str, int]:
     """The letters for bytes in the vocabularies of byte-level tokenizers, as GPT-2 defines them:
-    printable characters of Latin-1 are themselves, the others follow from U+0100 on."""
+    printable characters of Latin-1 are themselves, all other bytes follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -23,7 +23,7 @@ _LETTERS = _byte_letters()
 
 class TokenName(NamedTuple):
     """A token as text, and its bytes, if these are known. Tokens of different bytes have different
-    texts; one that is a part of a character is named by its bytes, as `bytes:\\xe2\\x82`."""
+    texts; a part of a character is named by its bytes, as `bytes:\\xe2\\x82`."""
 
     text: str
     bytes: bytes | None
