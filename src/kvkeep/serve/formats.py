@@ -44,7 +44,7 @@ _CALLS: dict[str, dict[str, Any]] = {
         **_JSON,
     },
 }
-"""How calls are written, by the mark that a model's chat template mentions; the first mark counts."""
+"""How calls are written, by what a model's chat template mentions; the first mark counts."""
 
 _WRITTEN = {
     "<tool_call>": ('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),

@@ -1,7 +1,7 @@
 """Gate: which host names a server accepts, and which web pages may use it.
 
 A browser lets any page send requests to any address that it can reach, including this machine. Two
-headers, which a page cannot change, identify a page's requests: `Origin` names the page, and `Host` the
+headers, which a page cannot change, identify its requests: `Origin` names the page, and `Host` the
 host name in the URL. In a DNS rebinding attack that name belongs to the attacker, who made it
 resolve to this server's address. The origin of the server's own page is that of the URL, so that
 page is let in only where the name in `Host` is known to be the server's.
