@@ -12,12 +12,14 @@ from kvkeep.serve.parts import CONTENT, REASONING, Call, Parts, Said
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.replies import Reply, sent, with_bytes
 
+_Object = dict[str, Any]
+
 
 @final
 class CompletionReply(Reply):
     """Choices, of one object or of chunks."""
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> _Object:
         pieces: list[list[TextDelta]] = [[] for _ in self._parts]
         said = defaultdict[int, list[Said | Call]](list)
         async for event in self._events():
@@ -66,22 +68,16 @@ class CompletionReply(Reply):
                     yield self._chunk([], usage=self._usage(event))
                 yield sent("[DONE]")
 
-    def _chunk(
-        self,
-        choices: list[dict[str, Any]],
-        *,
-        usage: dict[str, Any] | None = None,
-        cache: str | None = None,
-    ) -> str:
+    def _chunk(self, choices: list[_Object], usage: _Object | None = None, cache: str = "") -> str:
         """A chunk of a stream; `cache` is JSON."""
         chunk = self._object("chat.completion.chunk", choices)
         if self.request.stream_options.include_usage:
             chunk["usage"] = usage
         # Escaped to ASCII because some clients treat U+2028 as a line break.
         text = json.dumps(chunk)
-        return sent(text if cache is None else f'{text[:-1]}, "cache": {cache}}}')
+        return sent(f'{text[:-1]}, "cache": {cache}}}' if cache else text)
 
-    def _object(self, name: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, name: str, choices: Iterable[_Object]) -> _Object:
         chat = self.request.chat
         return {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._id}",
@@ -91,18 +87,16 @@ class CompletionReply(Reply):
             "choices": list(choices),
         }
 
-    def _choice(
-        self, index: int, pieces: list[TextDelta], said: list[Said | Call]
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, pieces: list[TextDelta], said: list[Said | Call]) -> _Object:
         """A whole answer."""
-        own: dict[str, Any] = {"text": "".join(piece.text for piece in pieces)}
+        own: _Object = {"text": "".join(piece.text for piece in pieces)}
         if self.request.chat:
             own = {"message": _message(said)}
         return {"index": index, **own, **self._about(pieces, self._parts[pieces[0].index])}
 
-    def _deltas(self, piece: TextDelta) -> list[dict[str, Any]]:
+    def _deltas(self, piece: TextDelta) -> list[_Object]:
         """Choices for the chunks of a stream, for a piece of an answer."""
-        said: list[dict[str, Any]]
+        said: list[_Object]
         if self.request.chat:
             said = [{"delta": one} for one in _message_deltas(self._said(piece))]
         else:
@@ -114,9 +108,9 @@ class CompletionReply(Reply):
             choice |= self._about([piece], self._parts[piece.index])
         return choices
 
-    def _about(self, pieces: list[TextDelta], parts: Parts) -> dict[str, Any]:
+    def _about(self, pieces: list[TextDelta], parts: Parts) -> _Object:
         """The logprobs of pieces of an answer, and why it ended with them."""
-        about: dict[str, Any] = dict(_NOTHING)
+        about: _Object = dict(_NOTHING)
         reason = pieces[-1].finish_reason
         if self.request.top_logprobs is not None:
             tokens = [one for piece in pieces for one in piece.logprobs]
@@ -126,8 +120,8 @@ class CompletionReply(Reply):
             about["finish_reason"] = "tool_calls" if parts.calls and reason == "stop" else reason
         return about
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
-        about: dict[str, Any] = {
+    def _usage(self, usage: Usage) -> _Object:
+        about: _Object = {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
@@ -138,7 +132,7 @@ class CompletionReply(Reply):
         return about
 
 
-def _message(said: list[Said | Call]) -> dict[str, Any]:
+def _message(said: list[Said | Call]) -> _Object:
     """A message of an assistant."""
     text = dict.fromkeys((CONTENT, REASONING), "")
     for one in said:
@@ -146,15 +140,15 @@ def _message(said: list[Said | Call]) -> dict[str, Any]:
             text[one.part] += one.text
     calls = [_call(one) for one in said if isinstance(one, Call)]
     content = None if calls and not text[CONTENT] else text[CONTENT]
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message: _Object = {"role": "assistant", "content": content, "refusal": None}
     if text[REASONING]:
         message[REASONING] = text[REASONING]
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _message_deltas(said: list[Said | Call]) -> list[dict[str, Any]]:
+def _message_deltas(said: list[Said | Call]) -> list[_Object]:
     """The parts of a message in a stream: a call's name first, then its arguments."""
-    deltas: list[dict[str, Any]] = []
+    deltas: list[_Object] = []
     for one in said:
         if isinstance(one, Said):
             deltas.append({one.part: one.text})
@@ -166,7 +160,7 @@ def _message_deltas(said: list[Said | Call]) -> list[dict[str, Any]]:
     return deltas
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: Call) -> _Object:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -174,14 +168,14 @@ def _call(call: Call) -> dict[str, Any]:
 _NOTHING = {"logprobs": None, "finish_reason": None}
 
 
-def _chat_logprobs(tokens: list[Scored]) -> dict[str, Any]:
+def _chat_logprobs(tokens: list[Scored]) -> _Object:
     content = [
         with_bytes(one.chosen) | {"top_logprobs": [*map(with_bytes, one.top)]} for one in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(tokens: list[Scored]) -> dict[str, Any]:
+def _completion_logprobs(tokens: list[Scored]) -> _Object:
     return {
         "tokens": [one.chosen.token.text for one in tokens],
         "token_logprobs": [one.chosen.logprob for one in tokens],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple, final
 
 from kvkeep.serve.refused import RequestError
+from kvkeep.serve.response_replies import Keep
 from kvkeep.serve.responses import Item, ResponsesRequest
 
 
@@ -32,9 +32,7 @@ class Kept:
         self._most_bytes, self._nbytes, self._lock = most_bytes, 0, Lock()
         self._held = OrderedDict[str, _Response]()
 
-    def following(
-        self, asked: ResponsesRequest, client: str
-    ) -> Callable[[dict[str, Any]], None] | None:
+    def following(self, asked: ResponsesRequest, client: str) -> Keep | None:
         """Put the items of the response that a request continues before its own. Returns what keeps
         the answer; None: it is not kept.
 

@@ -25,6 +25,8 @@ _TEXTS = {
 item's content."""
 
 _Object = dict[str, Any]
+Keep = Callable[[_Object], None]
+"""Keeps a response."""
 
 
 @final
@@ -142,11 +144,7 @@ class ResponseReply(Reply):
     """
 
     def __init__(
-        self,
-        request: Request,
-        encoded: Encoded,
-        about: _Object,
-        keep: Callable[[_Object], None] | None,
+        self, request: Request, encoded: Encoded, about: _Object, keep: Keep | None
     ) -> None:
         super().__init__(request, encoded)
         self._about, self._keep = about, keep
