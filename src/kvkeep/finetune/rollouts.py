@@ -95,16 +95,11 @@ class Rollouts:
         return answers
 
 
-def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The parts of a message, if it is given in parts."""
-    content = message.get("content")
-    return content if isinstance(content, list | tuple) else ()
-
-
 def _ids(prompt: Any, trainer: Any) -> list[int]:
     """The token ids of a text or a conversation, as the trainer makes them."""
     processing = trainer.processing_class
-    parts = [] if isinstance(prompt, str) else [part for x in prompt for part in _parts(x)]
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = [part for one in contents if isinstance(one, list | tuple) for part in one]
     if strange := {part.get("type") for part in parts} - {"text"}:
         what = f"a prompt with parts of type {', '.join(map(str, strange))}, but rollouts read text"
         raise UnsupportedError(f"{what}; leave images and sound to the trainer's own generation")
