@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import unrouted
 from kvkeep.hf.kinds.base import Handle, Replaced
+from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.masks import MaskRequest
@@ -274,7 +275,7 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
         elif known in _CORES:
             own = module._attn
             yield Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
-        elif known and (change := absorbed(module)) is not None:
+        elif known and (change := absorbed(module) or choosing(module)) is not None:
             yield change
 
 

@@ -84,6 +84,11 @@ class LaidCache(LayersCache):
 
     _handed: Handed | None = None
 
+    @property
+    def handed(self) -> Handed | None:
+        """The tag of the last keys given."""
+        return self._handed
+
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values (1, H, n, D) with their layer."""
         if len(keys) != 1:

@@ -21,7 +21,7 @@ from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.plan import StepPlan, settles_alone
 from kvkeep.layer.ready import Ready
-from kvkeep.layer.sight import Sight
+from kvkeep.layer.sight import Sight, Sighted
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Slopes, StepInputs, driven
@@ -158,7 +158,7 @@ class LayerCache(Drafts):
         """Like `step`, with the inputs as one record."""
         cursor = self.cursor
         with cursor.turn:
-            single = attend is None and inputs.q.shape[2] == 1
+            single = attend is None and inputs.q.shape[2] == 1 and inputs.chosen is None
             if single and self._plan is not None and self.plans and not cursor.unread:
                 made = self._plan.step(inputs)
                 if made is not None:
@@ -175,6 +175,10 @@ class LayerCache(Drafts):
             if single and self.plans:
                 self._plan = StepPlan.of(self, inputs)
             return out
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """The keys that the next tokens, at positions (1|B, n), can choose from."""
+        return Sighted.of(self.held(), queries, self.sight)
 
     def next_plan(self) -> StepPlan | None:
         """The plan of the next decode step (one token a row); None: only `run` can make it."""
