@@ -27,6 +27,7 @@ from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.packed import LaidCache, PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
+from kvkeep.hf.placing import first_position, placed, takes_positions
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host import (
@@ -162,7 +163,8 @@ class TransformersHost(Host):
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         # A model around the decoder may count positions otherwise than the decoder does by itself.
-        alone = why_not_counted(unwrapped(self.model), cache) == ""
+        model = unwrapped(self.model)
+        alone = why_not_counted(model, cache) == "" and not first_position(model)
         self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
 
     @cached_property
@@ -188,7 +190,8 @@ class TransformersHost(Host):
             at = position
             # An attached model takes positions from what its mask function returns, which is this.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
-            options["position_ids"] = position[None].to(ids.device)
+            first = first_position(unwrapped(self.model))
+            options["position_ids"] = position[None].to(ids.device) + first
         try:
             activate(self.model, cache.activation, at)
             with telling(media=False):
@@ -208,20 +211,21 @@ class TransformersHost(Host):
         require_packable(model, [piece.cache for piece in pieces])
         check_packed(model, pieces)
         with packed(pieces, self.device) as all_tokens:
-            compiled = compiled_steps(model)
+            compiled = compiled_steps(model) if takes_positions(model) else None
             found = None if compiled is None else compiled.run_packed(all_tokens)
             if found is not None:
                 return found
             ids, position, last = all_tokens[:3]
             cache = PackedCache(all_tokens, cast(Cache, pieces[0].cache))
             options = {"logits_to_keep": last} if self._skips_logits else {}
-            output = self.model(
-                input_ids=ids,
-                position_ids=position,
-                use_cache=True,
-                **as_cache(model, cache),
-                **options,
-            )
+            with placed(position):
+                output = self.model(
+                    input_ids=ids,
+                    position_ids=position + first_position(model),
+                    use_cache=True,
+                    **as_cache(model, cache),
+                    **options,
+                )
             cache.require_attended()
             logits: Tensor = output.logits[0]
         return logits if self._skips_logits else logits[last]
@@ -232,7 +236,7 @@ class TransformersHost(Host):
         decoder = self.model.get_decoder()
         decoder(
             input_ids=ids[None],
-            position_ids=position[None].to(ids.device),
+            position_ids=position[None].to(ids.device) + first_position(unwrapped(self.model)),
             use_cache=True,
             **as_cache(decoder, LaidCache(layers)),
         )

@@ -30,6 +30,7 @@ from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.masks import MaskRequest
+from kvkeep.hf.placing import placing
 
 Output = tuple[Tensor, Tensor | None]
 _CACHES = ("cache", "layer_past", "past_key_values")
@@ -275,8 +276,9 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
         elif known in _CORES:
             own = module._attn
             yield Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
-        elif known and (change := absorbed(module) or choosing(module)) is not None:
-            yield change
+        elif known:
+            found = (change(module) for change in (absorbed, choosing, placing))
+            yield from filter(None, found)
 
 
 def _forward(own: Any, run: Any, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:

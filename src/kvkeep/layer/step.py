@@ -46,6 +46,11 @@ class StepInputs(NamedTuple):
     until: Tensor | None = None
     chosen: Tensor | None = None
 
+    @property
+    def in_graph(self) -> tuple[Any, ...]:
+        """Those that operations of graphs take; graphs have no choice of tokens."""
+        return self[:-1]
+
     def resolved(self) -> StepInputs:
         """The inputs with all values in memory; see `checks.resolved`."""
         q, k, v = self.q, self.k, self.v
