@@ -166,7 +166,7 @@ REFUSED = {
     "t5": (tf.T5Config, tf.T5ForConditionalGeneration, "encoder-decoder"),
     "mamba": (tf.MambaConfig, tf.MambaForCausalLM, "mamba"),
     "xlnet": (tf.XLNetConfig, tf.XLNetLMHeadModel, "AttentionInterface"),
-    "deepseek_v32": (tf.DeepseekV32Config, tf.DeepseekV32ForCausalLM, "indexed_attention"),
+    "deepseek_v4": (tf.DeepseekV4Config, tf.DeepseekV4ForCausalLM, "compressed_sparse_attention"),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvkeep.errors import UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, compiled_steps, detach, unwrapped
@@ -82,7 +83,17 @@ class TransformersHost(Host):
 
     def rotaries(self) -> list[Rotary | None]:
         require(self._config, Feature.MOVED, "use it without policies and blocks that move keys")
-        return as_applied(unwrapped(self.model), rotaries_of(self._config))
+        model = unwrapped(self.model)
+        if any(kind.placeless for kind in kinds_of(model)):  # keys are the same at any position
+            return [Rotary(torch.empty(0))] * len(self.kinds)
+        try:
+            found = rotaries_of(self._config)
+        except UnsupportedError:
+            if self.changing_rotary:
+                raise
+            found = None
+        in_part = any(kind.latent for kind in self.kinds)  # of a key, which its code does not say
+        return as_applied(model, None if in_part else found)
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
         model = unwrapped(self.model)

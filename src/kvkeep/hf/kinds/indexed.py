@@ -38,6 +38,7 @@ class Indexed(Kind):
             Feature.GRAPHED,
             Feature.EXPORTED,
             Feature.REREAD,
+            Feature.MOVED,
             Feature.NARROWED,
             Feature.PAIRS,
         ),

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.features import Feature, Lacks
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.host import LayerKind
@@ -32,10 +31,6 @@ _EXPAND = "expand_kv"
 
 class Latent(Kind):
     """One latent for all heads, in slots of one kv head."""
-
-    lacks: ClassVar[Lacks] = {
-        Feature.MOVED: "keeps a latent, whose positions are not moved",
-    }
 
     def has(self, text: PreTrainedConfig) -> bool:
         return getattr(text, "kv_lora_rank", None) is not None
