@@ -156,6 +156,27 @@ def _mpt(
     return module.out_proj(out.flatten(2)), weights
 
 
+def _jetmoe(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_embeddings: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Each expert has queries of its own for every kv head; its module repeats keys and values."""
+    shape, top = hidden_states.shape[:-1], module.top_k
+    made, router, routed = module.experts.map(hidden_states)
+    mixed = (made, *module.kv_proj(hidden_states).chunk(2, dim=-1))
+    q, k, v = (x.view(*shape, -1, module.head_dim).transpose(1, 2) for x in mixed)
+    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
+    q = q.unflatten(1, (top, -1)).transpose(1, 2).flatten(1, 2)
+    dropout = module.attention_dropout
+    out, weights = attend(q, k, v, attention_mask, module.scaling, dropout)
+    out = out.unflatten(2, (-1, top)).transpose(2, 3).reshape(*shape, top, -1)
+    return module.experts.reduce(out, routed).view(*shape, -1), weights, router
+
+
 def _neox(
     module: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
 ) -> Output:
@@ -227,6 +248,7 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "TrOCRAttention": _bart,
     "XGLMAttention": _bart,
     "BloomAttention": _bloom,
+    "JetMoeAttention": _jetmoe,
     "FalconAttention": _falcon,
     "MptAttention": _mpt,
 }

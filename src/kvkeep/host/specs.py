@@ -29,6 +29,7 @@ class LayerKind:
         latent: the width of values that are the first elements of their keys; None: values are
             separate.
         beside: elements at the end of a key that attention does not read.
+        counts: whether it attends to nothing, and only counts tokens.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LayerKind:
     slopes: tuple[float, ...] | None = None
     latent: int | None = None
     beside: int = 0
+    counts: bool = False
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:

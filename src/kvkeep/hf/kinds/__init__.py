@@ -28,6 +28,7 @@ from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.shared import Shared
 from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.states import states_in as states_in
+from kvkeep.hf.kinds.states_alone import StatesAlone
 from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
 from kvkeep.host import LayerKind
 
@@ -39,6 +40,7 @@ _KINDS: tuple[Kind, ...] = (
     Indexed(),
     SharesChoice(),
     Recurrent(),
+    StatesAlone(),
     Biased(),
     Local(),
 )
@@ -131,6 +133,8 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
         if kind.latent is not None:
             width = kind.latent + int(layer.qk_rope_head_dim) + kind.beside
             return Geometry(1, 1, width, kind.latent, dtype)
+        if kind.counts:
+            return Geometry(1, 1, 1, 1, torch.float32)
         query_heads = layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
