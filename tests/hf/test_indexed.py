@@ -9,7 +9,7 @@ from support.sweep_models import model_of
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host import Piece, host_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,6 +81,8 @@ def test_budgets_evict_the_keys_of_the_index_too(model, spec):
 
 
 def test_what_it_lacks_is_said_before_anything_runs(model):
+    with pytest.raises(SpecError, match="leave out step"):
+        kvkeep.attach(model, "h2o:8,step=2")
     with pytest.raises(UnsupportedError, match=r"whose tokens an index chooses.*compile=True"):
         kvkeep.attach(model, compile=True)
     with torch.no_grad(), pytest.raises(UnsupportedError, match=r"call kvkeep.attach"):

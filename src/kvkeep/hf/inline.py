@@ -170,11 +170,19 @@ def _jetmoe(
     mixed = (made, *module.kv_proj(hidden_states).chunk(2, dim=-1))
     q, k, v = (x.view(*shape, -1, module.head_dim).transpose(1, 2) for x in mixed)
     q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
-    q = q.unflatten(1, (top, -1)).transpose(1, 2).flatten(1, 2)
+    q = _regrouped(q, top)
     dropout = module.attention_dropout
     out, weights = attend(q, k, v, attention_mask, module.scaling, dropout)
-    out = out.unflatten(2, (-1, top)).transpose(2, 3).reshape(*shape, top, -1)
+    groups = q.shape[1] // top
+    out = _regrouped(out.transpose(1, 2), groups).transpose(1, 2).reshape(*shape, top, -1)
+    weights = None if weights is None else _regrouped(weights, groups)
     return module.experts.reduce(out, routed).view(*shape, -1), weights, router
+
+
+def _regrouped(x: Tensor, outer: int) -> Tensor:
+    """(B, heads, ...), whose heads are `outer` groups, with the first of each group first."""
+    grouped = x.reshape(len(x), outer, x.shape[1] // outer, *x.shape[2:])
+    return grouped.transpose(1, 2).flatten(1, 2)
 
 
 def _neox(

@@ -52,7 +52,8 @@ def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> No
     reason = unpackable(model)
     if reason:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot compute several sequences in one forward: {reason}"
+            f"{type(model).__name__} cannot compute several sequences in one forward: {reason}; "
+            "feed them one by one, or to a kvkeep.generate.Batch, which does so"
         )
     for cache in caches:
         if not isinstance(cache, Cache):

@@ -93,7 +93,8 @@ class LayerCache(Drafts):
                 f"{key_codec.name}/{value_codec.name} encodes blocks of tokens; use int8 or "
                 "int8/int4, or keep_all on layers without a sliding window"
             )
-        warn_about_keys(key_codec)
+        if latent is None:
+            warn_about_keys(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
         value_codec = value_codec.for_values()
         if latent is not None:

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvkeep.errors import SpecError
 from kvkeep.features import Feature, Lacks, unsupported
 from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.host import LayerKind
 from kvkeep.layer.sight import Sighted
+from kvkeep.spec import CacheSpec
 
 _INDEXED = "indexed_attention"
 _HAS = "has layers whose tokens an index chooses"
@@ -37,6 +39,7 @@ class Indexed(Kind):
             Feature.COMPILED,
             Feature.GRAPHED,
             Feature.EXPORTED,
+            Feature.DRAFTED,
             Feature.REREAD,
             Feature.MOVED,
             Feature.NARROWED,
@@ -44,6 +47,15 @@ class Indexed(Kind):
         ),
         Feature.UNATTACHED: f"{_HAS} by keys of its own",
     }
+
+    def require_specs(self, specs: Sequence[CacheSpec]) -> None:
+        """Raise SpecError if a policy divides chunks, whose choice is made at once."""
+        for spec in dict.fromkeys(specs):
+            if spec.policy.step is not None:
+                raise SpecError(
+                    f"{spec} evicts within a chunk, but the model chooses the tokens of a chunk at "
+                    "once; leave out step, and feed smaller chunks (prefill_chunk)"
+                )
 
     def has(self, text: PreTrainedConfig) -> bool:
         names = getattr(text, "layer_types", None) or ()
