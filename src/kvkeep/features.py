@@ -13,6 +13,7 @@ class Feature(Enum):
     GRAPHED = "a CUDA graph"
     EXPORTED = "an exported program"
     TRAINED = "training through a cache"
+    DRAFTED = "drafts under a policy that decides after each token"
     REREAD = "a second reading of a text"
     JOINED = "a join of texts"
     PLACED = "a forward at given positions"

@@ -13,14 +13,16 @@ class Rotary:
     """A model's rotary embedding.
 
     Args:
-        inv_freq: (R/2,) angular frequencies; R <= D: dimensions from R on are not rotated.
-        interleaved: pairs are (0, 1), (2, 3), ... instead of (i, i + R/2).
+        inv_freq: (R/2,) angular frequencies; the other dimensions are not rotated.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (i, i + R/2), of those rotated.
+        first: the first of the R dimensions that are rotated.
 
     Source: RoFormer (arXiv 2104.09864).
     """
 
     inv_freq: Tensor
     interleaved: bool = False
+    first: int = 0
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """Rotate x (..., D) forward by `by` positions, which broadcasts to (...). Returns a copy in
@@ -32,11 +34,12 @@ class Rotary:
     def scaled(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Like `turn`, with given cosines and sines (..., R/2), which may be averages."""
         half = self.inv_freq.shape[0]
-        turning = x[..., : 2 * half].to(cos.dtype)
+        before, turning, after = x.tensor_split([self.first, self.first + 2 * half], dim=-1)
+        turning = turning.to(cos.dtype)
         if self.interleaved:
             a, b = turning[..., 0::2], turning[..., 1::2]
             turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
         else:
             a, b = turning[..., :half], turning[..., half:]
             turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+        return torch.cat([before, turned.to(x.dtype), after], dim=-1)

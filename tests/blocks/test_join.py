@@ -7,6 +7,7 @@ import torch
 from support.joined_logits import expected
 from support.sweep_configs import model_of
 from support.tiny_models import tiny
+from transformers import DynamicCache
 
 import kvkeep
 from kvkeep.blocks import join
@@ -81,10 +82,14 @@ def test_block_diagonal(name, attached):
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["exaone4", "nanochat", "emu3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["exaone4", "nanochat", "emu3", "gptj", "gpt_oss", "deepseek_v2", "deepseek_v3"],
+)
 def test_keys_are_moved_as_the_model_rotates_them(kind):
-    """Not in every layer, though the config does not say so; the other way round; and by a language
-    model that `AutoModel` does not list."""
+    """Not in every layer, though the config does not say so; the other way round; by a language
+    model that `AutoModel` does not list; by code that names no rotation; a part behind a latent, by
+    neighbours or halves."""
     model = model_of(kind)
     model.set_attn_implementation("eager")
     *parts, tail = texts((3, 2, 3))  # within the windows
@@ -92,6 +97,22 @@ def test_keys_are_moved_as_the_model_rotates_them(kind):
     with kvkeep.attach(model), torch.inference_mode():
         cache = join(model, [alone(model, part) for part in parts])
         found = model(tail, past_key_values=cache).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_without_positions_are_not_turned():
+    """Bloom's biases tell distances."""
+    model = model_of("bloom")
+    *parts, tail = texts((3, 2, 3))
+    whole = DynamicCache()
+    with torch.inference_mode():
+        caches = [model(part, use_cache=True).past_key_values for part in parts]
+        for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+            keys, values = zip(*((layer.keys, layer.values) for layer in layers), strict=True)
+            whole.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), index)
+        wanted = model(tail, past_key_values=whole).logits
+        kvkeep.attach(model)
+        found = model(tail, past_key_values=join(model, [alone(model, x) for x in parts])).logits
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 

@@ -42,8 +42,12 @@ def said(model, step, spec, ids, steps):
 
 
 ALL = [("llama", spec) for spec in SPECS]
-ALL += [("mistral", SPECS[3]), ("gemma3", SPECS[2]), ("gemma3", SPECS[4])]
-QUICK = {("gemma3", SPECS[4])}  # the next test has llama, with caches that grow and that do not
+LATENT = ("deepseek-v3", "window:12")
+ALL += [("mistral", SPECS[3]), ("gemma3", SPECS[2]), ("gemma3", SPECS[4]), LATENT]
+QUICK = {
+    ("gemma3", SPECS[4]),
+    LATENT,
+}  # the next test has llama, with caches that grow and that do not
 CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 
 

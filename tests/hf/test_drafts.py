@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.sweep_configs import model_of
 from support.tiny_models import tiny
 from transformers import GenerationMixin
 
@@ -112,6 +113,18 @@ def test_text_and_decisions_are_those_without_drafts(llama, scripted, spec):
 @pytest.mark.parametrize("spec", ["window:6,sinks=2", "snapkv:6,window=3"])
 def test_with_sliding_layers(gemma3, scripted, spec):
     require_same(gemma3, scripted, ids(), [kvkeep.Cache(gemma3, spec) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("deepseek_v3", "h2o:8"), ("glm_moe_dsa", "window:8,sinks=1")]
+)
+def test_latents_and_indices(scripted, kind, spec):
+    model = model_of(kind, 2)
+    with kvkeep.attach(model):
+        require_same(model, scripted, ids(), [kvkeep.Cache(model, spec) for _ in range(2)])
+        if kind == "glm_moe_dsa":  # a step's tokens choose before any of them evicts
+            with pytest.raises(UnsupportedError, match=r"an index chooses.* such as h2o"):
+                model.generate(ids(), past_key_values=kvkeep.Cache(model, "h2o:8"), **LOOKUP)
 
 
 def test_every_policy_is_among_them():

@@ -164,9 +164,13 @@ def test_a_sliding_layer_keeps_its_window_only(model):
 
 REFUSED = {
     "t5": (tf.T5Config, tf.T5ForConditionalGeneration, "encoder-decoder"),
-    "mamba": (tf.MambaConfig, tf.MambaForCausalLM, "mamba"),
+    "recurrent_gemma": (
+        tf.RecurrentGemmaConfig,
+        tf.RecurrentGemmaForCausalLM,
+        "outside of the cache",
+    ),
     "xlnet": (tf.XLNetConfig, tf.XLNetLMHeadModel, "AttentionInterface"),
-    "deepseek_v32": (tf.DeepseekV32Config, tf.DeepseekV32ForCausalLM, "indexed_attention"),
+    "deepseek_v4": (tf.DeepseekV4Config, tf.DeepseekV4ForCausalLM, "compressed_sparse"),
 }
 
 

@@ -16,7 +16,16 @@ from kvkeep.host import Piece, host_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "without_gradients")
 
-TYPES = ["bloom", "falcon-alibi", "mpt", "gpt_neo", "gpt_neox_japanese", "xglm", "roformer"]
+TYPES = [
+    "bloom",
+    "falcon-alibi",
+    "mpt",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "xglm",
+    "roformer",
+    "jetmoe",
+]
 BIASED = TYPES[:3]
 TOKENS, CHUNKS = 24, (5, 1, 11, 7)
 

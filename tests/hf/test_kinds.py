@@ -56,6 +56,8 @@ def test_a_new_kind_is_one_class(config, monkeypatch):
     [
         ("llama", set()),
         ("deepseek_v3", {"Latent"}),
+        ("glm_moe_dsa", {"Latent", "Indexed"}),
+        ("hy_v4", {"Latent", "Indexed", "SharesChoice"}),
         ("gemma4_text", {"Shared"}),
         ("lfm2", {"Recurrent"}),
         ("kimi_linear", {"Latent", "Recurrent"}),

@@ -103,8 +103,7 @@ def test_models_that_cannot_be_packed_say_why():
     for model, reason in (
         (tiny("llama", rope_parameters=growing_rope("dynamic")), "dynamic"),
         (tiny("llama"), "call kvkeep.attach"),
-        (model_of("roberta"), "counts positions in another way"),
-        (model_of("bart"), "takes no positions"),
+        (model_of("musicgen_melody"), "takes no positions"),
         (model_of("doge"), "it computes attention itself, because"),
     ):
         if "attach" not in reason:
@@ -113,6 +112,21 @@ def test_models_that_cannot_be_packed_say_why():
         assert reason in host.unpackable
         with pytest.raises(UnsupportedError, match=re.escape(reason)):
             host.forward_packed([Piece(tokens(2), host.new_cache())])
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bart", "marian"])
+def test_positions_that_a_model_counts_by_itself(kind):
+    """Behind the padding token's id, or by the columns of its cache."""
+    model = model_of(kind)
+    texts = [tokens(n) for n in (9, 4, 2)]
+    with kvkeep.attach(model), torch.no_grad():
+        expected = torch.cat([model(x[None], use_cache=False).logits[:, -1] for x in texts])
+        host = host_of(model)
+        caches = [host.new_cache() for _ in texts]
+        for at in (slice(0, -1), slice(-1, None)):
+            pieces = [Piece(x[at], cache) for x, cache in zip(texts, caches, strict=True)]
+            found = host.forward_packed(pieces)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:6"])

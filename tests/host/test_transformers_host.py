@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.sweep_configs import model_of
 from support.tiny_models import tiny
 
 import kvkeep
@@ -64,11 +65,8 @@ def test_adapters_belong_to_the_host():
     torch.testing.assert_close(logits, adapted(ids(4)).logits[:, -1:], atol=1e-5, rtol=1e-4)
 
 
-def test_a_latent_is_not_moved():
-    """Its positions are those of a part of the keys, which a rotation of the whole would break."""
-    model = tiny("deepseek-v3")
-    caches = [kvkeep.Cache(model), kvkeep.Cache(model)]
-    for seed, cache in enumerate(caches):
-        model(ids(4, seed), past_key_values=cache)
-    with pytest.raises(UnsupportedError, match="latent, whose positions are not moved"):
-        join(model, caches)
+def test_the_keys_of_an_index_are_not_moved():
+    """They rotate apart from the keys that attention reads."""
+    model = model_of("deepseek_v32")
+    with pytest.raises(UnsupportedError, match="whose tokens an index chooses"):
+        join(model, [kvkeep.Cache(model), kvkeep.Cache(model)])

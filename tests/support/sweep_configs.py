@@ -41,7 +41,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(["attention_head_dim", "v_head_dim", "swa_v_head_dim", "rotary_dim"], 8),
     **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"], 8),
     **dict.fromkeys(["q_lora_rank", "kv_lora_rank", "o_lora_rank"], 16),
-    **dict.fromkeys(["index_n_heads", "index_topk"], 4),
+    "index_n_heads": 16,  # with few, all heads' scores of a token are often 0, and topk meets ties
+    "index_topk": 4,
     **dict.fromkeys(
         ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"], 128
     ),

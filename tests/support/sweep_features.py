@@ -21,6 +21,7 @@ from kvkeep import Cache, attach, detach, load
 from kvkeep.blocks import join
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
+from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.host import Piece, host_of
 from kvkeep.train import backward
@@ -324,7 +325,8 @@ def _fed(model: Any, cache: Any, inputs: dict[str, Any], chunks: tuple[int, ...]
     ids = inputs["input_ids"]
     parts = ids.split(list(chunks or ids.shape[1:]), dim=1)
     with torch.no_grad():
-        return torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in parts], 1)
+        given = as_cache(model, cache) | {"use_cache": True}
+        return torch.cat([model(x, **given).logits for x in parts], 1)
 
 
 def _greedy(model: Any, ids: Tensor) -> list[int]:

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support import sweep_configs
 from support.autograd_gradients import (
     adapted,
     error,
@@ -93,6 +94,16 @@ def test_other_families(family, spec):
     model = model_of(family, torch.float32, attn_pdrop=0.0, resid_pdrop=0.0, dropout=0.0)
     ids, labels, mask = texts(2, TOKENS, pads=(5, 0))
     assert compare(model, ids, labels, spec, mask) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("deepseek_v3", "h2o:8"), ("deepseek_v32", "window:8,sinks=2")]
+)
+def test_latents_and_indices(kind, spec):
+    model = sweep_configs.model_of(kind, 2).double()
+    model.set_experts_implementation("eager")  # torch's own takes no float64
+    ids, labels, mask = texts(3, TOKENS, pads=PADS)
+    assert compare(model, ids, labels, spec, mask) < 1e-10
 
 
 @pytest.mark.parametrize("policy", every(2, sorted(EXAMPLES)))

@@ -260,15 +260,17 @@ def _each_part(
     for segment in view.segments:
         rows, head = segment.rows, segment.head
         own = slice(None) if head is None else slice(head * group, (head + 1) * group)
-        position, bounds = view.position, view.bounds
+        position, bounds, chosen = view.position, view.bounds, view.chosen
         if rows is not None and position.dim() == 2 and position.shape[0] > 1:
             position = position.index_select(0, rows)
         if rows is not None and bounds is not None and bounds.dim() == 3 and bounds.shape[0] > 1:
             bounds = bounds.index_select(0, rows)
+        if rows is not None and chosen is not None:
+            chosen = chosen.index_select(0, rows)
         sinks = None if options.sinks is None else options.sinks[own]
         slopes = None if options.slopes is None else options.slopes[own]
         alone = segment._replace(head=None, rows=None, part=False)
-        part = view._replace(segments=(alone,), position=position, bounds=bounds)
+        part = View((alone,), position, view.ragged, view.reaches, bounds, chosen)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
         asked = options._replace(sinks=sinks, slopes=slopes, centre=segment.own(options.centre))
         out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)

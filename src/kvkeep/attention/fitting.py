@@ -184,7 +184,7 @@ def _check_segment(
             )
         check_memory(f"{what}: used", segment.used, q.device)
     rotation = segment.rotation
-    if rotation is not None and 2 * len(rotation.inv_freq) > width:
+    if rotation is not None and rotation.first + 2 * len(rotation.inv_freq) > width:
         raise ShapeError(
             f"{what} rotates {2 * len(rotation.inv_freq)} of {width} elements; give at most "
             f"{width // 2} frequencies"

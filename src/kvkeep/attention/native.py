@@ -43,6 +43,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "the native kernel runs on the CPU only"
     if q.dtype not in TYPES:
         return f"the native kernel computes in float32, less precise than {q.dtype}"
+    if view.chosen is not None:
+        return "the native kernel takes no choice of slots for each query"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, and tensors have none while tracing"
     for segment in view.segments:

@@ -22,12 +22,13 @@ class Rotation:
     Args:
         offset: d, in positions: position of use minus position of rotation; may be negative.
         inv_freq: (R/2,) angular frequencies of the model's rotary embedding; see `Rotary`.
-        interleaved: pairing of dimensions; see `Rotary`.
+        interleaved, first: the dimensions that are rotated; see `Rotary`.
     """
 
     offset: int
     inv_freq: Tensor
     interleaved: bool = False
+    first: int = 0
 
     def turn(self, q: Tensor) -> Tensor:
         """R(-offset) applied to q (..., D), computed in at least float32; a copy."""
@@ -42,7 +43,7 @@ class Rotation:
         distance = torch.full(
             (), by, dtype=torch.int64, device=x.device
         )  # created on the device, not copied to it
-        return Rotary(frequencies, self.interleaved).turn(x, distance)
+        return Rotary(frequencies, self.interleaved, self.first).turn(x, distance)
 
 
 _moved = WeakTensorKeyDictionary()  # frequencies -> their copies by device

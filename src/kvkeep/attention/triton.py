@@ -73,6 +73,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
     """Why the kernels cannot do this call, or None."""
     if not q.is_cuda and not (q.is_cpu and interpreted()):
         return "the Triton kernels run on CUDA only"
+    if view.chosen is not None:
+        return "the Triton kernels take no choice of slots for each query"
     if torch.compiler.is_compiling():
         return "the Triton kernels cannot be traced; call them through a custom operation"
     if q.dtype not in _TYPES:

@@ -261,6 +261,8 @@ class View(NamedTuple):
         reaches: limits on what a query sees; limits that exclude nothing may be left out.
         bounds: the first and the last position that each query sees, integers (2, n) or (B, 2, n).
             None: 0 and the query's own.
+        chosen: the only positions that each query sees, if these limits allow them: int32 (B, n,
+            c). None: all. Views with `chosen` are not read by kernels.
     """
 
     segments: tuple[Segment, ...]
@@ -268,6 +270,7 @@ class View(NamedTuple):
     ragged: bool = True
     reaches: tuple[Reach, ...] = ()
     bounds: Tensor | None = None
+    chosen: Tensor | None = None
 
     @property
     def chunk(self) -> int:
@@ -350,7 +353,8 @@ class View(NamedTuple):
     @property
     def dense(self) -> bool:
         """Whether all queries see all slots, except for causality within the chunk."""
-        return not (self.ragged or self.reaches) and self.bounds is None
+        limited = self.bounds is not None or self.chosen is not None
+        return not (self.ragged or self.reaches or limited)
 
     def observed(self, newest: int | None) -> Tensor | None:
         """Which queries count for the mass, bool (B|1, n): the `newest` real queries of each row;
@@ -383,7 +387,14 @@ class View(NamedTuple):
             seen = (slot >= limits[:, :, 0].clamp(min=0)) & (slot <= limits[:, :, 1])
         for reach in self.reaches:
             seen = seen & reach.allows(query, slot)
-        return seen
+        if self.chosen is None:
+            return seen
+        chosen = self.chosen[:, queries].sort(dim=-1).values[:, None]
+        chosen, slot = (
+            x.expand(*seen.shape[:3], -1).contiguous() for x in (chosen, slot.to(chosen.dtype))
+        )
+        at = torch.searchsorted(chosen, slot).clamp(max=chosen.shape[-1] - 1)
+        return seen & (chosen.gather(-1, at) == slot)
 
     def distances(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
         """By how many positions each of the slots at `position`, int32 (B|1, 1|H, S), follows each

@@ -131,7 +131,7 @@ def moved(run: Run, by: int, rotary: Rotary) -> Run:
     if not by and not already:
         return run
     position = run.joined[POSITION] - already
-    rotation = Rotation(by + already, rotary.inv_freq, rotary.interleaved)
+    rotation = Rotation(by + already, rotary.inv_freq, rotary.interleaved, rotary.first)
     return Run.of({**run.planes, POSITION: position}, rotation)
 
 

@@ -168,7 +168,7 @@ class Ticket:
 
     def run(self, inputs: StepInputs) -> Tensor:
         """See `Traced`."""
-        return cast(Tensor, step(self.number, *inputs))
+        return cast(Tensor, step(self.number, *inputs.in_graph))
 
 
 class LayerTicket(Ticket):

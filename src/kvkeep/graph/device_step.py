@@ -152,7 +152,7 @@ class DeviceStep(Step):
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, for one token per row, with position int32 (1|B, 1)."""
         if torch.compiler.is_compiling():
-            return cast(Tensor, step(self._ticket.number, *inputs))
+            return cast(Tensor, step(self._ticket.number, *inputs.in_graph))
         require_causal(inputs)
         if inputs.k.shape[2] != 1:
             raise UnsupportedError(

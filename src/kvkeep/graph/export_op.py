@@ -141,7 +141,7 @@ class LayerTensors(nn.Module):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, with position int32 (B, n)."""
-        return cast(Tensor, step_in(list(self.buffers()), self.text, *inputs))
+        return cast(Tensor, step_in(list(self.buffers()), self.text, *inputs.in_graph))
 
 
 @lru_cache(maxsize=1024)

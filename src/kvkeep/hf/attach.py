@@ -31,7 +31,7 @@ from kvkeep.hf.inputs import (
     check_rows,
     fed_by,
 )
-from kvkeep.hf.kinds import require
+from kvkeep.hf.kinds import kinds_of, require
 from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.packed_rows import require_one_text
@@ -320,9 +320,10 @@ def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[s
             either way.
     """
     decoder = decoder_of(model)
-    why = "its attention does not go through transformers' AttentionInterface"
+    never = "".join(kind.own for kind in kinds_of(decoder))
+    why = never or "its attention does not go through transformers' AttentionInterface"
     inline = is_inline(decoder)
-    if inline or decoder._can_set_attn_implementation():
+    if not never and (inline or decoder._can_set_attn_implementation()):
         name = registered(original)
         fault = rehearse(decoder, name)
         tagged = inline or decoder._supports_attention_backend

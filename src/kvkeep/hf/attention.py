@@ -14,6 +14,7 @@ from kvkeep.attention import Attend
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
 from kvkeep.hf.handover import AttendedLayer, Handed, ReadLayer
+from kvkeep.hf.kinds.indexed import masked
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.unserved import require_hooked
 from kvkeep.hf.weights import explicit_step
@@ -70,7 +71,17 @@ def attention_over(original: str) -> AttentionFunction:
             handed.taken = True
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             found = handed.layer.run(
-                StepInputs(query, key, value, asked.position, scale, softcap, None, asked.until)
+                StepInputs(
+                    query,
+                    key,
+                    value,
+                    asked.position,
+                    scale,
+                    softcap,
+                    None,
+                    asked.until,
+                    kwargs.get("indices"),
+                )
             )
             return found.transpose(1, 2).contiguous(), None
         if handed is None and with_values is None and not _is_positions(attention_mask):
@@ -80,6 +91,8 @@ def attention_over(original: str) -> AttentionFunction:
                 kwargs["softcap"] = softcap
             if s_aux is not None:
                 kwargs["s_aux"] = s_aux
+            if kwargs.get("indices") is not None and attention_mask is not None:
+                attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
             return _original(_own(module, original), module)(
                 module,
                 query,
@@ -105,7 +118,8 @@ def attention_over(original: str) -> AttentionFunction:
             )
         explicit = explicit_step(handed, dropout)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        inputs = StepInputs(query, key, value, None, scale, softcap, s_aux)
+        chosen = kwargs.get("indices")
+        inputs = StepInputs(query, key, value, None, scale, softcap, s_aux, chosen=chosen)
         out = _stepped(handed, inputs, explicit, attention_mask)
         weights = None if explicit is None else explicit.weights
         return out.transpose(1, 2).contiguous(), weights

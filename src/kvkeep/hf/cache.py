@@ -186,6 +186,11 @@ class Cache(  # type: ignore[misc]
             layer.mark_embedded()
         return from_slots(self.kinds, held.keys, held.values)
 
+    @property
+    def handed(self) -> Handed | None:
+        """The tag of the last keys given to this cache."""
+        return self._handed
+
     def _require_turn(self) -> None:
         """Raise StateError while another thread runs a forward."""
         if self._feeding is not None:

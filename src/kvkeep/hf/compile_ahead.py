@@ -82,6 +82,7 @@ def compile_steps(model: Any, sequences: int = 1, progress: Progress = silent) -
     if not files:
         raise UnsupportedError(
             f"the steps of {type(model).__name__} are compiled in each process anew: they depend "
-            "on data, or the model has hooks, or is on another device than the CPU"
+            "on data, or the model has hooks, or is on another device than the CPU; attach it with "
+            "compile=True, which compiles them at the first step"
         )
     return files

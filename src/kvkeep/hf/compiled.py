@@ -24,6 +24,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.model_state import ModelState
+from kvkeep.hf.placing import first_position
 from kvkeep.hf.replaced_forward import ReplacedForward
 from kvkeep.hf.rows import NUMBERS, RowsCache
 from kvkeep.hf.weights import drops_weights
@@ -85,9 +86,13 @@ class CompiledSteps(ReplacedForward):
             if self._rows is None:
                 self._rows = RowsCache(self.model.config)
             self._rows.use(tokens.layers)
+            position = tokens.positions + first_position(self.model)
             given = {
                 name: pad(x[0], (0, rows - count))[:, None]
-                for name, x in (("input_ids", tokens.ids), ("position_ids", tokens.positions))
+                for name, x in (
+                    ("input_ids", tokens.ids),
+                    ("position_ids", position),
+                )
             }
             out = self._run(given, self._rows)
             return None if out is None else cast(Tensor, out.logits[:count, -1])

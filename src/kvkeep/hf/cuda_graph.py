@@ -18,6 +18,7 @@ from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, is_routed
 from kvkeep.hf.kinds import require
 from kvkeep.hf.kinds.multimodal import require_counted
+from kvkeep.hf.placing import first_position
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
@@ -169,7 +170,7 @@ class Graphed:
             logits: Tensor = self._forward(
                 input_ids=self._token,
                 attention_mask=position[:, None, None],
-                position_ids=position.to(torch.int64),
+                position_ids=position.to(torch.int64) + first_position(self.model),
                 use_cache=True,
                 **as_cache(self.model, self.cache),
             ).logits[:, -1]

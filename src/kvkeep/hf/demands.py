@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
+from kvkeep.features import Feature
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 
@@ -34,6 +35,11 @@ def require_recordable(cache: Cache, *, routed: bool) -> None:
     """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
     for layer in cache.layers:
         layer.require_recordable()
+        if layer.by_token and (reason := cache.why_not(Feature.DRAFTED)):
+            raise UnsupportedError(
+                f"the model {reason}, such as {layer.policy.name}; use keep_all or a window, or "
+                "generate without assistant_model and prompt_lookup_num_tokens"
+            )
         if layer.by_token and not routed:
             raise UnsupportedError(
                 f"rejected draft tokens must be cropped, and policy {layer.policy.name} decides "

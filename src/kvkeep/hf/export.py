@@ -22,6 +22,7 @@ from kvkeep.hf.fingerprint import fingerprint
 from kvkeep.hf.kinds import layer_kinds, require
 from kvkeep.hf.kinds.multimodal import require_counted
 from kvkeep.hf.parallel import is_parallel
+from kvkeep.hf.placing import first_position
 from kvkeep.host import Specs
 from kvkeep.planes import Chunks
 
@@ -135,7 +136,7 @@ class _Step(nn.Module):
         self.layers = nn.ModuleList(LayerTensors(text, layer) for text, layer in pairs)
         self.cache.reset()
         self.cache._traced = [x for x in self.layers if isinstance(x, LayerTensors)]
-        self.cache_name = cache_name(model)
+        self.cache_name, self.first = cache_name(model), first_position(model)
         self.shortened = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -155,7 +156,7 @@ class _Step(nn.Module):
         logits: Tensor = self.model(
             input_ids,
             attention_mask=position[:, None, None],
-            position_ids=position.clamp(min=0).to(torch.int64),
+            position_ids=position.clamp(min=0).to(torch.int64) + self.first,
             use_cache=True,
             **{self.cache_name: self.cache},
             **asked,

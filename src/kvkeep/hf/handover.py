@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Attend
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.layer.history import History
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs
 
 
@@ -40,6 +41,9 @@ class MaskedLayer(Protocol):
 
 class AttendedLayer(Protocol):
     """What the attention function asks of a layer."""
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`."""
 
     @property
     def window(self) -> int | None:
@@ -78,6 +82,10 @@ class MaskLength(int):
 
 class Absorbed(Protocol):
     """The projections of a layer whose keys and values are latents."""
+
+    @property
+    def key(self) -> Tensor:
+        """The keys of its slots, (B, 1, n, Dk)."""
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries (B, Hq, n, D) of the model as queries of latents, (B, Hq, n, Dk)."""

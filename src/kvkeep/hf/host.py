@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvkeep.errors import UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.geometry import Geometry
 from kvkeep.hf.attach import attach, compiled_steps, detach, unwrapped
@@ -27,6 +28,7 @@ from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
 from kvkeep.hf.packed import LaidCache, PackedCache, check_packed, require_packable, unpackable
 from kvkeep.hf.parallel import head_processes, is_parallel
+from kvkeep.hf.placing import first_position, placed, takes_positions
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host import (
@@ -81,7 +83,17 @@ class TransformersHost(Host):
 
     def rotaries(self) -> list[Rotary | None]:
         require(self._config, Feature.MOVED, "use it without policies and blocks that move keys")
-        return as_applied(unwrapped(self.model), rotaries_of(self._config))
+        model = unwrapped(self.model)
+        if any(kind.placeless for kind in kinds_of(model)):  # keys are the same at any position
+            return [Rotary(torch.empty(0))] * len(self.kinds)
+        try:
+            found = rotaries_of(self._config)
+        except UnsupportedError:
+            if self.changing_rotary:
+                raise
+            found = None
+        in_part = any(kind.latent for kind in self.kinds)  # of a key, which its code does not say
+        return as_applied(model, None if in_part else found)
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
         model = unwrapped(self.model)
@@ -172,7 +184,8 @@ class TransformersHost(Host):
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         # A model around the decoder may count positions otherwise than the decoder does by itself.
-        alone = why_not_counted(unwrapped(self.model), cache) == ""
+        model = unwrapped(self.model)
+        alone = why_not_counted(model, cache) == "" and not first_position(model)
         self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
 
     @property
@@ -207,7 +220,8 @@ class TransformersHost(Host):
             at = position
             # An attached model takes positions from what its mask function returns, which is this.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
-            options["position_ids"] = position[None].to(ids.device)
+            first = first_position(unwrapped(self.model))
+            options["position_ids"] = position[None].to(ids.device) + first
         try:
             activate(self.model, cache.activation, at)
             with telling(media=False):
@@ -227,20 +241,21 @@ class TransformersHost(Host):
         require_packable(model, [piece.cache for piece in pieces])
         check_packed(model, pieces)
         with packed(pieces, self.device) as all_tokens:
-            compiled = compiled_steps(model)
+            compiled = compiled_steps(model) if takes_positions(model) else None
             found = None if compiled is None else compiled.run_packed(all_tokens)
             if found is not None:
                 return found
             ids, position, last = all_tokens[:3]
             cache = PackedCache(all_tokens, cast(Cache, pieces[0].cache))
             options = {"logits_to_keep": last} if self._skips_logits else {}
-            output = self.model(
-                input_ids=ids,
-                position_ids=position,
-                use_cache=True,
-                **as_cache(model, cache),
-                **options,
-            )
+            with placed(position):
+                output = self.model(
+                    input_ids=ids,
+                    position_ids=position + first_position(model),
+                    use_cache=True,
+                    **as_cache(model, cache),
+                    **options,
+                )
             cache.require_attended()
             logits: Tensor = output.logits[0]
         return logits if self._skips_logits else logits[last]
@@ -251,7 +266,7 @@ class TransformersHost(Host):
         decoder = self.model.get_decoder()
         decoder(
             input_ids=ids[None],
-            position_ids=position[None].to(ids.device),
+            position_ids=position[None].to(ids.device) + first_position(unwrapped(self.model)),
             use_cache=True,
             **as_cache(decoder, LaidCache(layers)),
         )

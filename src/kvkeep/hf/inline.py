@@ -26,9 +26,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import unrouted
 from kvkeep.hf.kinds.base import Handle, Replaced
+from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.masks import MaskRequest
+from kvkeep.hf.placing import placing
 
 Output = tuple[Tensor, Tensor | None]
 _CACHES = ("cache", "layer_past", "past_key_values")
@@ -154,6 +156,35 @@ def _mpt(
     return module.out_proj(out.flatten(2)), weights
 
 
+def _jetmoe(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_embeddings: Any = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Each expert has queries of its own for every kv head; its module repeats keys and values."""
+    shape, top = hidden_states.shape[:-1], module.top_k
+    made, router, routed = module.experts.map(hidden_states)
+    mixed = (made, *module.kv_proj(hidden_states).chunk(2, dim=-1))
+    q, k, v = (x.view(*shape, -1, module.head_dim).transpose(1, 2) for x in mixed)
+    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
+    q = _regrouped(q, top)
+    dropout = module.attention_dropout
+    out, weights = attend(q, k, v, attention_mask, module.scaling, dropout)
+    groups = q.shape[1] // top
+    out = _regrouped(out.transpose(1, 2), groups).transpose(1, 2).reshape(*shape, top, -1)
+    weights = None if weights is None else _regrouped(weights, groups)
+    return module.experts.reduce(out, routed).view(*shape, -1), weights, router
+
+
+def _regrouped(x: Tensor, outer: int) -> Tensor:
+    """(B, heads, ...), whose heads are `outer` groups, with the first of each group first."""
+    grouped = x.reshape(len(x), outer, x.shape[1] // outer, *x.shape[2:])
+    return grouped.transpose(1, 2).flatten(1, 2)
+
+
 def _neox(
     module: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
 ) -> Output:
@@ -225,6 +256,7 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "TrOCRAttention": _bart,
     "XGLMAttention": _bart,
     "BloomAttention": _bloom,
+    "JetMoeAttention": _jetmoe,
     "FalconAttention": _falcon,
     "MptAttention": _mpt,
 }
@@ -274,8 +306,9 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
         elif known in _CORES:
             own = module._attn
             yield Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
-        elif known and (change := absorbed(module)) is not None:
-            yield change
+        elif known:
+            found = (change(module) for change in (absorbed, choosing, placing))
+            yield from filter(None, found)
 
 
 def _forward(own: Any, run: Any, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:

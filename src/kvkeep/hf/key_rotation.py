@@ -1,4 +1,4 @@
-"""Try which layers of a transformers model rotate their keys, and whether as its code was read.
+"""Try which layers of a transformers model rotate their keys, and how.
 
 Configs do not say it: some models rotate in layers with a sliding window only. A token that is
 alone in its text attends to itself, so its keys at two positions differ by the rotation only.
@@ -7,6 +7,7 @@ alone in its text attends to itself, so its keys at two positions differ by the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,38 +17,52 @@ from transformers import DynamicCache, PreTrainedModel
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of
-from kvkeep.hf.kinds import layer_kinds
+from kvkeep.hf.kinds import kinds_of, layer_kinds, to_slots
 from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
 
 _AT, _RELATIVE = 3, 1e-4
 _REMEDY = "use the policy snapkv or h2o instead, and a PrefixStore for texts"
 
-_known: WeakKeyDictionary[PreTrainedModel, tuple[str, list[bool]]] = WeakKeyDictionary()
-"""Which layers rotate their keys, and the config with which that was found."""
+_BASE = 10_000.0
+"""Of the frequencies of models whose config and buffers name none (GPT-J)."""
+
+_known: WeakKeyDictionary[PreTrainedModel, tuple[str, list[Rotary | None]]] = WeakKeyDictionary()
+"""How layers rotate their keys, and the config with which that was found."""
 
 
-def as_applied(model: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> list[Rotary | None]:
+def as_applied(
+    model: PreTrainedModel, rotaries: Sequence[Rotary | None] | None
+) -> list[Rotary | None]:
     """The rotary embeddings of a model's layers, without those that a layer does not apply.
 
     Args:
-        rotaries: those that were found in the model's code, for each layer that attends.
+        rotaries: those that were found in the model's code, for each layer that attends; None: they
+            are found by trying the frequencies among its buffers.
 
     Raises:
         UnsupportedError: a layer changes its keys with their position in another way.
     """
-    if not any(rotaries):
+    if rotaries is not None and not any(rotaries):
         return list(rotaries)
     decoder = decoder_of(model)
     described = str(decoder.config.to_dict())
     known = _known.get(decoder)
     if known is None or known[0] != described:
         known = _known[decoder] = described, _applied(decoder, rotaries)
-    return [rotary if used else None for rotary, used in zip(rotaries, known[1], strict=True)]
+    return known[1]
 
 
-def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> list[bool]:
-    places = [kind.place for kind in layer_kinds(decoder.config)]
+def _applied(
+    decoder: PreTrainedModel, rotaries: Sequence[Rotary | None] | None
+) -> list[Rotary | None]:
+    kinds = layer_kinds(decoder.config)
+    places = [kind.place for kind in kinds]
+    tried: list[list[Rotary]] = (
+        [_possible(decoder, kind.latent or 0) for kind in kinds]
+        if rotaries is None
+        else [[x] if x else [] for x in rotaries]
+    )
     try:
         with cheap_forwards():
             copied = without_weights(decoder)
@@ -59,15 +74,14 @@ def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> lis
             f"kvkeep cannot try how {decoder.config.model_type} rotates keys: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; {_REMEDY}"
         ) from error
-    found = []
-    for place, rotary in zip(places, rotaries, strict=True):
+    found: list[Rotary | None] = []
+    for place, some in zip(places, tried, strict=True):
         assert place is not None
         x, y = first[place], later[place]
-        if rotary is not None and _alike(rotary.turn(x, torch.tensor(_AT)), y):
-            found.append(True)
-        elif _alike(x, y):
-            found.append(False)
-        else:
+        turned = (one for one in some if _alike(one.turn(x, torch.tensor(_AT)), y))
+        rotary = next(turned, None)
+        found.append(rotary)
+        if rotary is None and not _alike(x, y):
             raise UnsupportedError(
                 f"layer {place} of {decoder.config.model_type} changes its keys with their "
                 "position otherwise than by its rotary embedding, which is needed to move them "
@@ -76,13 +90,33 @@ def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> lis
     return found
 
 
+def _possible(decoder: PreTrainedModel, first: int) -> list[Rotary]:
+    """The rotary embeddings, from a dimension on, of all frequencies among a decoder's buffers."""
+    text = decoder_config(decoder.config)
+    some = [x for name, x in decoder.named_buffers() if name.endswith("inv_freq")]
+    width = getattr(text, "rotary_dim", None)
+    if width:
+        some.append(_BASE ** -(torch.arange(0, width, 2) / width))
+    return [
+        Rotary(sign * x.detach().float().cpu(), interleaved, first)
+        for x in some
+        for interleaved in (False, True)
+        for sign in (1.0, -1.0)
+    ]
+
+
 def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
     """The keys (1, H, 1, D) of a token at a position, in each layer that has some."""
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
     decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
-    found = ((place, getattr(layer, "keys", None)) for place, layer in enumerate(cache.layers))
-    return {place: keys for place, keys in found if keys is not None}
+    kinds = kinds_of(decoder)
+    layers: dict[int, Any] = dict(enumerate(cache.layers))
+    return {
+        place: to_slots(kinds, layer.keys, layer.values)[0]
+        for place, layer in layers.items()
+        if getattr(layer, "keys", None) is not None
+    }
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:

@@ -27,6 +27,7 @@ from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.history import History
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs, require_causal
 
 
@@ -87,7 +88,7 @@ class Decoder(Layerwise):
     def embed(self, columns: slice) -> Embedded:
         try:
             return self._embedded(columns)
-        except UnsupportedError as error:
+        except (UnsupportedError, ValueError) as error:
             if self._tuples:
                 raise
             self._tuples = True  # older models take the first of what a layer returns
@@ -294,6 +295,10 @@ class _TextLayer:
         before = self._text.positions(slice(0, self.fed))
         return before.expand(len(self._text.input_ids), -1)[:, None]
 
+    def sighted(self, queries: Tensor) -> Sighted:
+        step: Any = self.attention  # of `kvkeep.train`
+        return cast(Sighted, step.sighted(queries))
+
     def run(self, inputs: StepInputs) -> Tensor:
         assert self.attention is not None
         require_causal(inputs)
@@ -325,6 +330,11 @@ class _TextCache(LayersCache):
         finally:
             # Break a reference cycle: keys in the graph hold the layer, and the step may hold keys.
             layer.attention, self._handed = None, []
+
+    @property
+    def handed(self) -> Handed:
+        """The tag of the last keys given."""
+        return self._handed[-1]
 
     def tag(self, keys: Tensor, values: Tensor, index: int) -> Handed:
         self._handed.append(super().tag(keys, values, index))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.model_layers import TellsLayers
+from kvkeep.hf.placing import Placed, takes_positions
 from kvkeep.host import ModelCache
 from kvkeep.host.packed import Packed
 from kvkeep.layer.recurrent import NoStates
@@ -31,15 +31,15 @@ def unpackable(model: PreTrainedModel) -> str:
             f"the frequencies of its rotary embedding ({changing}) follow the longest text of a "
             "forward"
         )
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if not takes_positions and not any(kind.placeless for kind in kinds_of(model)):
-        return "its forward takes no positions"
     if not is_routed(text):
         attachment = getattr(model, ATTACHMENT, None)
         if attachment is None:
             return "kvkeep does not compute its attention; call kvkeep.attach(model)"
         return f"it computes attention itself, because {attachment.own}"
     changes = getattr(decoder_of(model), ATTACHMENT).changes
+    takes = takes_positions(model) or any(isinstance(x, Placed) for x in changes)
+    if not takes and not any(kind.placeless for kind in kinds_of(model)):
+        return "its forward takes no positions"
     for kind in kinds_of(model):
         if reason := kind.unpackable(changes):
             return f"it {reason}"
@@ -52,7 +52,8 @@ def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> No
     reason = unpackable(model)
     if reason:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot compute several sequences in one forward: {reason}"
+            f"{type(model).__name__} cannot compute several sequences in one forward: {reason}; "
+            "feed them one by one, or to a kvkeep.generate.Batch, which does so"
         )
     for cache in caches:
         if not isinstance(cache, Cache):
@@ -83,6 +84,11 @@ class LaidCache(LayersCache):
     laid before it."""
 
     _handed: Handed | None = None
+
+    @property
+    def handed(self) -> Handed | None:
+        """The tag of the last keys given."""
+        return self._handed
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values (1, H, n, D) with their layer."""

@@ -144,7 +144,9 @@ def _locked(name: str) -> FileLock:
         lock = FileLock(place, mode=PRIVATE)
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise StateError(f"session {name!r} is open in another process") from error
+        raise StateError(
+            f"session {name!r} is open in another process; close it there, or open another"
+        ) from error
     except OSError as error:
         raise StateError(
             f"session {name!r} cannot be locked: {error}; check the permissions of {path.parent}"

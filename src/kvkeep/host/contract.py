@@ -272,7 +272,8 @@ class Host(ABC):
             ShapeError, StateError, CapacityError: as in `kvkeep.host.packed`; nothing was fed.
         """
         raise UnsupportedError(
-            f"{self.name} cannot compute several sequences in one forward: {self.unpackable}"
+            f"{self.name} cannot compute several sequences in one forward: "
+            f"{self.unpackable}; feed them one by one, or to a kvkeep.generate.Batch, which does so"
         )
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:

@@ -28,6 +28,8 @@ class LayerKind:
         slopes: of its ALiBi bias, see `kvkeep.LayerCache`; None: no bias.
         latent: the width of values that are the first elements of their keys; None: values are
             separate.
+        beside: elements at the end of a key that attention does not read.
+        counts: whether it attends to nothing, and only counts tokens.
     """
 
     name: str
@@ -36,6 +38,8 @@ class LayerKind:
     readers: int = field(default=0, compare=False)
     slopes: tuple[float, ...] | None = None
     latent: int | None = None
+    beside: int = 0
+    counts: bool = False
 
 
 def fitting_some(spec: CacheSpec, kinds: Sequence[LayerKind], error: SpecError) -> SpecError:

@@ -21,7 +21,7 @@ from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.plan import StepPlan, settles_alone
 from kvkeep.layer.ready import Ready
-from kvkeep.layer.sight import Sight
+from kvkeep.layer.sight import Sight, Sighted
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Slopes, StepInputs, driven
@@ -93,7 +93,8 @@ class LayerCache(Drafts):
                 f"{key_codec.name}/{value_codec.name} encodes blocks of tokens; use int8 or "
                 "int8/int4, or keep_all on layers without a sliding window"
             )
-        warn_about_keys(key_codec)
+        if latent is None:
+            warn_about_keys(key_codec)
         self.policy = policy = policy.in_layer(0, 1)
         value_codec = value_codec.for_values()
         if latent is not None:
@@ -158,7 +159,7 @@ class LayerCache(Drafts):
         """Like `step`, with the inputs as one record."""
         cursor = self.cursor
         with cursor.turn:
-            single = attend is None and inputs.q.shape[2] == 1
+            single = attend is None and inputs.q.shape[2] == 1 and inputs.chosen is None
             if single and self._plan is not None and self.plans and not cursor.unread:
                 made = self._plan.step(inputs)
                 if made is not None:
@@ -175,6 +176,10 @@ class LayerCache(Drafts):
             if single and self.plans:
                 self._plan = StepPlan.of(self, inputs)
             return out
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """The keys that the next tokens, at positions (1|B, n), can choose from."""
+        return Sighted.of(self.held(), queries, self.sight)
 
     def next_plan(self) -> StepPlan | None:
         """The plan of the next decode step (one token a row); None: only `run` can make it."""

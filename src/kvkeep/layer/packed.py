@@ -18,6 +18,7 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.plan import FAILED, UNLIKE, Kind, kind_of
 from kvkeep.layer.ready import NOT_MADE, RAISED, Ready, require_memory
 from kvkeep.layer.records import SEQUENCE, step_tokens
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal
 from kvkeep.native_library import LIBRARY
 
@@ -91,6 +92,11 @@ class PackedLayer(AttendingLayer):
         with ExitStack() as ended:  # end every layer, even if one raises
             while self._ready:
                 ended.callback(self._ready.popitem()[1].end, self._result)
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`; tokens of other sequences are not visible."""
+        own = queries.flatten()
+        return Sighted.joined([x.sighted(own[first : first + n]) for x, first, n in self.parts])
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment, View
+from kvkeep.attention import Held, Segment, View
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.history import History
@@ -106,3 +107,45 @@ class Sight(NamedTuple):
         """The layer's own window in words, if that is the policy's reach; otherwise empty."""
         own = self.window is not None and self.policy.reach == Reach(self.window)
         return self.window.words if own and self.window else ""
+
+
+class Sighted(NamedTuple):
+    """The tokens among which new ones choose those that they attend to.
+
+    `keys`: of the tokens before, (1|B, H, S, D); None: there are none. `position`: theirs, then
+    those of the n new ones, int32 (1|B, S + n). `visible`: which of them each new one sees, bool
+    (1|B, n, S + n).
+    """
+
+    keys: Tensor | None
+    position: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, held: Held | None, queries: Tensor, sight: Sight) -> Self:
+        """Those of a layer that holds some tokens."""
+        position = queries = queries.reshape(-1, queries.shape[-1])
+        if held is not None:
+            before = held.position[:, 0]
+            position = torch.cat([before, queries.expand(len(before), -1)], dim=1)
+        view = sight.view((), queries, None, position.shape[1], empty=True)
+        return cls(
+            None if held is None else held.keys, position, view.sees(position[:, None])[:, 0]
+        )
+
+    @classmethod
+    def joined(cls, some: Sequence[Self]) -> Self:
+        """Those of several sequences of one row each, whose new tokens follow each other."""
+        olds, news, seen = [], [], []
+        for one in some:
+            n = one.visible.shape[1]
+            olds.append(one.position[:, :-n])
+            news.append(one.position[:, -n:])
+            seen.append((one.visible[0, :, :-n], one.visible[0, :, -n:]))
+        keys = [one.keys for one in some if one.keys is not None]
+        blocks: list[Tensor] = [torch.block_diag(*x) for x in zip(*seen, strict=True)]  # type: ignore[no-untyped-call]
+        return cls(
+            torch.cat(keys, dim=2) if keys else None,
+            torch.cat([*olds, *news], dim=1),
+            torch.cat(blocks, dim=1)[None].bool(),
+        )

@@ -33,6 +33,7 @@ class StepInputs(NamedTuple):
         q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv); keys after the rotary embedding.
         position, until: see `LayerCache.extend`.
         scale, softcap, sinks: see `Options`.
+        chosen: see `View`.
     """
 
     q: Tensor
@@ -43,6 +44,12 @@ class StepInputs(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     until: Tensor | None = None
+    chosen: Tensor | None = None
+
+    @property
+    def in_graph(self) -> tuple[Any, ...]:
+        """Those that operations of graphs take; graphs have no choice of tokens."""
+        return self[:-1]
 
     def resolved(self) -> StepInputs:
         """The inputs with all values in memory; see `checks.resolved`."""
@@ -62,7 +69,8 @@ class StepInputs(NamedTuple):
         at = slice(first, first + count)
         q, k, v = (x[:, :, at] for x in self[:3])
         position, until = (x if x is None else x[..., at] for x in (self.position, self.until))
-        return self._replace(q=q, k=k, v=v, position=position, until=until)
+        chosen = None if self.chosen is None else self.chosen[:, at]
+        return self._replace(q=q, k=k, v=v, position=position, until=until, chosen=chosen)
 
     def parts(self, most: int) -> Iterator[StepInputs]:
         """The inputs in pieces of at most `most` tokens, in order."""
@@ -147,6 +155,7 @@ class Step(ABC):
     def _phases(self, inputs: StepInputs) -> Phases:
         """A step that pauses for the caller to compute its attention."""
         view = self._extend(inputs.k, inputs.v, inputs.position, inputs.until)
+        view = view if inputs.chosen is None else view._replace(chosen=inputs.chosen)
         policy = self.policy
         needs_mass = Need.MASS in policy.needs
         options = inputs.options(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Options, Segment, View, dispatch
+from kvkeep.attention import Held, Options, Segment, View, dispatch
 from kvkeep.codec import Plain
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
 from kvkeep.train.slots import HeldSlots
@@ -26,6 +27,10 @@ class Recorder:
 
     def __init__(self, layer: LayerCache) -> None:
         self._layer = layer
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`."""
+        return self._layer.sighted(queries)
 
     def run(self, inputs: StepInputs) -> Tensor:
         """As `LayerCache.run`."""
@@ -55,6 +60,10 @@ class Capture:
     def __init__(self, layer: LayerCache) -> None:
         self._layer = layer
 
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`; nothing is chosen here."""
+        return Sighted.of(None, queries, self._layer.sight)
+
     def run(self, inputs: StepInputs) -> Tensor:
         """Raise Captured with the keys and values in the precision of slots."""
         assert inputs.position is not None
@@ -79,6 +88,11 @@ class Cell:
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()
         )
 
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`."""
+        held = self.past and Held(self.past.keys, self.past.values, self.past.position)
+        return Sighted.of(held, queries, self._layer.sight)
+
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, but writes no slots."""
         assert inputs.position is not None
@@ -96,6 +110,7 @@ class Cell:
         )
         segment = Segment({"k": keys, "v": values, POSITION: place}, Plain(), Plain())
         view = layer.sight.after((segment,), queries, after, keys.shape[2])
+        view = view._replace(chosen=inputs.chosen)
         options = inputs.options(layer.slopes)
         return dispatch(inputs.q, view, options, differentiable=True)[0]
 

@@ -20,6 +20,7 @@ from kvkeep.geometry import Geometry
 from kvkeep.hf.config import base_config, decoder_config, refused
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.biased import Biased
+from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
@@ -27,10 +28,22 @@ from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.shared import Shared
 from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.states import states_in as states_in
+from kvkeep.hf.kinds.states_alone import StatesAlone
 from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
 from kvkeep.host import LayerKind
 
-_KINDS: tuple[Kind, ...] = (Plain(), Windows(), Shared(), Latent(), Recurrent(), Biased(), Local())
+_KINDS: tuple[Kind, ...] = (
+    Plain(),
+    Windows(),
+    Shared(),
+    Latent(),
+    Indexed(),
+    SharesChoice(),
+    Recurrent(),
+    StatesAlone(),
+    Biased(),
+    Local(),
+)
 
 
 def kinds_of(model: Any) -> tuple[Kind, ...]:
@@ -118,8 +131,10 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
         assert kind.place is not None  # `layer_kinds` has set it
         layer = text.per_layer_config[kind.place]
         if kind.latent is not None:
-            width = kind.latent + int(layer.qk_rope_head_dim)
+            width = kind.latent + int(layer.qk_rope_head_dim) + kind.beside
             return Geometry(1, 1, width, kind.latent, dtype)
+        if kind.counts:
+            return Geometry(1, 1, 1, 1, torch.float32)
         query_heads = layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)

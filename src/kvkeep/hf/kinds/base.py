@@ -46,10 +46,12 @@ class Kind:
     Attributes:
         lacks: the features that models of this kind lack.
         placeless: whether a forward uses no positions but those of slots, and so is given none.
+        own: why models of this kind compute attention themselves, as a clause; empty: they do not.
     """
 
     lacks: ClassVar[Lacks] = {}
     placeless: ClassVar[bool] = False
+    own: ClassVar[str] = ""
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.features import Feature, Lacks
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.host import LayerKind
@@ -33,21 +32,18 @@ _EXPAND = "expand_kv"
 class Latent(Kind):
     """One latent for all heads, in slots of one kv head."""
 
-    lacks: ClassVar[Lacks] = {
-        Feature.MOVED: "keeps a latent, whose positions are not moved",
-    }
-
     def has(self, text: PreTrainedConfig) -> bool:
         return getattr(text, "kv_lora_rank", None) is not None
 
     def arranged(
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
-        """Every layer that attends has latents of the same width."""
+        """Every layer that attends has latents."""
         if not self.has(text):
             return layers
-        width = int(text.kv_lora_rank)
-        return [one if one is None else replace(one, latent=width) for one in layers]
+        widths = (int(layer.kv_lora_rank) for layer in text.per_layer_config)
+        pairs = zip(layers, widths, strict=True)
+        return [one if one is None else replace(one, latent=width) for one, width in pairs]
 
     def require_specs(self, specs: Sequence[CacheSpec]) -> None:
         """Raise SpecError if a policy reads what a cache of latents does not hold."""
@@ -73,6 +69,13 @@ class Latent(Kind):
         return v, k[..., v.shape[-1] :]
 
 
+def index_width(module: Any) -> int:
+    """The width of the key by which a module's indexer finds a token, which lies at the end of the
+    key of its slot; 0: there is no indexer."""
+    indexer = getattr(module, "indexer", None)
+    return 0 if indexer is None else int(indexer.head_dim)
+
+
 def absorbed(module: nn.Module) -> Handle | None:
     """Let a module of latent attention, while it is given latents that kvkeep tagged, hand them to
     the attention function as they are; None: it is another module."""
@@ -89,17 +92,22 @@ def _handed_on(own: Any, module: nn.Module, latent: Tensor, rotated: Tensor) -> 
     if handed is None or not together:
         return own(latent, rotated)
     k, v = Latent().to_slots(latent, rotated)
+    beside = index_width(module)
+    if beside:
+        k = torch.nn.functional.pad(k, (0, beside))
+        v = k[..., : latent.shape[-1]]
     if handed.versions is not None and handed.versions == (latent._version, rotated._version):
         handed.versions = k._version, v._version
-    handed.absorbed = AbsorbedProjections(module)
+    handed.absorbed = AbsorbedProjections(module, k)
     k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
     return k, v
 
 
 class AbsorbedProjections(NamedTuple):
-    """The projections of a module's `kv_b_proj`, as its weights are now."""
+    """The projections of a module's `kv_b_proj`, as its weights are now. `key`: that of slots."""
 
     module: Any
+    key: Tensor
 
     def queries(self, q: Tensor) -> Tensor:
         """See `Absorbed.queries`."""
@@ -107,7 +115,8 @@ class AbsorbedProjections(NamedTuple):
         width = own.qk_nope_head_dim
         plain, rotated = q[..., :width], q[..., width:]
         made = _by_head(plain.transpose(0, 1), self._weight(q)[:, :width])
-        return torch.cat([made.transpose(0, 1), rotated], dim=-1)
+        made = torch.cat([made.transpose(0, 1), rotated], dim=-1)
+        return torch.nn.functional.pad(made, (0, self.key.shape[-1] - made.shape[-1]))
 
     def results(self, out: Tensor) -> Tensor:
         """See `Absorbed.results`."""

@@ -66,7 +66,6 @@ _counting: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary(
 """The parts of models that keep the difference of positions."""
 
 _from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-_behind_padding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 """Whether models give the positions 0, 1, 2, ... to their decoders."""
 
 
@@ -245,19 +244,9 @@ def why_not_counted(model: PreTrainedModel, cache: Any = None) -> str:
     what a cache was fed; empty if they are."""
     if getattr(cache, "offset", None) is not None:
         return "the tokens of an image that it was fed share positions"
-    if (wraps(model) and not _counts_from_zero(model)) or _begins_behind_padding(model):
+    if wraps(model) and not _counts_from_zero(model):
         return "it counts positions in another way than 0, 1, 2, ..."
     return ""
-
-
-def _begins_behind_padding(model: PreTrainedModel) -> bool:
-    """Whether the first position is that behind the padding token's id (RoBERTa)."""
-    known = _behind_padding.get(model)
-    if known is None:
-        name = "create_position_ids_from_input_ids"
-        parts = decoder_of(model).modules()
-        known = _behind_padding[model] = any(hasattr(part, name) for part in parts)
-    return known
 
 
 def require_counted(model: PreTrainedModel, cache: Any, what: str) -> None:

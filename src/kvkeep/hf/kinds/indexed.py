@@ -1,0 +1,140 @@
+"""Latent attention to tokens that an index chooses for each query: DeepSeek V3.2, GLM-5 and others.
+
+The key by which the index finds a token lies in the token's slot, behind the key that attention
+reads. A model's own indexer scores these keys and chooses; its choice is told as positions, which
+name the same tokens in every layer, wherever their slots lie.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from kvkeep.errors import SpecError
+from kvkeep.features import Feature, Lacks, unsupported
+from kvkeep.hf.cache_argument import cache_in
+from kvkeep.hf.handover import Handed
+from kvkeep.hf.kinds.base import Handle, Kind, Replaced
+from kvkeep.host import LayerKind
+from kvkeep.layer.sight import Sighted
+from kvkeep.spec import CacheSpec
+
+_INDEXED = "indexed_attention"
+_HAS = "has layers whose tokens an index chooses"
+
+
+class Indexed(Kind):
+    """Some layers attend to the tokens that an index chooses."""
+
+    lacks: ClassVar[Lacks] = {
+        **unsupported(
+            _HAS,
+            Feature.COMPILED,
+            Feature.GRAPHED,
+            Feature.EXPORTED,
+            Feature.DRAFTED,
+            Feature.REREAD,
+            Feature.MOVED,
+            Feature.NARROWED,
+            Feature.PAIRS,
+        ),
+        Feature.UNATTACHED: f"{_HAS} by keys of its own",
+    }
+
+    def require_specs(self, specs: Sequence[CacheSpec]) -> None:
+        """Raise SpecError if a policy divides chunks, whose choice is made at once."""
+        for spec in dict.fromkeys(specs):
+            if spec.policy.step is not None:
+                raise SpecError(
+                    f"{spec} evicts within a chunk, but the model chooses the tokens of a chunk at "
+                    "once; leave out step, and feed smaller chunks (prefill_chunk)"
+                )
+
+    def has(self, text: PreTrainedConfig) -> bool:
+        names = getattr(text, "layer_types", None) or ()
+        return _INDEXED in names and getattr(text, "kv_lora_rank", None) is not None
+
+    def types(self, text: PreTrainedConfig) -> dict[str, LayerKind | None]:
+        return {_INDEXED: LayerKind(_INDEXED, None)} if self.has(text) else {}
+
+    def arranged(
+        self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
+    ) -> Sequence[LayerKind | None]:
+        """Layers that choose have the index's keys; others share their choice."""
+        if not self.has(text):
+            return layers
+        chooses = getattr(text, "indexer_types", None) or ["full"] * len(names)
+        return [
+            replace(one, beside=int(text.index_head_dim))
+            if one is not None and name == _INDEXED and how == "full"
+            else one
+            for one, name, how in zip(layers, names, chooses, strict=True)
+        ]
+
+
+class SharesChoice(Kind):
+    """Some layers attend to the tokens that the layer before has chosen."""
+
+    lacks: ClassVar[Lacks] = unsupported(
+        "has layers that share the tokens which an index chooses", Feature.TRAINED
+    )
+
+    def has(self, text: PreTrainedConfig) -> bool:
+        return "shared" in (getattr(text, "indexer_types", None) or ())
+
+
+def choosing(module: nn.Module) -> Handle | None:
+    """Let an indexer choose among the tokens of a kvkeep cache; None: it is another module."""
+    if not (type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")):
+        return None
+    return Replaced(module, "forward", partial(_chosen, module.forward))
+
+
+def _chosen(own: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """What an indexer chooses, int32 (B, n, c): positions in a kvkeep cache, and columns in any
+    other."""
+    given = inspect.signature(own).bind(*args, **kwargs).arguments
+    cache = cache_in(given)
+    handed: Handed | None = getattr(cache, "handed", None)
+    if handed is None or handed.absorbed is None:
+        return own(*args, **kwargs)  # type: ignore[no-any-return]
+    sighted: Sighted = handed.layer.sighted(given["attention_mask"][:, 0])
+    index = _Index(handed, handed.absorbed.key, sighted.keys)
+    given |= {"attention_mask": sighted.visible, "cache": index}
+    columns = own(**given)
+    position = sighted.position.to(torch.int32)[:, None]
+    return position.expand(*columns.shape[:2], -1).gather(2, columns.long())
+
+
+class _Index(NamedTuple):
+    """What an indexer takes as cache. `slots`: the keys of new slots, (B, 1, n, D), which `handed`
+    tags; `past`: those of the slots before, (1|B, 1, S, D)."""
+
+    handed: Handed
+    slots: Tensor
+    past: Tensor | None
+
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+        """Keep new keys (B, n, D) in their slots, and return those of all tokens."""
+        slots, width = self.slots, keys.shape[-1]
+        slots[..., -width:] = keys[:, None]
+        if self.handed.versions is not None:
+            self.handed.versions = slots._version, slots._version
+        return keys if self.past is None else torch.cat([self.past[:, 0, :, -width:], keys], dim=1)
+
+
+def masked(mask: Tensor, columns: Tensor, slots: int) -> Tensor:
+    """A mask (B, 1, n, S) of a model, bool or added to scores, that shows only the columns which
+    an indexer chose, (B, n, c)."""
+    hidden = torch.ones(*columns.shape[:2], slots, dtype=torch.bool, device=columns.device)
+    hidden = hidden.scatter(2, columns.long(), False)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

@@ -1,0 +1,44 @@
+"""Models none of whose layers attends, such as Mamba: a cache of states alone.
+
+A cache's layers count the tokens that it was fed. Here one layer does, in place of the first
+recurrent one. Its slots hold a number for each token, so that what a cache says of its tokens, and
+what files, forks and stores do with them, is as for any other model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvkeep.hf.inputs import fed_by
+from kvkeep.hf.kinds.base import Kind
+from kvkeep.host import LayerKind
+
+_RECURRENT = "linear_attention"
+
+
+class StatesAlone(Kind):
+    """All layers are recurrent."""
+
+    own: ClassVar[str] = "none of its layers attends"
+
+    def has(self, text: PreTrainedConfig) -> bool:
+        return set(getattr(text, "layer_types", None) or ()) == {_RECURRENT}
+
+    def arranged(
+        self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
+    ) -> Sequence[LayerKind | None]:
+        """The first layer counts tokens."""
+        if not self.has(text):
+            return layers
+        return [LayerKind(_RECURRENT, None, counts=True), *layers[1:]]
+
+    def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
+        """Count the tokens."""
+        tokens = fed_by(given)
+        if tokens is not None:
+            number = torch.zeros(len(tokens), 1, tokens.shape[1], 1, device=tokens.device)
+            cache.update(number, number, 0)

@@ -1,0 +1,67 @@
+"""Positions of tokens for models that count them by themselves, from the columns of a cache.
+
+Some decoders (BART, Whisper) take no positions, but the module that embeds them does. In a packed
+forward that module is told the positions. Others (RoBERTa) take positions that begin behind the
+padding token's id.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvkeep.hf.config import decoder_of
+from kvkeep.hf.kinds.base import Handle, Replaced
+
+_PLACED: ContextVar[Tensor | None] = ContextVar("placed", default=None)
+_first: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+
+
+class Placed(Replaced):
+    """A module that embeds the positions of its context; see `placed`."""
+
+
+@contextmanager
+def placed(positions: Tensor) -> Iterator[None]:
+    """Within this context, modules that count positions by themselves embed these, int64 (1, n)."""
+    token = _PLACED.set(positions[0])
+    try:
+        yield
+    finally:
+        _PLACED.reset(token)
+
+
+def placing(module: nn.Module) -> Handle | None:
+    """Let a module that embeds positions embed those of its context; None: it is another module."""
+    if not type(module).__name__.endswith("PositionalEmbedding") or not takes_positions(module):
+        return None
+    return Placed(module, "forward", partial(_forward, module.forward))
+
+
+def _forward(own: Any, *args: Any, **kwargs: Any) -> Any:
+    positions = None if torch.compiler.is_compiling() else _PLACED.get()
+    return own(*args, **kwargs if positions is None else kwargs | {"position_ids": positions})
+
+
+def takes_positions(module: nn.Module) -> bool:
+    """Whether a module's forward takes positions."""
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position of the first token of a text: 0, or that behind the padding token's id."""
+    known = _first.get(model)
+    if known is None:
+        name = "create_position_ids_from_input_ids"
+        parts: list[Any] = [x for x in decoder_of(model).modules() if hasattr(x, name)]
+        known = _first[model] = max((int(part.padding_idx) + 1 for part in parts), default=0)
+    return known
