@@ -449,12 +449,7 @@ def _require_parts(
 
 
 def _require_tokens(
-    parts: Mapping[str, Planes],
-    layer: LayerCache,
-    header: LayerHeader,
-    where: str,
-    *,
-    padded: bool,
+    parts: Mapping[str, Planes], layer: LayerCache, header: LayerHeader, where: str, *, padded: bool
 ) -> None:
     """Check the number of tokens in a layer's parts against the columns fed."""
     block = {"bulk": layer.key_codec.block}

@@ -20,12 +20,7 @@ from kvkeep.arguments import suggests
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
-from kvkeep.hf.config import (
-    ATTACHMENT,
-    base_config,
-    decoder_config,
-    is_routed,
-)
+from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.handover import Handed, hand_over
 from kvkeep.hf.kinds import (
     Forwards,

@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.continuing import (
-    Fed,
-)
+from kvkeep.hf.continuing import Fed
 from kvkeep.hf.cuda_graph import Replay
 from kvkeep.hf.kinds.multimodal import holds_tensors
 from kvkeep.host import ModelCache, Specs

@@ -29,11 +29,7 @@ DEFAULT_SPEC = "keep_all@fixed:2048"
 
 
 def export(
-    model: PreTrainedModel,
-    spec: Specs = DEFAULT_SPEC,
-    *,
-    rows: int = 1,
-    tokenizer: Any = None,
+    model: PreTrainedModel, spec: Specs = DEFAULT_SPEC, *, rows: int = 1, tokenizer: Any = None
 ) -> Program:
     """Trace a model's step, including its cache, as a program that can be saved and run in another
     process.

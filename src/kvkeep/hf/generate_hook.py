@@ -14,22 +14,10 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import (
-    NAMES,
-    OF_GENERATE,
-    cache_in,
-    cache_name,
-    name_in,
-    rename_cache,
-)
+from kvkeep.hf.cache_argument import NAMES, OF_GENERATE, cache_in, cache_name, name_in, rename_cache
 from kvkeep.hf.calls import CALL, BlockPrompt, Call, Settings, brings_tensors, in_force
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
-from kvkeep.hf.continuing import (
-    Fed,
-    feeds_last_again,
-    gives_whole_text,
-    require_same_beginning,
-)
+from kvkeep.hf.continuing import Fed, feeds_last_again, gives_whole_text, require_same_beginning
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.drafts import layers_restored
 from kvkeep.hf.filling import activate_later, begun_alike, compress_prompt, filled, invoked

@@ -41,12 +41,6 @@ def load(
             or need more memory than is available.
     """
     found = saving.load(
-        path,
-        model,
-        tokenizer=tokenizer,
-        scorer=scorer,
-        force=force,
-        verify=verify,
-        tokens=tokens,
+        path, model, tokenizer=tokenizer, scorer=scorer, force=force, verify=verify, tokens=tokens
     )
     return cast(Cache, found)

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from kvkeep.attention import Rotation
 from kvkeep.codec import Codec
-from kvkeep.planes import (
-    POSITION,
-    Planes,
-    concatenated,
-    joined,
-    part,
-    plane_bytes,
-    slot_count,
-)
+from kvkeep.planes import POSITION, Planes, concatenated, joined, part, plane_bytes, slot_count
 
 
 @final

@@ -20,14 +20,7 @@ from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Recorder
 from kvkeep.train.chain import Chain
-from kvkeep.train.messages import (
-    Message,
-    layer_state,
-    of_gradients,
-    of_layer,
-    of_slots,
-    slots_from,
-)
+from kvkeep.train.messages import Message, layer_state, of_gradients, of_layer, of_slots, slots_from
 from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
 
@@ -195,9 +188,7 @@ class Walk:
             with torch.enable_grad():
                 out = self._layer(index, c, hidden, cell)
             results = zip(
-                (out, cell.keys, cell.values),
-                (self._store.take(gradients[c]), *own),
-                strict=False,
+                (out, cell.keys, cell.values), (self._store.take(gradients[c]), *own), strict=False
             )
             ends = [(x, g.to(x.dtype)) for x, g in results if x.requires_grad]
             reduces(self._decoder.layers[index], not c)
