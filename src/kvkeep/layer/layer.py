@@ -434,12 +434,12 @@ class LayerCache(Drafts):
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, in all planes."""
-        return self.slots.live_bytes
+        return self.slots.stats().live_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU, pages that were never written take no memory."""
-        return self.slots.nbytes
+        return self.slots.stats().nbytes
 
     @property
     def kept(self) -> float:
