@@ -19,8 +19,15 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Recorder
-from kvkeep.train.chain import Chain
-from kvkeep.train.messages import Message, layer_state, of_gradients, of_layer, of_slots, slots_from
+from kvkeep.train.chain import (
+    Chain,
+    Message,
+    layer_state,
+    of_gradients,
+    of_layer,
+    of_slots,
+    slots_from,
+)
 from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
 
