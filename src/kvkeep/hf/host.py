@@ -20,15 +20,20 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_routed
 from kvkeep.hf.fingerprint import activation_in, fingerprint
-from kvkeep.hf.key_rotation import as_applied
 from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
 from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.hf.packed import LaidCache, PackedCache, check_packed, require_packable, unpackable
+from kvkeep.hf.packed import (
+    LaidCache,
+    PackedCache,
+    check_packed,
+    numbers_up_to,
+    require_packable,
+    unpackable,
+)
 from kvkeep.hf.parallel import head_processes, is_parallel
-from kvkeep.hf.rotary import rotaries_of
-from kvkeep.hf.rows import numbers_up_to
+from kvkeep.hf.rotary import as_applied, rotaries_of
 from kvkeep.host import (
     Activation,
     Host,

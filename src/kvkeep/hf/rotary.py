@@ -6,14 +6,17 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, PreTrainedConfig
+from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.config import decoder_config
+from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.config import decoder_config, decoder_of
 from kvkeep.hf.kinds import layer_kinds
+from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
 
 
@@ -54,10 +57,9 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
         inv_freq = getattr(embedding, f"{name}_inv_freq", shared)
         changing = own.get("rope_type") in ("dynamic", "longrope")  # depends on the text's length
         if turning is None or inv_freq is None or changing:
-            raise UnsupportedError(
+            raise _unknown(
                 f"kvkeep cannot find the rotary embedding of {text.model_type} in layers of type "
-                f"{name}, which is needed to move keys and to predict queries; use the policy "
-                "snapkv or h2o instead, and a PrefixStore for texts"
+                f"{name}"
             )
         # The first element of the result is the one paired with the first, and negative, unless
         # the model turns the other way.
@@ -65,12 +67,15 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
         turned = inv_freq.float() * (1.0 if paired < 0 else -1.0)
         rotary = found[name] = Rotary(turned, interleaved=abs(paired) == 2.0)
         if own.get("mrope_section") and not _turns_alike(module, embedding, rotary):
-            raise UnsupportedError(
-                f"kvkeep does not know how {text.model_type} rotates keys, which is needed to move "
-                "them and to predict queries; use the policy snapkv or h2o instead, and a "
-                "PrefixStore for texts"
-            )
+            raise _unknown(f"kvkeep does not know how {text.model_type} rotates keys")
     return found
+
+
+def _unknown(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}, which is needed to move keys and to predict queries; use the policy snapkv or "
+        "h2o instead, and a PrefixStore for texts"
+    )
 
 
 def _turning(module: ModuleType) -> Callable[[Tensor], Tensor] | None:
@@ -106,3 +111,70 @@ def _code(config: PreTrainedConfig) -> ModuleType:
             "load the model first"
         )
     return sys.modules[name]
+
+
+_AT, _RELATIVE = 3, 1e-4
+
+_known: WeakKeyDictionary[PreTrainedModel, tuple[str, list[bool]]] = WeakKeyDictionary()
+"""For each decoder: its config as text, and whether each layer rotates its keys."""
+
+
+def as_applied(model: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> list[Rotary | None]:
+    """The rotary embeddings of a model's layers; None for each layer that does not apply its own.
+
+    Args:
+        rotaries: the rotary embeddings in the model's code, one for each layer that attends.
+
+    Raises:
+        UnsupportedError: a layer changes its keys with their position in another way.
+    """
+    if not any(rotaries):
+        return list(rotaries)
+    decoder = decoder_of(model)
+    described = str(decoder.config.to_dict())
+    known = _known.get(decoder)
+    if known is None or known[0] != described:
+        known = _known[decoder] = described, _applied(decoder, rotaries)
+    return [rotary if used else None for rotary, used in zip(rotaries, known[1], strict=True)]
+
+
+def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> list[bool]:
+    places = [kind.place for kind in layer_kinds(decoder.config)]
+    try:
+        with cheap_forwards():
+            copied = without_weights(decoder)
+            first, later = (_keys(copied, at) for at in (0, _AT))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _unknown(
+            f"kvkeep cannot try how {decoder.config.model_type} rotates keys "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        ) from error
+    found = []
+    for place, rotary in zip(places, rotaries, strict=True):
+        assert place is not None
+        x, y = first[place], later[place]
+        if rotary is not None and _alike(rotary.turn(x, torch.tensor(_AT)), y):
+            found.append(True)
+        elif _alike(x, y):
+            found.append(False)
+        else:
+            raise _unknown(
+                f"layer {place} of {decoder.config.model_type} changes its keys with their "
+                "position otherwise than by its rotary embedding"
+            )
+    return found
+
+
+def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
+    """The keys (1, H, 1, D) of a token at a position, by layer. Layers without keys are absent."""
+    cache = DynamicCache(config=decoder_config(decoder.config))
+    one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
+    decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
+    found = ((place, getattr(layer, "keys", None)) for place, layer in enumerate(cache.layers))
+    return {place: keys for place, keys in found if keys is not None}
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return bool((x - y).abs().max() <= _RELATIVE * x.abs().max())

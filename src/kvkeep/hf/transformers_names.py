@@ -25,7 +25,7 @@ class TransformersNames(TellsLayers, RecordsDrafts):
         """Tokens fed to the model, including padding and evicted tokens; a tensor in a compiled
         graph."""
         if torch.compiler.is_compiling():
-            return self._traced[self.model_layers.indices[layer_idx]].fed()  # type: ignore[return-value]
+            return self._traced[self.model_layers.indices[layer_idx]].fed  # type: ignore[return-value]
         if self.lent is not None:
             return self.fed
         # A forward feeds one layer after another.

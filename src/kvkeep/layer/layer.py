@@ -14,7 +14,7 @@ from kvkeep.attention import Attend, Held, View
 from kvkeep.checks import Checks
 from kvkeep.codec import Codec, WithinKeys, warn_about_keys
 from kvkeep.errors import SpecError
-from kvkeep.layer.cursor import Cursor, State
+from kvkeep.layer.cursor import Cursor, State, Turn
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
@@ -25,7 +25,6 @@ from kvkeep.layer.sight import Sight
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Slopes, StepInputs, driven
-from kvkeep.layer.turn import Turn
 from kvkeep.planes import LAST, Chunks, Planes, own_window, slot_count
 from kvkeep.policy import Policy
 from kvkeep.rotary import Rotary
