@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.errors import KVKeepError, SavedCacheError, StateError
+from kvkeep.errors import KVKeepError, SavedCacheError, StateError, reason_of
 from kvkeep.files import tensor_file
 from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
 from kvkeep.files.headers import DTYPES, sealed
@@ -238,8 +238,9 @@ class Saved:
         except SavedCacheError:
             raise
         except (OSError, ValueError, MemoryError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
+            raise SavedCacheError(
+                f"{self.path} cannot be read: {reason_of(error)}; save it again"
+            ) from error
 
     def _read_again(self, names: list[str]) -> dict[str, Tensor]:
         """Read tensors from the file again; raise if the file has changed since."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.attention import Attend
-from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.errors import KVKeepError, UnsupportedError, reason_of
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
@@ -123,8 +123,7 @@ def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
 
 
 def _said(error: Exception) -> str:
-    reason = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {reason}"
+    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 class _CountingCache(Cache):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of
 from kvkeep.hf.kinds import layer_kinds
@@ -149,7 +149,7 @@ def _applied(decoder: PreTrainedModel, rotaries: Sequence[Rotary | None]) -> lis
     except Exception as error:
         raise _unknown(
             f"kvkeep cannot try how {decoder.config.model_type} rotates keys "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            f"({type(error).__name__}: {reason_of(error)})"
         ) from error
     found = []
     for place, rotary in zip(places, rotaries, strict=True):
