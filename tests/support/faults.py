@@ -573,7 +573,7 @@ FAULTS = (
     ),
     Fault(
         "hidden-slots-are-seen",
-        "layer/shared_slots.py",
+        "layer/settling.py",
         "hides = slots.frozen.hides or slots.hidden > 0",
         "hides = slots.frozen.hides",
         "layer/test_drafts.py",
@@ -993,7 +993,7 @@ FAULTS = (
     ),
     Fault(
         "draft-stops-recording",
-        "hf/drafts.py",
+        "hf/transformers_names.py",
         "if not self._uncropped or self.drafting:",
         "if not self._uncropped:",
         "hf/test_generate.py",

@@ -52,7 +52,7 @@ class ReadLayer(Protocol):
         """Number of readers that have not attended since the layer's last step."""
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """See `SharedSlots.read`."""
+        """See `Settling.read`."""
 
 
 class MaskLength(int):

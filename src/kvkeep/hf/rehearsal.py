@@ -203,7 +203,7 @@ class _CheckedLayer:
 
     @property
     def unread(self) -> int:
-        """See `SharedSlots`."""
+        """See `Settling`."""
         return self._layer.cursor.unread
 
     def run(self, inputs: StepInputs) -> Tensor:

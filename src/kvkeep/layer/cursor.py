@@ -57,7 +57,7 @@ class Cursor:
             counts.
         evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
         unread: number of layers that have not yet attended to the last chunk's slots; see
-            `SharedSlots`.
+            `Settling`.
         observed: the observation that the policy gets after these readings.
         queries: positions of the last chunk's queries, and the newest position that each sees;
             None: one token.

@@ -43,7 +43,7 @@ class LayerCache(Drafts):
         chunked: the window begins at a multiple of its size (chunked attention): a query at
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: the model has none.
-        readers: number of layers that attend to the slots after each step; see `SharedSlots`.
+        readers: number of layers that attend to the slots after each step; see `Settling`.
         slopes: the bias of each query head: a slot's score for a query grows by the slope with each
             position by which the slot follows the query (ALiBi); None: there is no bias.
         latent: the width of values that are the first elements of their keys, so that slots hold
