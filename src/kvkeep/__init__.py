@@ -7,10 +7,9 @@ others import only torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvkeep.renamed import refuse_name
+from kvkeep.registry import exports
 from kvkeep.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -35,54 +34,35 @@ if TYPE_CHECKING:
     from kvkeep.hf.cuda_graph import Graphed as Graphed
     from kvkeep.hf.export import export as export
     from kvkeep.hf.fingerprint import fingerprint as fingerprint
-    from kvkeep.hf.load import load as load
     from kvkeep.host.keep_until import keep_until as keep_until
+    from kvkeep.host.saving import load as load
     from kvkeep.layer.layer import LayerCache as LayerCache
     from kvkeep.spec import CacheSpec as CacheSpec
     from kvkeep.store.prefix import PrefixStore as PrefixStore
 
-_HOME = {
-    "Batch": "kvkeep.generate.batch",
-    "Cache": "kvkeep.hf.cache",
-    "CacheSpec": "kvkeep.spec",
-    "CacheStats": "kvkeep.cache",
-    "CapacityError": "kvkeep.errors",
-    "Graphed": "kvkeep.hf.cuda_graph",
-    "KVKeepError": "kvkeep.errors",
-    "LayerCache": "kvkeep.layer.layer",
-    "OutOfMemoryError": "kvkeep.errors",
-    "PrecisionWarning": "kvkeep.errors",
-    "PrefixStore": "kvkeep.store.prefix",
-    "Program": "kvkeep.graph.program",
-    "RollbackError": "kvkeep.errors",
-    "SavedCacheError": "kvkeep.errors",
-    "ShapeError": "kvkeep.errors",
-    "SpecError": "kvkeep.errors",
-    "StateError": "kvkeep.errors",
-    "UnsupportedError": "kvkeep.errors",
-    "attach": "kvkeep.hf.attach",
-    "attend": "kvkeep.attention",
-    "detach": "kvkeep.hf.attach",
-    "export": "kvkeep.hf.export",
-    "fingerprint": "kvkeep.hf.fingerprint",
-    "generate_many": "kvkeep.generate.many",
-    "keep_until": "kvkeep.host.keep_until",
-    "load": "kvkeep.hf.load",
+_HOMES = {
+    "attention": ["attend"],
+    "cache": ["CacheStats"],
+    "errors": [
+        *("CapacityError", "KVKeepError", "OutOfMemoryError", "PrecisionWarning", "RollbackError"),
+        *("SavedCacheError", "ShapeError", "SpecError", "StateError", "UnsupportedError"),
+    ],
+    "generate.batch": ["Batch"],
+    "generate.many": ["generate_many"],
+    "graph.program": ["Program"],
+    "hf.attach": ["attach", "detach"],
+    "hf.cache": ["Cache"],
+    "hf.cuda_graph": ["Graphed"],
+    "hf.export": ["export"],
+    "hf.fingerprint": ["fingerprint"],
+    "host.keep_until": ["keep_until"],
+    "host.saving": ["load"],
+    "layer.layer": ["LayerCache"],
+    "spec": ["CacheSpec"],
+    "store.prefix": ["PrefixStore"],
 }
-"""Public name -> the module from which it is imported when it is first used. Type checkers read the
-imports above instead."""
-
-__all__ = list(_HOME)
-
+"""The modules of the public names. Type checkers read the imports above instead."""
 
 _MOVED = {"calibrate": "kvkeep_lab.calibrate, of the package kvkeep-lab"}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        refuse_name(__name__, name, _MOVED)
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __all__ = exports(globals(), "", {}, _HOMES, _MOVED)

@@ -42,24 +42,23 @@ def exports(
 
     Args:
         module: the package's `globals()`.
-        table: the name of the dict of all parts, name in a spec -> class.
+        table: the name of the dict of all parts, name in a spec -> class; empty: no parts.
         others: other public names, by the module that has them.
-        renamed: names of earlier versions -> their names now.
+        renamed: names of earlier versions -> their full names now.
     """
     package = module["__name__"]
     homes = {name: home for home, names in others.items() for name in names}
     homes |= {part.kind: part.module or name for name, part in parts.items()}
-    former = {name: f"{package}.{now}" for name, now in (renamed or {}).items()}
 
     def find(name: str) -> Any:
         if name in homes:
             found = getattr(import_module(f"{package}.{homes[name]}"), name)
-        elif name == table:
+        elif name == table != "":
             found = {key: find(part.kind) for key, part in parts.items()}
         else:
-            refuse_name(package, name, former)
+            refuse_name(package, name, renamed or {})
         return module.setdefault(name, found)  # another thread may have found it first
 
-    names = [table, *homes]
+    names = [*filter(None, [table]), *homes]
     module["__dir__"] = lambda: sorted({*module, *names})
     return find, names

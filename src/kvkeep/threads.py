@@ -115,9 +115,7 @@ class Governor:
     """
 
     def __init__(
-        self,
-        read: Callable[[], Load | None] = read_load,
-        clock: Callable[[], float] = monotonic,
+        self, read: Callable[[], Load | None] = read_load, clock: Callable[[], float] = monotonic
     ) -> None:
         self._read, self._clock = read, clock
         self._last, self._taken = read(), 0

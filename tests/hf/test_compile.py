@@ -187,7 +187,7 @@ def test_bad_input():
     ticket = kvkeep.Cache(model)._traced[0]
     gc.collect()
     with pytest.raises(StateError, match="a cache that no longer exists"):
-        ticket.fed()
+        _ = ticket.fed
 
 
 def test_a_call_that_compiles_nothing_says_so():

@@ -11,7 +11,7 @@ from torch import nn
 import kvkeep
 from kvkeep import native_library
 from kvkeep.graph.compiled_library import CompiledLibrary
-from kvkeep.graph.grouped_op import grouped, route_experts
+from kvkeep.graph.linear_op import grouped, route_experts
 from kvkeep.graph.package import Package, compile_package
 
 pytestmark = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
@@ -53,7 +53,7 @@ def test_as_a_function_of_programs(tmp_path):
         program = Package(tmp_path / "experts.pt2")
         for offs in (OFFS, OFFS // 2, OFFS * 0):
             for a, b in zip(
-                program.run([*inputs[:4], offs], {}, []), Both()(*inputs[:4], offs), strict=True
+                program([*inputs[:4], offs], {}, []), Both()(*inputs[:4], offs), strict=True
             ):
                 torch.testing.assert_close(a, b)
 

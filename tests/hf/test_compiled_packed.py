@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 import kvkeep
 from kvkeep import native_library
 from kvkeep.graph.package import Package
-from kvkeep.hf import compiled, rows
+from kvkeep.hf import compiled, packed
 from kvkeep.hf.attach import compiled_steps
-from kvkeep.hf.rows import RowsOf
+from kvkeep.hf.packed import RowsOf
 from kvkeep.host import Piece, host_of
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
 
@@ -29,7 +29,7 @@ SPECS = ["keep_all@fixed:64", "adakv(h2o:9)", "window:6", "keep_all+int8", "h2o:
 @pytest.fixture(autouse=True)
 def _one_program(monkeypatch):
     """For all batches, because compiling one takes ten seconds."""
-    for module in (rows, compiled):
+    for module in (packed, compiled):
         monkeypatch.setattr(module, "NUMBERS", (ROWS,))
 
 
@@ -75,7 +75,7 @@ def noted(monkeypatch):
         return counted
 
     for owner, method, name in (
-        (Package, "run", "programs"),
+        (Package, "__call__", "programs"),
         (RowsOf, "run", "python"),
         (ReadyTogether, "end", "prepared"),
     ):

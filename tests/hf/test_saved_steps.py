@@ -24,7 +24,7 @@ from kvkeep.graph.package import Package
 from kvkeep.hf import compile_ahead, saved_steps
 from kvkeep.hf.compiling import Compiler
 from kvkeep.hf.model_state import ModelState
-from kvkeep.hf.rows import NUMBERS, numbers_up_to
+from kvkeep.hf.packed import NUMBERS, numbers_up_to
 
 pytestmark = [
     pytest.mark.skipif(not native_library.available, reason=native_library.reason),
@@ -56,7 +56,7 @@ def compiled():
 @pytest.fixture
 def runs(compiled, monkeypatch):
     """What programs have done since."""
-    found, run = [], Package.run
+    found, run = [], Package.__call__
 
     def counted(self, *given):
         found.append(self)
@@ -65,7 +65,7 @@ def runs(compiled, monkeypatch):
     def never(*given):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(Package, "run", counted)
+    monkeypatch.setattr(Package, "__call__", counted)
     monkeypatch.setattr(Compiler, "run", never)
     return found
 
@@ -280,8 +280,8 @@ import sys, torch, kvkeep
 from support.tiny_models import tiny
 from kvkeep.graph.package import Package
 before = "torch._inductor.compile_fx" in sys.modules  # torchao imports it, and PEFT torchao
-run, found = Package.run, []
-Package.run = lambda self, *given: found.append(1) or run(self, *given)
+run, found = Package.__call__, []
+Package.__call__ = lambda self, *given: found.append(1) or run(self, *given)
 model = tiny("llama", num_hidden_layers=1)
 with torch.no_grad(), kvkeep.attach(model):
     cache = kvkeep.Cache(model)

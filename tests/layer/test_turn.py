@@ -14,8 +14,8 @@ import kvkeep
 import kvkeep.layer.step
 from kvkeep import native_library
 from kvkeep.errors import StateError
+from kvkeep.layer.cursor import Turn
 from kvkeep.layer.ready import NOT_MADE
-from kvkeep.layer.turn import Turn
 from kvkeep.spec import CacheSpec
 
 

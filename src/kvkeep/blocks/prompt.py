@@ -158,13 +158,7 @@ class Encoded:
         spans = [span for span in spans if span.start < span.stop]
         if compressed:
             read = assemble_compressed(
-                model,
-                tokens,
-                spans,
-                spec=spec,
-                store=store,
-                namespace=namespace,
-                capacity=capacity,
+                model, tokens, spans, spec=spec, store=store, namespace=namespace, capacity=capacity
             )
             return self._reported(read, [span for span in spans if span.start], blocks)
         if begins and not spans:

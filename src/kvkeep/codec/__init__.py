@@ -44,7 +44,11 @@ _OTHERS = {
     "straight": ["StraightThrough"],
     "within_keys": ["WithinKeys"],
 }
-_RENAMED = {"whole": "encoded_count", "left_plain": "plain_count", "caution": "warn_about_keys"}
+_RENAMED = {
+    "whole": "kvkeep.codec.encoded_count",
+    "left_plain": "kvkeep.codec.plain_count",
+    "caution": "kvkeep.codec.warn_about_keys",
+}
 
 CODECS: dict[str, type[Codec]]
 """Name in a spec -> class."""

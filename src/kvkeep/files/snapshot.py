@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
-from kvkeep.errors import KVKeepError, SavedCacheError, StateError
+from kvkeep.errors import KVKeepError, SavedCacheError, StateError, reason_of
 from kvkeep.files import tensor_file
 from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, LayerHeader, header_of
 from kvkeep.files.headers import DTYPES, sealed
 from kvkeep.files.tensor_file import MOST_HEADER, Layout
 from kvkeep.geometry import Geometry
-from kvkeep.layer.history import History, LayerState
+from kvkeep.layer.history import OF_ROWS, History, LayerState
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
@@ -33,7 +33,6 @@ from kvkeep.reading import open_file, read_into
 from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
-_OF_HISTORY = ("pads", "holes", "kinds", "offset", "centre")
 _TOKENS = "tokens"
 _CARRIED = "recurrent"
 
@@ -239,8 +238,9 @@ class Saved:
         except SavedCacheError:
             raise
         except (OSError, ValueError, MemoryError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise SavedCacheError(f"{self.path} cannot be read: {reason}; save it again") from error
+            raise SavedCacheError(
+                f"{self.path} cannot be read: {reason_of(error)}; save it again"
+            ) from error
 
     def _read_again(self, names: list[str]) -> dict[str, Tensor]:
         """Read tensors from the file again; raise if the file has changed since."""
@@ -295,7 +295,7 @@ class Saved:
         parts = dict[str, dict[str, Tensor]]()
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
-            if name not in _OF_HISTORY and part != "memory":
+            if name not in OF_ROWS and part != "memory":
                 parts.setdefault(part, {})[plane] = x
         _require_parts(parts, layer, header, where)
         for part, planes in parts.items():
@@ -311,42 +311,30 @@ class Saved:
         where, history = f"{self.path}, layer {index}", History()
         history.columns, history.floor = header.columns, header.floor
         history.joined, history.embedded = header.apart, header.embedded
+        columns = header.columns
+        bounds = {
+            "pads": (torch.int64, 0, columns),
+            "holes": (torch.int64, 0, columns),
+            "kinds": (torch.int8, HOLE, 0),
+            "offset": (torch.int64, 1 - MOST_TOKENS, MOST_TOKENS - 1),
+        }
         for name, x in tensors.items():
             part, _, plane = name.rpartition(".")
             if part == "memory":
                 history.memory[plane] = x.clone()
-            elif name == "pads":
-                history.pads = x.clone()
-                _require(x, (header.rows,), torch.int64, self.path, f"{index}.pads")
-                if not 0 <= int(x.min()) <= int(x.max()) <= header.columns:
-                    raise SavedCacheError(
-                        f"{where}: padding counts {x.tolist()[:8]} do not fit {header.columns} "
-                        "columns"
-                    )
-            elif name in ("holes", "kinds"):
-                shape = (header.rows,) if name == "holes" else (header.rows, *x.shape[1:2])
-                dtype_of = torch.int64 if name == "holes" else torch.int8
-                _require(x, shape, dtype_of, self.path, f"{index}.{name}")
-                least, most = (0, header.columns) if name == "holes" else (HOLE, 0)
-                if x.numel() and not least <= int(x.min()) <= int(x.max()) <= most:
-                    raise SavedCacheError(
-                        f"{where}: {name} are outside of {least} to {most}; save it again"
-                    )
-                if x.dim() == 2 and x.shape[1] > header.columns:
-                    raise SavedCacheError(
-                        f"{where}: {x.shape[1]} kinds of {header.columns} columns; save it again"
-                    )
+            elif name in OF_ROWS:
                 setattr(history, name, x.clone())
-            elif name == "centre":
-                history.centre = x.clone()
-            elif name == "offset":
-                history.offset = x.clone()
-                _require(x, (header.rows,), torch.int64, self.path, f"{index}.offset")
-                if not -MOST_TOKENS < int(x.min()) <= int(x.max()) < MOST_TOKENS:
-                    raise SavedCacheError(
-                        f"{where}: its next positions are {x.tolist()[:8]} from the tokens seen; "
-                        "save it again"
-                    )
+            if name not in bounds:
+                continue
+            dtype, least, most = bounds[name]
+            shape = (header.rows, *(x.shape[1:2] if name == "kinds" else ()))
+            _require(x, shape, dtype, self.path, f"{index}.{name}")
+            within = not x.numel() or least <= int(x.min()) <= int(x.max()) <= most
+            if not within or x.numel() > header.rows * columns:
+                raise SavedCacheError(
+                    f"{where}: {name} {str(x.tolist())[:80]} are outside of {least} to {most}, or "
+                    f"more than {columns} in a row; save it again"
+                )
         return history
 
     def _check_centre(
@@ -395,7 +383,7 @@ def _tensors(state: LayerState) -> dict[str, Tensor]:
         f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
     }
     found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
-    for name in _OF_HISTORY:
+    for name in OF_ROWS:
         held = getattr(state.history, name)
         if held is not None:
             found[name] = held.cpu()
@@ -449,12 +437,7 @@ def _require_parts(
 
 
 def _require_tokens(
-    parts: Mapping[str, Planes],
-    layer: LayerCache,
-    header: LayerHeader,
-    where: str,
-    *,
-    padded: bool,
+    parts: Mapping[str, Planes], layer: LayerCache, header: LayerHeader, where: str, *, padded: bool
 ) -> None:
     """Check the number of tokens in a layer's parts against the columns fed."""
     block = {"bulk": layer.key_codec.block}

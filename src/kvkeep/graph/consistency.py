@@ -11,10 +11,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.fx import Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, statically_known_true
 
 from kvkeep.geometry import Geometry
 from kvkeep.graph.export_op import Description, described, require_exportable

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import count
 from struct import Struct
 from typing import Any, Protocol, cast
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,42 +35,11 @@ _GONE = (
 )
 
 
-class Traced(Protocol):
-    """The methods of a layer that traced code may call. While tracing, tensors are symbolic."""
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the state is on the device, so that eager code calls these methods too."""
-
-    def fed(self) -> Tensor:
-        """Columns fed to the layer, int64 ()."""
-
-    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-        """Positions of the next n tokens: int32 (1, n), or (B, n) with -1 where `real`, bool (B,
-        n), is False (padding)."""
-
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Like `LayerCache.run`, with positions as `next_positions` returns them."""
-
-
-class Steps(Protocol):
-    """The object that a ticket refers to. `in_graph` runs the step; for the rest see `Traced`."""
-
-    def fed(self) -> int | Tensor:
-        """Columns fed."""
-
-    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-        """See `Traced`."""
-
-    def in_graph(self, inputs: StepInputs) -> Tensor:
-        """See `Traced.run`."""
-
-
 class SteppedLayer(Protocol):
     """A layer that can have a ticket: a `LayerCache`, or one layer of several sequences."""
 
     @property
-    def fed(self) -> int:
+    def fed(self) -> int | Tensor:
         """Columns fed."""
 
     @property
@@ -84,44 +53,36 @@ class SteppedLayer(Protocol):
         """See `LayerCache.run`."""
 
 
-class OfLayer:
-    """A layer's steps for use in a graph; holds a weak reference to the layer."""
-
-    def __init__(self, layer: SteppedLayer) -> None:
-        self._known = ref(layer)
+class Traced(Protocol):
+    """The methods of a layer that traced code may call. While tracing, tensors are symbolic."""
 
     @property
-    def _layer(self) -> SteppedLayer:
-        layer = self._known()
-        if layer is None:
-            raise StateError(_GONE)
-        return layer
+    def on_device(self) -> bool:
+        """Whether the state is on the device, so that eager code calls these methods too."""
 
-    def fed(self) -> int:
-        """See `Steps`."""
-        return self._layer.fed
+    @property
+    def fed(self) -> Tensor:
+        """Columns fed to the layer, int64 ()."""
 
-    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-        """See `Steps`."""
-        if real is not None and bool(real.all()):
-            position = self._layer.next_positions(n, device)
-        else:
-            position = self._layer.next_positions(n, device, real)
-        return position.view(-1, n) if real is None else position.expand(real.shape)
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """Positions of the next n tokens: int32 (1, n), or (B, n) with -1 where `real`, bool (B,
+        n), is False (padding)."""
 
-    def in_graph(self, inputs: StepInputs) -> Tensor:
-        """See `Steps`."""
-        return run(self._layer, inputs)
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Like `LayerCache.run`, with positions as `next_positions` returns them."""
 
 
-_steps: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
 _numbers = count(1)
 _TICKET = Struct("=8q")  # KvTicket of native/abi.h
 
 
 class Ticket:
-    """Refers to a layer's steps in this process by a number, as long as the layer exists. A
-    prepared step lies in the ticket's memory, and a program makes it without Python.
+    """Refers to a layer in this process by a number, as long as the layer exists. A prepared step
+    lies in the ticket's memory, and a program makes it without Python.
+
+    Args:
+        find: returns the layer, such as a weak reference to it; None: it no longer exists.
 
     Attributes:
         number: the ticket as a tensor; copies of the tensor refer to no prepared step.
@@ -129,9 +90,9 @@ class Ticket:
 
     on_device = False
 
-    def __init__(self, steps: Steps) -> None:
-        self._number = next(_numbers)
-        _steps[self._number] = steps
+    def __init__(self, find: Callable[[], SteppedLayer | None]) -> None:
+        self._find, self._number = find, next(_numbers)
+        _tickets[self._number] = self
         self._memory = bytearray(_TICKET.size)
         with torch.inference_mode(False):
             self.number = torch.frombuffer(self._memory, dtype=torch.int64)
@@ -158,11 +119,24 @@ class Ticket:
         """The prepared step's result: a KvStepResult, or `NOT_MADE`."""
         return int.from_bytes(self._memory[-8:], sys.byteorder, signed=True)
 
+    @property
+    def layer(self) -> SteppedLayer:
+        """The layer.
+
+        Raises:
+            StateError: it no longer exists.
+        """
+        layer = self._find()
+        if layer is None:
+            raise StateError(_GONE)
+        return layer
+
+    @property
     def fed(self) -> Tensor:
         """See `Traced`."""
         return cast(Tensor, fed(self.number))
 
-    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `Traced`."""
         return cast(Tensor, next_positions(self.number, n, real, device))
 
@@ -171,29 +145,21 @@ class Ticket:
         return cast(Tensor, step(self.number, *inputs.in_graph))
 
 
-class LayerTicket(Ticket):
-    """A ticket for a layer."""
-
-    def __init__(self, layer: SteppedLayer) -> None:
-        self._of = OfLayer(layer)
-        super().__init__(self._of)
-
-
-def led_to(ticket: Tensor) -> Steps:
-    """The steps that a ticket's number refers to.
+def ticket_of(number: int) -> Ticket:
+    """The ticket of a number.
 
     Raises:
-        StateError: the steps no longer exist, or belong to another process.
+        StateError: it no longer exists, or belongs to another process.
     """
-    return steps_of(int(ticket[1]))
-
-
-def steps_of(number: int) -> Steps:
-    """The steps of a ticket's number; see `led_to`."""
-    steps: Steps | None = _steps.get(number)
-    if steps is None:
+    ticket = _tickets.get(number)
+    if ticket is None:
         raise StateError(_GONE)
-    return steps
+    return ticket
+
+
+def led_to(ticket: Tensor) -> SteppedLayer:
+    """The layer that a ticket's number refers to; see `ticket_of` for errors."""
+    return ticket_of(int(ticket[1])).layer
 
 
 _library: Any = torch.library.Library("kvkeep", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -215,18 +181,22 @@ def define_operator(
 
 
 def _fed(ticket: Tensor) -> Tensor:
-    return torch.as_tensor(led_to(ticket).fed()).clone()
+    return torch.as_tensor(led_to(ticket).fed).clone()
 
 
 def _next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-    return led_to(ticket).next_positions(n, real, device).clone()
+    layer = led_to(ticket)
+    if real is None:
+        return layer.next_positions(n, device).view(-1, n).clone()
+    position = layer.next_positions(n, device, None if bool(real.all()) else real)
+    return position.expand(real.shape).clone()
 
 
 def _step(ticket: Tensor, *inputs: Any) -> Tensor:
     given = StepInputs(*inputs)
     if wants_gradients(*given[:3]):
         raise StateError("a step in a graph has no gradients; use torch.no_grad(), or kvkeep.train")
-    return led_to(ticket).in_graph(given).contiguous()
+    return run(led_to(ticket), given).contiguous()
 
 
 def _fake_fed(ticket: Tensor) -> Tensor:

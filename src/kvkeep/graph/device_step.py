@@ -8,6 +8,7 @@ freed.
 from __future__ import annotations
 
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ class DeviceStep(Step):
     """
 
     on_device = True
+    padded = True  # positions are never read on the host
 
     def __init__(self, layer: LayerCache, cursors: Cursors, tokens: int | None = None) -> None:
         require_fitting(layer, tokens)
@@ -109,7 +111,7 @@ class DeviceStep(Step):
             self._cursor, used = cursors.at(self._held)
         self._past = layer.slots.segments()[:-1]
         self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
-        self._ticket = Ticket(self)
+        self._ticket = Ticket(ref(self))
 
     @property
     def centre(self) -> Centre | None:
@@ -136,12 +138,13 @@ class DeviceStep(Step):
         self._fed += n
         self._held = min(self._held + n, self._slots - self._evicts)
 
+    @property
     def fed(self) -> Tensor:
         """Columns fed, int64 () on the device."""
         return self._columns
 
     def next_positions(
-        self, n: int, real: Tensor | None = None, device: torch.device = _CPU
+        self, n: int, device: torch.device = _CPU, real: Tensor | None = None
     ) -> Tensor:
         """Positions of the next n tokens, int32 (1, n), or (B, n) where rows have padding."""
         after = self._columns + torch.arange(n, device=self._columns.device)
@@ -160,10 +163,6 @@ class DeviceStep(Step):
                 "token, or close() the steps first"
             )
         return self._step(inputs)
-
-    def in_graph(self, inputs: StepInputs) -> Tensor:
-        """`run`, as called by a graph through the ticket."""
-        return self.run(inputs)
 
     def _extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None

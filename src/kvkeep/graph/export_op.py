@@ -126,14 +126,15 @@ class LayerTensors(nn.Module):
         self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
         self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
 
+    @property
     def fed(self) -> Tensor:
         """Columns fed, int64 ()."""
         return cast(Tensor, self.counts)[0]
 
-    def next_positions(self, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the next n tokens, int32 (B, n); -1 where `real`, bool (B, n), is False."""
         history: Any = History()  # its fields are symbolic tensors
-        history.columns, history.pads = self.fed(), self.pads
+        history.columns, history.pads = self.fed, self.pads
         if real is None:
             real = torch.ones(len(history.pads), n, dtype=torch.bool, device=device)
         holes_after = described(self.text)[0].holes_after

@@ -90,7 +90,7 @@ class Package:
             self._program = CompiledLibrary(next(Path(unpacked).rglob("*.so")))
         self._busy = Lock()
 
-    def run(
+    def __call__(
         self,
         given: Sequence[Tensor],
         tickets: Mapping[int, Ticket],

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.graph import custom_ops
-from kvkeep.graph.grouped_op import grouped
-from kvkeep.graph.linear_op import linears
+from kvkeep.graph.linear_op import grouped, linears
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
 
@@ -109,7 +108,7 @@ def _make_step(address: int) -> None:
     assert v is not None
     assert out is not None
     inputs = StepInputs(q, k, v, position, scale, softcap or None, sinks, until)
-    out.copy_(custom_ops.steps_of(number).in_graph(inputs))
+    out.copy_(custom_ops.run(custom_ops.ticket_of(number).layer, inputs))
 
 
 def tensor_at(described: tuple[int, ...]) -> Tensor | None:

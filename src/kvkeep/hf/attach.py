@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
 from kvkeep.hf.compiled import CompiledSteps, programs_of
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
+from kvkeep.hf.demands import require_exact
 from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
 from kvkeep.hf.inline import is_inline, route_inline
 from kvkeep.hf.inputs import (
@@ -39,7 +39,6 @@ from kvkeep.hf.rehearsal import rehearse, rehearse_own
 from kvkeep.hf.replaced_forward import ReplacedForward
 from kvkeep.hf.replaying import Replaying, replays
 from kvkeep.hf.routing import registered, route_attention, unroute_attention
-from kvkeep.hf.unattached import require_exact
 from kvkeep.hf.unserved import not_served, require_supplied
 from kvkeep.hf.weights import ask_for_weights
 from kvkeep.host import Host, Specs, host_of
@@ -90,12 +89,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         detach(self.model)
 
 

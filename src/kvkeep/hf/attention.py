@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
-from kvkeep.hf.handover import AttendedLayer, Handed, ReadLayer
+from kvkeep.hf.handover import Handed, ModelLayer, ReadLayer
 from kvkeep.hf.kinds.indexed import masked
 from kvkeep.hf.masks import MaskRequest
 from kvkeep.hf.unserved import require_hooked
@@ -166,7 +166,7 @@ def _in_own_dtype(
     return run(inputs, *attend)
 
 
-def _confirmed(position: Tensor, layer: AttendedLayer, rows: int) -> Tensor:
+def _confirmed(position: Tensor, layer: ModelLayer, rows: int) -> Tensor:
     """Verify positions (1|B, n) that arrived without the mask request they were made for.
 
     Raises:

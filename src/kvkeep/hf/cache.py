@@ -19,13 +19,9 @@ from kvkeep import cache as core
 from kvkeep.arguments import suggests
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.features import Feature
-from kvkeep.graph.custom_ops import LayerTicket, Ticket, Traced
-from kvkeep.hf.config import (
-    ATTACHMENT,
-    base_config,
-    decoder_config,
-    is_routed,
-)
+from kvkeep.graph.custom_ops import Ticket, Traced
+from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
+from kvkeep.hf.demands import require_fitting_mask
 from kvkeep.hf.handover import Handed, hand_over
 from kvkeep.hf.kinds import (
     Forwards,
@@ -44,14 +40,13 @@ from kvkeep.hf.model_layers import ModelLayers
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.hf.transformers_names import TransformersNames
-from kvkeep.hf.unattached import require_fitting_mask
 from kvkeep.host import ModelCache, Specs, host_of, per_layer, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
+from kvkeep.layer.cursor import Turn
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
-from kvkeep.layer.turn import Turn
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
@@ -406,7 +401,7 @@ class Cache(  # type: ignore[misc]
                 layer.cursor.holes_after = 0
         self._handed = self._feeding = None
         self._turn = Turn()
-        self._traced: list[Traced] = [LayerTicket(layer) for layer in self.layers]
+        self._traced: list[Traced] = [Ticket(weakref.ref(layer)) for layer in self.layers]
         self._compilable = not self.why_not(Feature.COMPILED)
         fixed = all(layer.storage.fixed_addresses for layer in self.layers)
         self._fixed = fixed and self._compilable

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.continuing import (
-    Fed,
-)
+from kvkeep.hf.continuing import Fed
 from kvkeep.hf.cuda_graph import Replay
 from kvkeep.hf.kinds.multimodal import holds_tensors
 from kvkeep.host import ModelCache, Specs
@@ -26,30 +24,25 @@ PREFILL_CHUNK = 1024
 """Tokens of a prompt that `generate` feeds at once to a cache with a budget."""
 
 
+class ReadOptions(TypedDict):
+    """How a store reads a prompt; see `kvkeep.PrefixStore.read`."""
+
+    spec: Specs
+    namespace: str
+    chunk: int | None
+    capacity: int | None
+
+
 class PromptStore(Protocol):
     """The interface of a store that `generate` uses, such as `kvkeep.PrefixStore`."""
 
     def prefill(
-        self,
-        model: PreTrainedModel,
-        tokens: Tensor,
-        *,
-        spec: Specs,
-        namespace: str,
-        chunk: int | None,
-        capacity: int | None,
+        self, model: PreTrainedModel, tokens: Tensor, **options: Unpack[ReadOptions]
     ) -> ModelCache:
         """A cache that holds all tokens (n,) but the last."""
 
     def prefill_rows(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Tensor],
-        *,
-        spec: Specs,
-        namespace: str,
-        chunk: int | None,
-        capacity: int | None,
+        self, model: PreTrainedModel, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
         """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
         are too few."""
@@ -114,7 +107,7 @@ class Call:
     adapt: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Called when `generate()` ends, also by an error: make its cache an ordinary one."""
+        """Make the call's cache ordinary again. Called when `generate()` ends, also by an error."""
         if self.replay is not None:
             self.replay.close()
 
@@ -128,8 +121,8 @@ _OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 
 @contextmanager
 def settings_of_calls(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
-    """Within this context, calls of an attached model's `generate()` use other settings than those
-    with which it was attached. Tasks and threads that are started in it inherit them."""
+    """A context in which calls of an attached model's `generate()` use `settings` in place of the
+    settings of `attach`. Tasks and threads started in the context inherit them."""
     token = _OTHER.set((model, settings))
     try:
         yield
@@ -176,8 +169,8 @@ def _counts(place: Tensor, tokens: int) -> bool:
 
 
 def brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has other tensors than those in `beside`, such as images, or the features that
-    transformers computed from them before it asked for a cache."""
+    """Whether a call has tensors whose names are not in `beside`, such as images, or the features
+    that transformers computed from images before it asked for a cache."""
     return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 

@@ -12,7 +12,7 @@ from kvkeep.hf import saved_steps
 from kvkeep.hf.attach import attach, unwrapped
 from kvkeep.hf.compiled import key_of, programs_of
 from kvkeep.hf.host import TransformersHost
-from kvkeep.hf.rows import numbers_up_to
+from kvkeep.hf.packed import numbers_up_to
 from kvkeep.host.progress import Progress, silent
 
 PAYS_AFTER = 4000

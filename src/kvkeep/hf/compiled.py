@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from sys import modules as imported
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.model_state import ModelState
+from kvkeep.hf.packed import NUMBERS, RowsCache
 from kvkeep.hf.placing import first_position
 from kvkeep.hf.replaced_forward import ReplacedForward
-from kvkeep.hf.rows import NUMBERS, RowsCache
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host.packed import Packed
 from kvkeep.native_library import available
@@ -121,8 +121,8 @@ class CompiledSteps(ReplacedForward):
             return out
 
     def _step_at(self, place: tuple[int, int], given: Mapping[str, Tensor]) -> Step | None:
-        """The compiled step for inputs like these; None: it was not compiled, or is for other
-        weights."""
+        """The compiled step for inputs of these names and shapes; None: it was not compiled, or was
+        compiled for other weights."""
         step = self._steps.get(place)
         if step is not None:
             if step.fits():
@@ -160,27 +160,21 @@ class CompiledSteps(ReplacedForward):
         return True
 
 
-class Program(Protocol):
-    """What computes a step: see `kvkeep.graph.package.Package`."""
-
-    def run(
-        self,
-        given: Sequence[Tensor],
-        tickets: Mapping[int, Ticket],
-        layers: Sequence[PreparedLayer],
-    ) -> Sequence[Tensor] | None:
-        """The results; None, with nothing changed, while another thread runs it."""
+Program = Callable[
+    [Sequence[Tensor], Mapping[int, Ticket], Sequence[PreparedLayer]], Sequence[Tensor] | None
+]
+"""Computes a step; see `kvkeep.graph.package.Package`."""
 
 
 class Signature(NamedTuple):
-    """What a program of a step takes and gives.
+    """The inputs and outputs of a step's program.
 
     Args:
         weights: the names of the model's parameters and buffers that it reads.
-        places: where they are among its inputs, ascending.
-        inputs: what else it takes, in order: the number of an argument, or -1 - layer for a
-            layer's ticket.
-        logits: which of its results are the logits.
+        places: the indices of these weights among the program's inputs, ascending.
+        inputs: the other inputs, in order: the number of an argument, or -1 - layer for a layer's
+            ticket.
+        logits: the index of the logits among the results.
         output: the name of the class of the model's output.
     """
 
@@ -195,7 +189,7 @@ class Step:
     """A program for the steps of a model.
 
     Attributes:
-        fits: whether the model is what the step was made for.
+        fits: whether the model is unchanged since the step was made.
     """
 
     def __init__(self, model: PreTrainedModel, program: Program, signature: Signature) -> None:
@@ -229,15 +223,15 @@ class Step:
             given[place] = own[x] if x >= 0 else tickets[-1 - x].number
         used = {layer: tickets[layer] for layer in self._layers}
         layers = cast(Sequence[PreparedLayer], cache.layers)
-        found = self._program.run(given, used, layers)
+        found = self._program(given, used, layers)
         if found is None:
             return None
         return self._output(logits=found[self._logits], **{self._cache_field: cache})
 
 
 def is_compilable(model: PreTrainedModel) -> bool:
-    """Whether a model may have programs: it is on the CPU, its weights are plain tensors (those of
-    torchao are not), and it has no adapters of PEFT, which may be switched at any time."""
+    """Whether a model may have programs: it is on the CPU, its weights are plain tensors (torchao's
+    are not), and it has no PEFT adapters, which may be switched at any time."""
     adapted = any(hasattr(module, "base_layer") for module in model.modules())
     plain = all(type(weight) in (Tensor, nn.Parameter) for weight in model.parameters())
     return available and model.device.type == "cpu" and plain and not adapted

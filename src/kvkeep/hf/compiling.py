@@ -19,26 +19,24 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.graph.custom_ops import Ticket
-from kvkeep.graph.grouped_op import route_experts
-from kvkeep.graph.linear_op import route_linears
-from kvkeep.graph.package import Package, PreparedLayer, compile_package, compiler_options
+from kvkeep.graph.linear_op import route_experts, route_linears
+from kvkeep.graph.package import Package, compile_package, compiler_options
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import NAMES, as_cache
 from kvkeep.hf.compiled import Program, Signature, Step, step_name
 from kvkeep.hf.config import changing_ropes
-from kvkeep.hf.rows import RowsCache
+from kvkeep.hf.packed import RowsCache
 
 _MOST_GRAPHS = 32
-"""Of a model: for each number of rows, and with its positions given or not."""
+"""Most graphs of a model: one for each number of rows, with and without positions."""
 
 _log = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """A graph that has run: what computes it, what it takes, its results, and the content of its
-    program's file if it is one that has just been compiled."""
+    """A graph that has run: its program, its signature, its results, and the content of the
+    program's file if the program was compiled in this run."""
 
     program: Program
     signature: Signature
@@ -116,8 +114,8 @@ class Compiler:
         return run
 
     def _signature(self, inputs: Sequence[Any]) -> Signature | None:
-        """What a graph takes; None if that is anything but token ids, positions, tickets and
-        weights whose memory holds what they are."""
+        """The signature of a graph; None if an input is not a token id tensor, a position tensor, a
+        ticket, or a weight in plain memory."""
         assert self._cache is not None
         model = self._model
         if changing_ropes(model.config):
@@ -159,7 +157,7 @@ class Compiler:
         packaged = self._package(graph, inputs)
         if packaged is None:
             own: Any = compile_fx(graph, [*inputs], config_patches=compiler_options())
-            program, content = _Function(own), None
+            program, content = (lambda given, *_: own(*given)), None
         else:
             program, content = packaged
 
@@ -170,7 +168,7 @@ class Compiler:
             assert signature is not None or packaged is None  # its steps need their tickets
             used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
             detached = [x.detach() for x in given]
-            found = program.run(detached, used, cast(Any, self._cache.layers))
+            found = program(detached, used, cast(Any, self._cache.layers))
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
             if signature is not None:
@@ -205,20 +203,3 @@ class Compiler:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
-
-
-class _Function:
-    """A graph that torch has compiled for this process only. See `Program`."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def run(
-        self,
-        given: Sequence[Tensor],
-        tickets: Mapping[int, Ticket],
-        layers: Sequence[PreparedLayer],
-    ) -> Sequence[Tensor]:
-        """See `Program`."""
-        found: Sequence[Tensor] = self._function(*given)
-        return found

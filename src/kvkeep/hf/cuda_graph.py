@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
+from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError, reason_of
 from kvkeep.features import Feature
 from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
@@ -201,10 +201,10 @@ class Graphed:
         except Exception as error:
             torch.cuda.set_stream(before)  # torch does not restore the stream if a capture fails
             self._complete, self.cache._handed = True, None
-            reason = " ".join(str(error).split())[:200]
             raise UnsupportedError(
-                f"{type(self.model).__name__} cannot be captured as a CUDA graph: {reason}; this "
-                "token was not fed: close() these steps and call the model itself"
+                f"{type(self.model).__name__} cannot be captured as a CUDA graph: "
+                f"{reason_of(error)}; this token was not fed: close() these steps and call the "
+                "model itself"
             ) from error
         self._graph = graph
 

@@ -30,11 +30,7 @@ DEFAULT_SPEC = "keep_all@fixed:2048"
 
 
 def export(
-    model: PreTrainedModel,
-    spec: Specs = DEFAULT_SPEC,
-    *,
-    rows: int = 1,
-    tokenizer: Any = None,
+    model: PreTrainedModel, spec: Specs = DEFAULT_SPEC, *, rows: int = 1, tokenizer: Any = None
 ) -> Program:
     """Trace a model's step, including its cache, as a program that can be saved and run in another
     process.
@@ -151,7 +147,7 @@ class _Step(nn.Module):
     def forward(self, input_ids: Tensor, real: Tensor) -> Tensor:
         first = self.layers[0]
         assert isinstance(first, LayerTensors)
-        position = first.next_positions(input_ids.shape[1], real, input_ids.device)
+        position = first.next_positions(input_ids.shape[1], input_ids.device, real)
         asked: dict[str, Any] = {"logits_to_keep": 1} if self.shortened else {}
         logits: Tensor = self.model(
             input_ids,

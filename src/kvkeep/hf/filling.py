@@ -1,4 +1,5 @@
-"""What `generate()` takes from a store or from blocks, or compresses, before its first forward."""
+"""Fills the cache of a `generate()` from a store, from blocks or by compression, before the first
+forward."""
 
 from __future__ import annotations
 
@@ -34,20 +35,18 @@ def filled(
     call = plain_call(model, model_kwargs)
     if call is None or call.ids is None or (settings.store is None and call.blocks is None):
         return None
-    options: dict[str, Any] = {"spec": settings.spec, "namespace": settings.namespace}
-    filled: Any = None
+    place: Any = {"spec": settings.spec, "namespace": settings.namespace, "capacity": capacity}
     try:
         if call.blocks is not None:
-            options |= {"store": settings.store, "recompute": settings.recompute}
-            filled, _ = call.blocks.prefill(model, capacity=capacity, **options)
-        elif settings.store is not None:
-            filled = settings.store.prefill(
-                model, call.ids[0], chunk=chunk, capacity=capacity, **options
-            )
+            place |= {"store": settings.store, "recompute": settings.recompute}
+            found: Any = call.blocks.prefill(model, **place)[0]
+        else:
+            assert settings.store is not None
+            found = settings.store.prefill(model, call.ids[0], chunk=chunk, **place)
     except UnsupportedError as error:
         _tell_of_hooks(model, error)
         return None
-    call.cache = filled
+    call.cache = found
     return call.cache
 
 

@@ -14,30 +14,18 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import (
-    NAMES,
-    OF_GENERATE,
-    cache_in,
-    cache_name,
-    name_in,
-    rename_cache,
-)
+from kvkeep.hf.cache_argument import NAMES, OF_GENERATE, cache_in, cache_name, name_in, rename_cache
 from kvkeep.hf.calls import CALL, BlockPrompt, Call, Settings, brings_tensors, in_force
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
-from kvkeep.hf.continuing import (
-    Fed,
-    feeds_last_again,
-    gives_whole_text,
-    require_same_beginning,
-)
+from kvkeep.hf.continuing import Fed, feeds_last_again, gives_whole_text, require_same_beginning
 from kvkeep.hf.demands import Demands
-from kvkeep.hf.drafts import layers_restored
 from kvkeep.hf.filling import activate_later, begun_alike, compress_prompt, filled, invoked
 from kvkeep.hf.inputs import check_learned_prefix, check_rows
 from kvkeep.hf.kinds import layer_kinds
 from kvkeep.hf.kinds.multimodal import resume
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.replaying import Replaying
+from kvkeep.hf.transformers_names import layers_restored
 from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import per_layer

@@ -1,4 +1,5 @@
-"""What a cache gives to the mask function and the attention function of an attached model."""
+"""The tags by which a cache gives its layers to the mask and attention functions of an attached
+model."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs
 
 
-class MaskedLayer(Protocol):
-    """What the mask function asks of a layer: a `LayerCache`, or a layer that training runs."""
+class ModelLayer(Protocol):
+    """The members of a layer that the mask and attention functions use. A `LayerCache` has them,
+    and so has each layer that stands in for one."""
 
     @property
     def window(self) -> int | None:
@@ -25,7 +27,7 @@ class MaskedLayer(Protocol):
 
     @property
     def history(self) -> History:
-        """What was fed before this chunk."""
+        """The history before this chunk."""
 
     @property
     def fed(self) -> int:
@@ -38,19 +40,8 @@ class MaskedLayer(Protocol):
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the next n tokens; see `History.next_positions`."""
 
-
-class AttendedLayer(Protocol):
-    """What the attention function asks of a layer."""
-
     def sighted(self, queries: Tensor) -> Sighted:
         """See `LayerCache.sighted`."""
-
-    @property
-    def window(self) -> int | None:
-        """The layer's own sliding window, in tokens."""
-
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions of the next n tokens; see `History.next_positions`."""
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of one chunk; see `LayerCache.run`."""
@@ -58,26 +49,26 @@ class AttendedLayer(Protocol):
 
 @runtime_checkable
 class ReadLayer(Protocol):
-    """What the attention function asks of a layer whose slots other layers may attend to."""
+    """The members that the attention function uses of a layer that other layers read."""
 
     @property
     def unread(self) -> int:
-        """How many of them have not attended since its last step."""
+        """Number of readers that have not attended since the layer's last step."""
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """See `SharedSlots.read`."""
+        """See `Settling.read`."""
 
 
 class MaskLength(int):
     """The key length of a mask request. It also carries the request's layer to the mask
     function."""
 
-    layer: MaskedLayer
+    layer: ModelLayer
     traced: Traced | None
     routed: bool
     compileable: bool
     hide: Callable[[Tensor], None] | None = None
-    """Hides columns that were fed, see `kvkeep.cache.Cache.hide`; None: none can be."""
+    """Hides columns that were fed, see `kvkeep.cache.Cache.hide`; None: the cache cannot hide."""
 
 
 class Absorbed(Protocol):
@@ -96,25 +87,26 @@ class Absorbed(Protocol):
 
 @dataclass(eq=False)
 class Handed:
-    """The tag that `update` puts on new keys and values: the layer whose step the attention
-    function runs on them, and whether it did (`taken`), since it may do so only once, and then as
-    often as layers without keys of their own read it (`ReadLayer`). `versions` are the version
-    counters of both tensors, where torch keeps them."""
+    """The tag that `update` puts on new keys and values.
 
-    layer: AttendedLayer
+    `layer` is the layer whose step the attention function runs on them, once; `taken`: the step was
+    made. Layers without keys of their own then read the layer (`ReadLayer`). `versions` are the
+    version counters of both tensors, if torch keeps them."""
+
+    layer: ModelLayer
     traced: Traced | None
     versions: tuple[int, int] | None = None
     taken: bool = False
     weights: bool = False
     """Whether the attention function must return attention weights."""
     absorbed: Absorbed | None = None
-    """How the module of a latent layer makes queries for its latents; None: of another layer."""
+    """The projections of a latent layer's module; None: the layer has no latents."""
     plain: bool = False
     """Whether the step is made at once, outside of any graph."""
 
 
-def hand_over(k: Tensor, v: Tensor, layer: AttendedLayer, traced: Traced | None) -> Handed:
-    """Tag new keys and values, (B, H, n, D) each, as those of one step of a layer.
+def hand_over(k: Tensor, v: Tensor, layer: ModelLayer, traced: Traced | None) -> Handed:
+    """Tag new keys and values, (B, H, n, D) each, as the inputs of one step of a layer.
 
     Args:
         traced: the layer's step as an operation of a graph; None where steps are never compiled.

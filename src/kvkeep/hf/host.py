@@ -26,11 +26,17 @@ from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, wh
 from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.hf.packed import LaidCache, PackedCache, check_packed, require_packable, unpackable
+from kvkeep.hf.packed import (
+    LaidCache,
+    PackedCache,
+    check_packed,
+    numbers_up_to,
+    require_packable,
+    unpackable,
+)
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.placing import first_position, placed, takes_positions
 from kvkeep.hf.rotary import rotaries_of
-from kvkeep.hf.rows import numbers_up_to
 from kvkeep.host import (
     Activation,
     Host,

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import transformers
 from torch import Tensor
 
-from kvkeep.graph.custom_ops import LayerTicket
-from kvkeep.hf.handover import AttendedLayer, Handed, MaskedLayer, MaskLength, hand_over
-
-
-class FacedLayer(MaskedLayer, AttendedLayer, Protocol):
-    """What a model asks of a layer, by its masks and by its attention."""
+from kvkeep.graph.custom_ops import Ticket
+from kvkeep.hf.handover import Handed, MaskLength, ModelLayer, hand_over
 
 
 class LayersCache(transformers.Cache):
-    """What a model takes as `cache`: it tags new keys and values (B, H, n, D) with their layer, for
-    kvkeep's attention, and keeps none.
+    """A `cache` argument that stores nothing: it tags new keys and values (B, H, n, D) with their
+    layer, for kvkeep's attention.
 
     Args:
-        layers: one for each layer of the model, whose attention is kvkeep's.
-        tickets: of the layers, for a forward that is compiled.
+        layers: a layer for each layer of the model; the model's attention is kvkeep's.
+        tickets: the layers' tickets, for a compiled forward.
     """
 
     is_compileable = False
@@ -30,7 +26,7 @@ class LayersCache(transformers.Cache):
     is_croppable = False
     offset = None
 
-    def __init__(self, layers: Sequence[Any], tickets: Sequence[LayerTicket] = ()) -> None:
+    def __init__(self, layers: Sequence[Any], tickets: Sequence[Ticket] = ()) -> None:
         self.layers: list[Any] = list(layers)
         self.tickets = list(tickets)
 
@@ -47,11 +43,11 @@ class LayersCache(transformers.Cache):
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values with a layer, by its place among all layers of the model."""
         index = self.index(place)
-        layer: FacedLayer = self.layers[index]
+        layer: ModelLayer = self.layers[index]
         return hand_over(keys, values, layer, self.tickets[index] if self.tickets else None)
 
     def index(self, place: int) -> int:
-        """The index in `layers` of a layer of the model; 0 if it does not attend."""
+        """The index in `layers` of a layer of the model; 0 if the layer does not attend."""
         return place
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -61,7 +57,7 @@ class LayersCache(transformers.Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
         index = self.index(layer_idx)
-        layer: FacedLayer = self.layers[index]
+        layer: ModelLayer = self.layers[index]
         # While tracing, a symbol cannot be of this subclass; compiled chunks are of one token.
         length = MaskLength(1 if self.tickets else layer.fed + query_length)
         length.layer, length.traced = layer, self.tickets[index] if self.tickets else None

@@ -26,6 +26,7 @@ from kvkeep.hf.kinds import layer_kinds, require
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
+from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.history import History
 from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs, require_causal
@@ -267,7 +268,7 @@ def _stubs(
         modules.update(before)
 
 
-class _TextLayer:
+class _TextLayer(AttendingLayer):
     """A layer after some columns of a text. It holds no slots; a `LayerStep` computes its
     attention."""
 
@@ -275,18 +276,6 @@ class _TextLayer:
         self._text, self.history = text, history
         self.window = kind.window
         self.attention: LayerStep | None = None
-
-    @property
-    def fed(self) -> int:
-        return self.history.columns
-
-    @property
-    def seen(self) -> Tensor:
-        return self.history.seen
-
-    @property
-    def padded(self) -> bool:
-        return self.history.pads is not None
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         return self.history.next_positions(n, device, real)

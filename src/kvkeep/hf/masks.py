@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import own_implementation
-from kvkeep.hf.handover import MaskedLayer, MaskLength
+from kvkeep.hf.handover import MaskLength, ModelLayer
 from kvkeep.planes import Chunks
 
 _AT_ONCE = 1 << 22
@@ -103,7 +103,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
             assert kv_length.traced is not None
             place = torch.device(device)
-            found: Any = kv_length.traced.next_positions(q_length, real, place)[:, None, None]
+            found: Any = kv_length.traced.next_positions(q_length, place, real)[:, None, None]
             found.kvkeep = MaskRequest(local_size)
         else:
             position = _positions(kv_length, q_length, attention_mask, torch.device(device))
@@ -195,7 +195,7 @@ class _Asked(NamedTuple):
 
 
 def _own_mask(
-    window: int | None, layer: MaskedLayer, attention_mask: Tensor | None, request: dict[str, Any]
+    window: int | None, layer: ModelLayer, attention_mask: Tensor | None, request: dict[str, Any]
 ) -> Callable[..., Any]:
     """The mask function of causal attention within a layer's own window."""
     if window is None:
@@ -230,7 +230,7 @@ def _positions(
     return layer.next_positions(n, device, None if real.all() else real)
 
 
-def _was_fed(layer: MaskedLayer, real: Tensor) -> bool:
+def _was_fed(layer: ModelLayer, real: Tensor) -> bool:
     """Whether the columns fed so far hold tokens exactly where `real`, bool (B, fed), is True."""
     if not real.sum(dim=1).cpu().equal(layer.seen):
         return False

@@ -1,25 +1,33 @@
-"""Forwards of transformers models whose attention layers of kvkeep compute, one by one."""
+"""Forwards of transformers models that compute tokens of several sequences: side by side in one
+row, or, in a compiled step, as rows with one token each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.graph.custom_ops import Ticket
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
-from kvkeep.hf.kinds import KeepsStates, kinds_of
+from kvkeep.hf.kinds import KeepsStates, kinds_of, layer_kinds
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.hf.model_layers import TellsLayers
 from kvkeep.hf.placing import Placed, takes_positions
 from kvkeep.host import ModelCache
 from kvkeep.host.packed import Packed
+from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.packed import PackedLayer, ReadyTogether
 from kvkeep.layer.recurrent import NoStates
+from kvkeep.layer.step import StepInputs
 
 
 def unpackable(model: PreTrainedModel) -> str:
@@ -70,7 +78,7 @@ def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> No
 
 
 def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, ModelCache]]) -> None:
-    """Check each sequence's next token ids, (n,), as a forward of its own would.
+    """Check each sequence's next token ids, (n,), as a forward of that sequence alone would.
 
     Raises:
         ShapeError: an id is outside the vocabulary.
@@ -80,8 +88,7 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
 
 
 class LaidCache(LayersCache):
-    """What a model takes as `cache` in a forward of one row, which attends to layers that are
-    laid before it."""
+    """The `cache` argument of a forward of one row, whose attention the given layers compute."""
 
     _handed: Handed | None = None
 
@@ -111,11 +118,11 @@ class LaidCache(LayersCache):
 
 
 class PackedCache(KeepsStates, TellsLayers, LaidCache):
-    """What a model takes as `cache` in a packed forward.
+    """The `cache` argument of a packed forward.
 
     Args:
-        tokens: the tokens of all sequences, and their layers and states.
-        cache: that of any sequence.
+        tokens: the tokens of all sequences, with their layers and states.
+        cache: the cache of any sequence.
     """
 
     def __init__(self, tokens: Packed, cache: Cache) -> None:
@@ -125,3 +132,70 @@ class PackedCache(KeepsStates, TellsLayers, LaidCache):
 
     def index(self, place: int) -> int:
         return self.model_layers.indices.get(place, 0)
+
+
+NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
+"""Batch sizes with a compiled graph. A batch is padded to the next size; padding rows are
+discarded."""
+
+
+def numbers_up_to(sequences: int) -> list[int]:
+    """The batch sizes of batches of 1 to `sequences` sequences."""
+    few = [number for number in NUMBERS if number < sequences]
+    return [*few, *NUMBERS[len(few) :][:1]]
+
+
+class RowsOf(AttendingLayer):
+    """The steps of one layer of several sequences. Its inputs have a row for each sequence, and
+    spare rows behind them: q (rows, Hq, 1, D).
+
+    Args:
+        window: the layer's own sliding window, in tokens; None if it has none.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self._layer: PackedLayer | None = None
+
+    def use(self, layer: PackedLayer | None) -> None:
+        """Set the layer of the next step's sequences, of one token each; None: no sequences."""
+        self._layer = layer
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """Zeros: the model is given the positions, and the layers know them."""
+        return torch.zeros(1, n, dtype=torch.int32, device=device)
+
+    def prepare(self) -> ReadyTogether | None:
+        """See `LayerCache.prepare`."""
+        assert self._layer is not None
+        return self._layer.prepared()
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Attention of all rows: (rows, Hq, 1, Dv); 0 in spare rows."""
+        layer, q, v = self._layer, inputs.q, inputs.v
+        assert layer is not None
+        count = len(layer)
+        out = q.new_zeros(len(q), q.shape[1], 1, v.shape[3])
+        position = layer.next_positions(count, q.device)
+        several = _several(inputs, count)._replace(position=position)
+        out[:count] = layer.run(several).transpose(0, 2)
+        return out
+
+
+class RowsCache(LayersCache):
+    """The `cache` argument of a compiled step of several sequences."""
+
+    def __init__(self, config: Any) -> None:
+        layers = [RowsOf(kind.window) for kind in layer_kinds(config)]
+        super().__init__(layers, [Ticket(ref(layer)) for layer in layers])
+
+    def use(self, layers: Sequence[PackedLayer | None]) -> None:
+        """See `RowsOf.use`."""
+        for own, layer in zip(self.layers, layers, strict=True):
+            own.use(layer)
+
+
+def _several(inputs: StepInputs, count: int) -> StepInputs:
+    """The first `count` rows as tokens that lie side by side: q (1, Hq, count, D)."""
+    q, k, v = (x[:count].transpose(0, 2) for x in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v)

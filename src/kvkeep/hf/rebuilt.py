@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.fingerprint import relevant_fields
 
 _REFUSED = {"auto_map", "quantization_config"}
@@ -63,8 +63,7 @@ def rebuilt(
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # a config may have any fields
-        reason = " ".join(str(error).split())[:200]
-        raise UnsupportedError(f"its config cannot be built: {reason}") from error
+        raise UnsupportedError(f"its config cannot be built: {reason_of(error)}") from error
     return model
 
 

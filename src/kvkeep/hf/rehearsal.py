@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvkeep.attention import Attend
-from kvkeep.errors import KVKeepError, UnsupportedError
+from kvkeep.errors import KVKeepError, UnsupportedError, reason_of
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
@@ -35,8 +35,8 @@ _RELATIVE = 1e-3
 """Largest difference of results that rounding explains, as a part of the largest result."""
 
 _passed: WeakKeyDictionary[type[PreTrainedModel], set[str]] = WeakKeyDictionary()
-"""The configs with which decoders of a class have passed a rehearsal: copies without weights differ
-in nothing else."""
+"""The configs of the decoders of a class that have passed a rehearsal. Copies without weights
+depend on nothing else."""
 
 
 def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
@@ -46,33 +46,34 @@ def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
     Args:
         implementation: the attention implementation that the decoder will get.
     """
-    described = f"{implementation} {decoder.config.to_dict()}"
-    passed = _passed.setdefault(type(decoder), set())
-    if described in passed:
-        return ""
-    with cheap_forwards():
+
+    def fault() -> str | None:
         try:
             copied = without_weights(decoder)
         except Exception:  # a constructor's error says nothing about the attention
             return None
-        fault = _fault(copied, implementation)
-    if fault == "":
-        passed.add(described)
-    return fault
+        return _fault(copied, implementation)
+
+    return _once(decoder, implementation, fault)
 
 
 def rehearse_own(decoder: PreTrainedModel) -> str:
     """The reason why the decoder's own attention cannot use a kvkeep cache, which then returns all
     keys and values in order; empty if it can."""
-    described = f"own {decoder.config.to_dict()}"
+    return _once(decoder, "own", lambda: _own_fault(decoder)) or ""
+
+
+def _once(decoder: PreTrainedModel, way: str, fault: Callable[[], str | None]) -> str | None:
+    """The fault of a decoder in a rehearsal, which is left out if one of its kind has passed."""
+    described = f"{way} {decoder.config.to_dict()}"
     passed = _passed.setdefault(type(decoder), set())
     if described in passed:
         return ""
     with cheap_forwards():
-        fault = _own_fault(decoder)
-    if fault == "":
+        found = fault()
+    if found == "":
         passed.add(described)
-    return fault
+    return found
 
 
 def _own_fault(decoder: PreTrainedModel) -> str:
@@ -124,8 +125,7 @@ def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
 
 
 def _said(error: Exception) -> str:
-    reason = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {reason}"
+    return f"{type(error).__name__}: {reason_of(error)}"
 
 
 class _CountingCache(Cache):
@@ -206,7 +206,7 @@ class _CheckedLayer:
 
     @property
     def unread(self) -> int:
-        """See `SharedSlots`."""
+        """See `Settling`."""
         return self._layer.cursor.unread
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -239,7 +239,7 @@ def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], 
 
 
 def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> Iterator[Tensor]:
-    """What a decoder returns for each chunk of token ids (B, n): (B, n, D)."""
+    """The decoder's output (B, n, D) for each chunk of token ids (B, n)."""
     for ids in chunks:
         if isinstance(cache, _CountingCache):
             for kind in cache.kinds:

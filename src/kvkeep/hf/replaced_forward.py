@@ -24,7 +24,7 @@ _OF_A_STEP = frozenset(
 )
 _MORE_RESULTS = ("output_attentions", "output_hidden_states")
 _WITHOUT_EFFECT = {"use_cache": True, "return_dict": True} | dict.fromkeys(_MORE_RESULTS, False)
-"""Arguments that do not change what a step computes, by their values."""
+"""Arguments that do not change the result of a step, with the values that have no effect."""
 
 
 class ReplacedForward(ABC):
@@ -43,7 +43,7 @@ class ReplacedForward(ABC):
 
     @property
     def replaced(self) -> Any:
-        """The forward that the model had, if somebody had set it in place of its class's."""
+        """The model's earlier forward, if it was not its class's own; otherwise None."""
         own = getattr(self.own, "__func__", None)
         return None if own is type(self.model).forward else self.own
 

@@ -1,4 +1,4 @@
-"""Compiled steps on disk: found again by later processes, by what they were compiled for."""
+"""Compiled steps on disk. Later processes find them by a key of the model and the inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.errors import MissingPackageError
 from kvkeep.files.atomic import PRIVATE_DIRECTORY, whole_file, write_all
 from kvkeep.home import home
 
-_MOST = 64  # files that are kept, those used last
+_MOST = 64  # programs that are kept: the most recently used
 _UNUSED = 90 * 86400  # seconds after which other files are removed
 
 
@@ -47,7 +47,7 @@ def keep(program: bytes, name: str, description: Mapping[str, Any]) -> None:
     Args:
         program: the content of its file.
         name: see `name_of`.
-        description: what `find` returns beside the file, as JSON has it.
+        description: values that `find` returns with the file, as JSON types.
     """
     place = directory()
     if place is None:

@@ -34,12 +34,12 @@ from kvkeep.hf.attach import Attachment, attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.generate import PromptError, follow
-from kvkeep.hf.load import load
 from kvkeep.hf.notes import Message, marks_in, messages_in
 from kvkeep.hf.sampling_params import sampling_params
 from kvkeep.home import home
 from kvkeep.host import Specs
 from kvkeep.host.progress import OnStart
+from kvkeep.host.saving import load
 from kvkeep.host.specs import file_in, from_saved
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
 

@@ -68,8 +68,25 @@ def load(
     force: bool = False,
     verify: bool = True,
     tokens: Callable[[Tensor | None], None] = lambda _: None,
-) -> ModelCache:
-    """Load a cache that `save` wrote; see `kvkeep.load`."""
+) -> Any:
+    """Load a cache that `Cache.save` wrote. Its results are bit-identical to those of the original
+    cache.
+
+    Args:
+        model: the model to use the cache with. For a model of another library than transformers,
+            the cache is a `kvkeep.host.ModelCache`.
+        tokenizer: the model's tokenizer, compared if the file has a tokenizer's hashes.
+        scorer: the scorer of a cache with the policy kvzap. The file has the scorer's hash, which
+            is compared; the path in its spec is never opened.
+        force: load the cache even if it was made with another model of the same shape.
+        verify: compare the checksums of all tensors.
+        tokens: called with the token ids saved with the cache, (B, columns), or None.
+
+    Raises:
+        SavedCacheError: the file is not a saved cache, is incomplete, has a newer format, or is of
+            another model (the error says what differs) or another scorer; or its specs are invalid
+            or need more memory than is available.
+    """
     host, saved = host_of(model), Saved(path, verify=verify)
     differing = [] if force else _differing(saved.header.fingerprint, host, tokenizer)
     if differing:

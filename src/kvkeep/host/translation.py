@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import KVKeepError, OutOfMemoryError
+from kvkeep.errors import KVKeepError, OutOfMemoryError, reason_of
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
@@ -60,8 +60,7 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
     except KVKeepError as error:
         return [str(error)]
     except Exception as error:  # a model built from a file may fail in any way
-        reason = " ".join(str(error).split())[:200]
-        return [f"its model cannot compute: {type(error).__name__}: {reason}"]
+        return [f"its model cannot compute: {type(error).__name__}: {reason_of(error)}"]
 
 
 def _kind(saved: Mapping[str, str]) -> str | None:

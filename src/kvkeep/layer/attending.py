@@ -12,15 +12,17 @@ from kvkeep.layer.step import StepInputs
 
 
 class AttendingLayer(ABC):
-    """The part of a layer that a model calls in a chunk.
+    """The part of a layer that a model calls in a chunk. Its attention may read slots of other
+    layers.
 
-    To the model the layer holds nothing before the chunk, so positions and masks are a
-    new text's. Its attention may read slots of other layers.
+    Attributes:
+        window: the layer's own sliding window, in tokens.
+        history: what was fed before the chunk. By default nothing, so positions and masks are a new
+            text's.
     """
 
-    padded = False
     window: int | None
-    """The layer's own sliding window, in tokens."""
+    history = History()
 
     @abstractmethod
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
@@ -31,18 +33,20 @@ class AttendingLayer(ABC):
         """Attention of the chunk; see `LayerCache.run`."""
 
     @property
-    def history(self) -> History:
-        """An empty history: to the model, the tokens are a text of their own."""
-        return History()
-
-    @property
     def fed(self) -> int:
-        """0, as `history` says."""
-        return 0
+        """Columns of `history`."""
+        return self.history.columns
 
     @property
     def seen(self) -> Tensor:
+        """Tokens of `history`, int64 (B,)."""
         return self.history.seen
 
+    @property
+    def padded(self) -> bool:
+        """Whether any row had padding."""
+        return self.history.pads is not None
+
     def positions(self) -> Tensor:
+        """Positions of the slots before the chunk, int32 (B, 1, S)."""
         return torch.empty(1, 1, 0, dtype=torch.int32)

@@ -15,6 +15,7 @@ from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
 from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart
+from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.undivided import Undivided
 from kvkeep.planes import POSITION, Planes, take
 from kvkeep.storage import Storage
@@ -68,21 +69,16 @@ class BlockEncoded(LayerSlots):
     def capacity(self) -> int:
         return self.blocks.capacity * self._each + self.tail.capacity
 
-    @property
-    def live_bytes(self) -> int:
-        return self.blocks.live_bytes + self.tail.live_bytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.blocks.nbytes + self.tail.nbytes
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.blocks.shared_bytes + self.tail.shared_bytes
-
-    @property
-    def reallocations(self) -> int:
-        return self.blocks.reallocations + self.tail.reallocations
+    def stats(self) -> LayerStats:
+        one, two = self.blocks.stats(), self.tail.stats()
+        return LayerStats(
+            self.length,
+            self.capacity,
+            one.live_bytes + two.live_bytes,
+            one.nbytes + two.nbytes,
+            one.shared_bytes + two.shared_bytes,
+            one.reallocations + two.reallocations,
+        )
 
     @property
     def torn(self) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from enum import Enum, auto
-from typing import NamedTuple
+from threading import RLock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from kvkeep.errors import StateError
 from kvkeep.layer.history import History, Prompt
 from kvkeep.layer.slots import LayerSlots
-from kvkeep.layer.turn import Turn
 from kvkeep.planes import POSITION
 from kvkeep.policy import Observation
 
@@ -57,7 +57,7 @@ class Cursor:
             counts.
         evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
         unread: number of layers that have not yet attended to the last chunk's slots; see
-            `SharedSlots`.
+            `Settling`.
         observed: the observation that the policy gets after these readings.
         queries: positions of the last chunk's queries, and the newest position that each sees;
             None: one token.
@@ -233,3 +233,44 @@ def _copied(history: History) -> History:
     other = copy(history)
     other.memory = dict(history.memory)
     return other
+
+
+_TAKEN = (
+    "another thread is changing this cache: a cache serves one thread at a time; give each thread "
+    "its own cache, such as a fork, or guard the cache with a lock"
+)
+
+
+class Turn:
+    """A reentrant lock, held during a change. It never blocks: a second thread gets a StateError.
+
+    Copies are unlocked.
+
+    Attributes:
+        entries: number of times it was taken. If the number is the same, nothing has changed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self.entries = 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(False):
+            raise StateError(_TAKEN)
+        self.entries += 1
+
+    def continue_from(self, entries: int) -> None:
+        """Take the turn if it has been taken exactly `entries` times, that is, not since."""
+        with self:
+            if self.entries != entries + 1:
+                raise StateError(_TAKEN)
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
+        return Turn()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()

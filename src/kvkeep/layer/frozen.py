@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple, final
 
@@ -11,35 +11,15 @@ from torch import Tensor
 
 from kvkeep.attention import Rotation
 from kvkeep.codec import Codec
-from kvkeep.planes import (
-    POSITION,
-    Planes,
-    concatenated,
-    joined,
-    part,
-    plane_bytes,
-    slot_count,
-)
+from kvkeep.planes import POSITION, Planes, concatenated, joined, part, plane_bytes, slot_count
 
 
 @final
-class FrozenPlanes(Planes):
+class FrozenPlanes(dict[str, Tensor]):
     """Planes that are never written to. Copies of a cache share them, including deep copies.
 
     Their batch size is the cache's B, or 1 if all rows share them.
     """
-
-    def __init__(self, planes: Planes) -> None:
-        self._planes = dict(planes)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._planes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._planes)
-
-    def __len__(self) -> int:
-        return len(self._planes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenPlanes:
         return self
@@ -47,17 +27,17 @@ class FrozenPlanes(Planes):
     @property
     def batch(self) -> int:
         """The batch size: B, or 1 if all rows share the planes."""
-        return next(iter(self._planes.values())).shape[0]
+        return next(iter(self.values())).shape[0]
 
     def head(self, slots: int) -> FrozenPlanes:
         """The first `slots` slots."""
-        return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self._planes.items()})
+        return FrozenPlanes({name: p.narrow(2, 0, slots) for name, p in self.items()})
 
     def rows(self, index: Tensor) -> FrozenPlanes:
         """Row i becomes row index[i]; the same planes if all rows share them."""
         if self.batch == 1:
             return self
-        return FrozenPlanes({name: p.index_select(0, index) for name, p in self._planes.items()})
+        return FrozenPlanes({name: p.index_select(0, index) for name, p in self.items()})
 
 
 class Run(NamedTuple):

@@ -13,6 +13,9 @@ from torch.nn.functional import pad
 from kvkeep.geometry import Geometry
 from kvkeep.planes import HOLE, Planes
 
+OF_ROWS = ("pads", "holes", "kinds", "offset", "centre")
+"""Fields of `History` that have an element for each row, on the device of the slots."""
+
 _new = object.__new__
 
 
@@ -141,18 +144,10 @@ class History:
 
     def take_rows(self, index: Tensor) -> None:
         """Row i becomes a copy of row index[i]."""
-        if self.pads is not None:
-            self.pads = self.pads.index_select(0, index)
-        if self.holes is not None:
-            self.holes = self.holes.index_select(0, index)
-        if self.kinds is not None:
-            self.kinds = self.kinds.index_select(0, index)
-        if self.offset is not None:
-            self.offset = self.offset.index_select(0, index.to(self.offset.device))
-        if self.tokens is not None:
-            self.tokens = self.tokens.index_select(0, index.to(self.tokens.device))
-        if self.centre is not None:
-            self.centre = self.centre.index_select(0, index.to(self.centre.device))
+        for name in (*OF_ROWS, "tokens"):
+            held: Tensor | None = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, index.to(held.device)))
         if self.geometry is not None:
             self.geometry = self.geometry._replace(rows=len(index))
         self.memory = {name: x.index_select(0, index) for name, x in self.memory.items()}
@@ -231,7 +226,7 @@ class LayerState(NamedTuple):
     def to(self, device: torch.device) -> LayerState:
         """The same state on a device; tensors already on it are not copied."""
         history = self.history.fork()
-        for name in ("pads", "holes", "kinds", "offset", "centre"):
+        for name in OF_ROWS:
             held = getattr(history, name)
             setattr(history, name, None if held is None else held.to(device))
         history.memory = {name: x.to(device) for name, x in history.memory.items()}

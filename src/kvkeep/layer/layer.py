@@ -14,7 +14,7 @@ from kvkeep.attention import Attend, Held, View
 from kvkeep.checks import Checks
 from kvkeep.codec import Codec, WithinKeys, warn_about_keys
 from kvkeep.errors import SpecError
-from kvkeep.layer.cursor import Cursor, State
+from kvkeep.layer.cursor import Cursor, State, Turn
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
@@ -25,7 +25,6 @@ from kvkeep.layer.sight import Sight, Sighted
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Slopes, StepInputs, driven
-from kvkeep.layer.turn import Turn
 from kvkeep.planes import LAST, Chunks, Planes, own_window, slot_count
 from kvkeep.policy import Policy
 from kvkeep.rotary import Rotary
@@ -44,7 +43,7 @@ class LayerCache(Drafts):
         chunked: the window begins at a multiple of its size (chunked attention): a query at
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: the model has none.
-        readers: number of layers that attend to the slots after each step; see `SharedSlots`.
+        readers: number of layers that attend to the slots after each step; see `Settling`.
         slopes: the bias of each query head: a slot's score for a query grows by the slope with each
             position by which the slot follows the query (ALiBi); None: there is no bias.
         latent: the width of values that are the first elements of their keys, so that slots hold
@@ -439,12 +438,12 @@ class LayerCache(Drafts):
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, in all planes."""
-        return self.slots.live_bytes
+        return self.slots.stats().live_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU, pages that were never written take no memory."""
-        return self.slots.nbytes
+        return self.slots.stats().nbytes
 
     @property
     def kept(self) -> float:

@@ -116,7 +116,7 @@ class PackedLayer(AttendingLayer):
         return max(part.layer.unread for part in self.parts)
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Attention of a layer without slots of its own; see `SharedSlots.read`.
+        """Attention of a layer without slots of its own; see `Settling.read`.
 
         Raises:
             UnsupportedError: the queries are not those of all tokens.

@@ -143,26 +143,6 @@ class LayerSlots(ABC):
         return self.storage.capacity
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes of the slots in use, in all planes."""
-        return self.storage.live_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.storage.nbytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of frozen slots; slots shared by all rows count once."""
-        return self.frozen.shared_bytes
-
-    @property
-    def reallocations(self) -> int:
-        """Number of times that slots were copied to a new allocation."""
-        return self.storage.reallocations
-
-    @property
     def aside(self) -> Planes | None:
         """The planes of a chunk that did not fit, until the policy has evicted; None: every chunk
         fits."""
@@ -175,14 +155,9 @@ class LayerSlots(ABC):
 
     def stats(self) -> LayerStats:
         """All figures at once."""
-        return LayerStats(
-            self.length,
-            self.capacity,
-            self.live_bytes,
-            self.nbytes,
-            self.shared_bytes,
-            self.reallocations,
-        )
+        held, frozen, shared = self.storage, self.frozen.nbytes, self.frozen.shared_bytes
+        live, allocated = frozen + held.live_bytes, frozen + held.nbytes
+        return LayerStats(self.length, self.capacity, live, allocated, shared, held.reallocations)
 
     @abstractmethod
     def segments(self) -> tuple[Segment, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, final
 
@@ -15,6 +16,7 @@ from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.parted import ByRows
 from kvkeep.layer.slots import Codecs, LayerSlots, StepPart, on_one_device
+from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
 from kvkeep.storage import Concat, Storage, parted
@@ -58,13 +60,9 @@ class Undivided(LayerSlots):
     def capacity(self) -> int:
         return self.frozen.length + self._storage.capacity
 
-    @property
-    def live_bytes(self) -> int:
-        return self.frozen.nbytes + self._storage.live_bytes + self._aside.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self.frozen.nbytes + self._storage.nbytes + self._aside.nbytes
+    def stats(self) -> LayerStats:
+        found, aside = super().stats(), self._aside.nbytes
+        return replace(found, live_bytes=found.live_bytes + aside, nbytes=found.nbytes + aside)
 
     @property
     def aside(self) -> Planes | None:

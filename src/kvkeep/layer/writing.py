@@ -11,13 +11,13 @@ from kvkeep.checks import check_places, check_range, resolved
 from kvkeep.errors import StateError
 from kvkeep.geometry import Geometry
 from kvkeep.layer.cursor import State
-from kvkeep.layer.shared_slots import SharedSlots
+from kvkeep.layer.settling import Settling
 from kvkeep.layer.step import Phases, Step, StepInputs
 from kvkeep.planes import POSITION
 from kvkeep.policy import Arrivals, Need
 
 
-class Writing(SharedSlots, Step):
+class Writing(Settling, Step):
     """A layer that writes new tokens. `kvkeep.layer.plan` makes single-token steps in one call."""
 
     def extend(

@@ -6,14 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType, TracebackType
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from litgpt.model import GPT
 from torch import Tensor
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
+from kvkeep.graph.custom_ops import ON_HOST, SteppedLayer, Ticket, define_operator, ticket_of
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.host.saving import save
@@ -21,7 +22,6 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.linears import route as route_linears
 from kvkeep.linears import unroute as unroute_linears
 from kvkeep.litgpt.decoder import FORWARD, Forward, Traced, require_positions, route, unroute
-from kvkeep.litgpt.in_graph import LayerSteps, LayerTicket
 
 _ATTRIBUTE = "_kvkeep_attachment"
 
@@ -54,12 +54,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         detach(self.model)
 
 
@@ -84,7 +79,7 @@ def attach(gpt: GPT, spec: Specs, *, linears: bool = True) -> Attachment:
     count = route_linears(gpt) if linears else 0
     attachment = Attachment(gpt, spec, cache, count, given, gpt.mask_cache, traced)
     attachment._tickets += [
-        LayerTicket(LayerSteps(partial(_layers, attachment), i, partial(_enter, attachment)))
+        LayerTicket(partial(_layers, attachment), i, partial(_enter, attachment))
         for i in range(len(cache))
     ]
     gpt.__dict__[_ATTRIBUTE] = attachment
@@ -235,3 +230,44 @@ def _return_to(cache: ModelCache, columns: int) -> None:
         )
     if columns < cache.fed:
         cache.rewind(columns)
+
+
+Layers = Callable[[], Sequence[SteppedLayer]]
+Begin = Callable[[Tensor, Tensor], Tensor]
+
+
+class LayerTicket(Ticket):
+    """A ticket for a layer of the cache that is current when the graph runs; the first layer's
+    ticket also begins a forward.
+
+    Args:
+        layers: returns the layers of that cache.
+        begin: begins a forward of ids (B, n) at `input_pos`; returns the positions, (n,) or (B, n),
+            with -1 for padding.
+    """
+
+    def __init__(self, layers: Layers, index: int, begin: Begin) -> None:
+        super().__init__(lambda: layers()[index])
+        self.begin_now = begin
+
+    def begin(self, ids: Tensor, at: Tensor) -> Tensor:
+        """Positions, int32 (1, n), or (B, n) if `at` has two dimensions."""
+        return cast(Tensor, _begin_litgpt(self.number, ids, at))
+
+
+def _run_begin(ticket: Tensor, ids: Tensor, at: Tensor) -> Tensor:
+    own: Any = ticket_of(int(ticket[1]))
+    placed: Tensor = own.begin_now(ids, at)
+    return placed.expand(at.shape if at.dim() == 2 else (1, len(at))).to(torch.int32).clone()
+
+
+def _fake_begin(ticket: Tensor, ids: Tensor, at: Tensor) -> Tensor:
+    return at.new_empty((1, *at.shape)[-2:], dtype=torch.int32)
+
+
+_begin_litgpt = define_operator(
+    "begin_litgpt(Tensor(a!) ticket, Tensor ids, Tensor at) -> Tensor",
+    _run_begin,
+    _fake_begin,
+    ON_HOST,
+)

@@ -12,7 +12,7 @@ from litgpt import Config
 from litgpt.model import GPT
 from torch import Tensor
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.host.placement import device_named, dtype_named
 from kvkeep.host.progress import Progress, silent
 from kvkeep.host.registry import load_tokenizer
@@ -81,8 +81,7 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise UnsupportedError(
-            f"cannot read {path}: {' '.join(str(error).split())[:200]}; convert the checkpoint "
-            "again"
+            f"cannot read {path}: {reason_of(error)}; convert the checkpoint again"
         ) from error
     found = found.get("model", found) if isinstance(found, dict) else found
     if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
@@ -107,7 +106,6 @@ def _built(directory: Path, weights: Mapping[str, Tensor]) -> GPT:
         gpt.cos = gpt.sin = torch.empty(0)  # the caller computes them on the model's device
     except Exception as error:  # a config may have any fields
         raise UnsupportedError(
-            f"{directory / CONFIG} does not describe {WEIGHTS}: "
-            f"{' '.join(str(error).split())[:200]}"
+            f"{directory / CONFIG} does not describe {WEIGHTS}: {reason_of(error)}"
         ) from error
     return gpt

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.host.tensors import named_weights
 from kvkeep.reading import read_file
 
@@ -121,7 +121,7 @@ def read_adapter(directory: Path) -> Adapter:
         weights = load(bytes(read_file(directory / ADAPTER, _MOST_WEIGHTS)))
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise UnsupportedError(
-            f"cannot read the adapter in {directory}: {' '.join(str(error).split())[:200]}"
+            f"cannot read the adapter in {directory}: {reason_of(error)}"
         ) from error
     _require_settings(settings, directory)
     return Adapter(directory, settings, weights)

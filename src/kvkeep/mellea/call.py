@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, final
+from typing import Any, Unpack, final
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.blocks import BlockReport, Encoded, Report
 from kvkeep.extras import needed_by
-from kvkeep.hf.calls import PREFILL_CHUNK, Settings, settings_of_calls
+from kvkeep.hf.calls import PREFILL_CHUNK, ReadOptions, Settings, settings_of_calls
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.compress import compressed_tokens
 from kvkeep.mellea.caching import Resolved
@@ -51,45 +51,21 @@ class Call:
         return encoded if encoded and encoded.input_ids[0].equal(prompt.cpu()) else None
 
     def prefill(
-        self,
-        model: PreTrainedModel,
-        tokens: Tensor,
-        *,
-        spec: Specs,
-        namespace: str,
-        chunk: int | None,
-        capacity: int | None,
+        self, model: PreTrainedModel, tokens: Tensor, **options: Unpack[ReadOptions]
     ) -> ModelCache:
         """A cache of all tokens (n,) but the last."""
         if self.blocks_of(tokens) is not None:
-            return self.join(model, spec=spec, capacity=capacity)
-        cache, stored = self.caching.store.read(
-            model,
-            tokens[:-1],
-            prompt=tokens,
-            spec=spec,
-            namespace=namespace,
-            chunk=chunk,
-            capacity=capacity,
-        )
+            return self.join(model, spec=options["spec"], capacity=options["capacity"])
+        cache, stored = self.caching.store.read(model, tokens[:-1], prompt=tokens, **options)
         self.read(cache, cache.fed, stored)
         return cache
 
     def prefill_rows(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Tensor],
-        *,
-        spec: Specs,
-        namespace: str,
-        chunk: int | None,
-        capacity: int | None,
+        self, model: PreTrainedModel, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
         """A cache with a row for each prompt (n,), of the tokens that all prompts begin with; None:
         there are too few."""
-        return self.caching.store.prefill_rows(
-            model, prompts, spec=spec, namespace=namespace, chunk=chunk, capacity=capacity
-        )
+        return self.caching.store.prefill_rows(model, prompts, **options)
 
     def join(
         self, model: Any, *, spec: Specs | None = None, capacity: int | None = None

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from kvkeep.errors import ShapeError, SpecError
+from kvkeep.errors import ShapeError, SpecError, reason_of
 from kvkeep.reading import read_file
 from kvkeep.rotary import Rotary
 
@@ -202,7 +202,7 @@ def _layer(index: str, tensors: dict[str, Tensor], name: str) -> LayerScorer:
     try:
         networks.load_state_dict(own)
     except RuntimeError as error:
-        raise ValueError(f"layer {index}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"layer {index}: {reason_of(error)}") from error
     return LayerScorer(networks.requires_grad_(False), tuple(shares.tolist()), name)
 
 

@@ -15,13 +15,7 @@ from kvkeep.store.exchange import Exchange
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import flat
-from kvkeep.store.layer_slices import (
-    marks_of,
-    pieces_of,
-    require_kept,
-    stored_slots,
-    why_not_kept,
-)
+from kvkeep.store.layer_slices import marks_of, pieces_of, require_kept, stored_slots, why_not_kept
 from kvkeep.store.stats import StoredNode, StoreStats
 
 

@@ -19,8 +19,8 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Recorder
-from kvkeep.train.chain import Chain
-from kvkeep.train.messages import (
+from kvkeep.train.chain import (
+    Chain,
     Message,
     layer_state,
     of_gradients,
@@ -195,9 +195,7 @@ class Walk:
             with torch.enable_grad():
                 out = self._layer(index, c, hidden, cell)
             results = zip(
-                (out, cell.keys, cell.values),
-                (self._store.take(gradients[c]), *own),
-                strict=False,
+                (out, cell.keys, cell.values), (self._store.take(gradients[c]), *own), strict=False
             )
             ends = [(x, g.to(x.dtype)) for x, g in results if x.requires_grad]
             reduces(self._decoder.layers[index], not c)

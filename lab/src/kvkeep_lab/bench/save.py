@@ -16,9 +16,9 @@ import torch
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.load import load
 from kvkeep.hf.models import load as load_model
 from kvkeep.host.progress import Progress, Work, silent
+from kvkeep.host.saving import load
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved

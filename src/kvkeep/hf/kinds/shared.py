@@ -16,7 +16,7 @@ from kvkeep.host import LayerKind
 
 
 class Shared(Kind):
-    """The layer that has slots makes its step, and then others read them; see `SharedSlots`."""
+    """The layer that has slots makes its step, and then others read them; see `Settling`."""
 
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that reuse the keys and values of others",
