@@ -23,10 +23,11 @@ from kvkeep.graph.linear_op import route_experts, route_linears
 from kvkeep.graph.package import Package, compile_package, compiler_options
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import NAMES, as_cache
+from kvkeep.hf.cache_argument import NAMES, as_cache, cache_in
 from kvkeep.hf.compiled import Program, Signature, Step, step_name
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.packed import RowsCache
+from kvkeep.hf.placing import first_position, takes_positions
 
 _MOST_GRAPHS = 32
 """Most graphs of a model: one for each number of rows, with and without positions."""
@@ -54,15 +55,16 @@ class Compiler:
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self._model = model
-        self._compiled = torch.compile(
-            forward,
-            backend=self._lower,
-            fullgraph=True,
-            dynamic=False,
-            # Checking the attributes of every module takes a tenth of a step. Changes of weights
-            # are noticed: they are arguments of the graph.
-            options={"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe},
-        )
+
+        def told(**given: Any) -> Any:
+            ids, cache = given["input_ids"], cache_in(given)
+            position = cache.tickets[0].next_positions(ids.shape[1], None, ids.device)
+            asked = {"position_ids": position.to(torch.int64) + first}
+            return forward(**given, attention_mask=position[:, None, None], **asked)
+
+        first = first_position(model)
+        self._plain, self._told = self._compiled(forward), self._compiled(told)
+        self._tells = False  # models that count positions by Python cannot be compiled otherwise
         self._progress: Any = None
         self._given: dict[str, Tensor] = {}
         self._cache: Cache | RowsCache | None = None
@@ -75,13 +77,36 @@ class Compiler:
         Raises:
             UnsupportedError: torch cannot compile the step.
         """
+        if "position_ids" in given or not takes_positions(self._model):
+            return self._run(self._plain, given, cache)
+        if not self._tells:
+            try:
+                return self._run(self._plain, given, cache)
+            except UnsupportedError:
+                self._tells = True
+        return self._run(self._told, given, cache)
+
+    def _compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(
+            forward,
+            backend=self._lower,
+            fullgraph=True,
+            dynamic=False,
+            # Checking the attributes of every module takes a tenth of a step. Changes of weights
+            # are noticed: they are arguments of the graph.
+            options={"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe},
+        )
+
+    def _run(
+        self, way: Callable[..., Any], given: Mapping[str, Tensor], cache: Cache | RowsCache
+    ) -> tuple[Any, Step | None]:
         self._given = {
             name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()
         }
         self._cache, self._ran = cache, None
         try:
             with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-                out = self._compiled(**self._given, **as_cache(self._model, cache), use_cache=True)
+                out = way(**self._given, **as_cache(self._model, cache), use_cache=True)
             return out, self._learn(out)
         except FailOnRecompileLimitHit:
             return None, None

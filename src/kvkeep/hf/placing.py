@@ -48,7 +48,11 @@ def placing(module: nn.Module) -> Handle | None:
 
 
 def _forward(own: Any, *args: Any, **kwargs: Any) -> Any:
-    positions = None if torch.compiler.is_compiling() else _PLACED.get()
+    compiling = torch.compiler.is_compiling()
+    positions = None if compiling else _PLACED.get()
+    if compiling and kwargs.get("position_ids") is None and isinstance(args[0], Tensor):
+        text, *rest = *args, kwargs.get("cache_length", 0)
+        positions = torch.arange(text.shape[1], device=text.device) + rest[0]
     return own(*args, **kwargs if positions is None else kwargs | {"position_ids": positions})
 
 
