@@ -116,7 +116,8 @@ class AbsorbedProjections(NamedTuple):
         plain, rotated = q[..., :width], q[..., width:]
         made = _by_head(plain.transpose(0, 1), self._weight(q)[:, :width])
         made = torch.cat([made.transpose(0, 1), rotated], dim=-1)
-        return torch.nn.functional.pad(made, (0, self.key.shape[-1] - made.shape[-1]))
+        beside = index_width(own)
+        return torch.nn.functional.pad(made, (0, beside)) if beside else made
 
     def results(self, out: Tensor) -> Tensor:
         """See `Absorbed.results`."""
