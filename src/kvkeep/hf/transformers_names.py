@@ -17,7 +17,7 @@ class TransformersNames(TellsLayers, RecordsDrafts):
     """The members of `Cache` that only transformers' own code reads."""
 
     config: PreTrainedConfig
-    written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
+    written_out = False  # whether a `generate()` needs what no graph computes, such as dropout
     _fixed: bool
     _traced: list[Traced]
 
