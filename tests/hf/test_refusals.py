@@ -10,7 +10,6 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import SpecError, StateError, UnsupportedError
-from kvkeep.hf.cache_argument import OF_GENERATE
 
 IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(5))
 
@@ -119,40 +118,34 @@ def batch():
     return ids, mask
 
 
-def test_prefix_tuning_goes_on_from_its_keys():
-    tuned = learned("llama", PrefixTuningConfig)
-    model, (ids, mask) = tuned.get_base_model(), batch()
-    wanted = without_cache(tuned, ids[1:], mask[1:])
-    kvkeep.attach(tuned)
-    with pytest.raises(UnsupportedError, match=r"prefix tuning .*from_dynamic"):
-        tuned.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    with torch.no_grad():
-        assert tuned(input_ids=ids, attention_mask=mask).logits.shape[:2] == ids.shape
-        cache = kvkeep.Cache.from_dynamic(model, tuned.get_prompt(1))
-    found = model.generate(
-        torch.cat([ids.new_zeros(1, VIRTUAL), ids[1:]], dim=1),
-        attention_mask=mask.new_ones(1, VIRTUAL + ids.shape[1]),
-        past_key_values=cache,
-        max_new_tokens=5,
-        do_sample=False,
-    )
-    assert found[:, VIRTUAL:].equal(wanted)
-
-
+@pytest.mark.parametrize("config", [PrefixTuningConfig, PromptTuningConfig])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_prompt_tuning(family):
-    """PEFT 0.21 does not find the cache of transformers 5.24, and feeds its prompt in each step."""
-    tuned = learned(family, PromptTuningConfig)
-    ids, mask = batch()
+def test_learned_prompts(family, config):
+    """The store keeps nothing: token ids do not identify such a prompt."""
+    tuned = learned(family, config)
+    model, (ids, mask) = tuned.get_base_model(), batch()
     greedy = {"max_new_tokens": 5, "do_sample": False}
     wanted, store = without_cache(tuned, ids[1:], mask[1:]), kvkeep.PrefixStore()
     kvkeep.attach(tuned, store=store)
-    if OF_GENERATE == "cache":
-        with pytest.raises(UnsupportedError, match="learned prompt before tokens that follow 15"):
-            tuned.generate(input_ids=ids[1:], **greedy)
-    else:
+    for _ in range(2):
         assert tuned.generate(input_ids=ids[1:], **greedy).equal(wanted)
+    cache = kvkeep.Cache(model, "keep_all@fixed", capacity=32)
+    rows = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+    assert tuned.generate(**rows, **greedy)[1:].equal(wanted)
+    assert cache.fed == VIRTUAL + ids.shape[1] + 4
     assert store.stats().entries == 0
+
+
+def test_a_learned_prefix_counts_for_a_budget():
+    tuned = learned("llama", PrefixTuningConfig)
+    with kvkeep.attach(tuned, "window:8,sinks=3"):
+        cache = kvkeep.Cache(tuned.get_base_model(), "window:8,sinks=3")
+        tuned.generate(input_ids=IDS, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    (held, _, _), *_ = cache
+    with torch.no_grad():
+        (learned_keys, _, _), *_ = tuned.get_prompt(1)
+    assert cache.layers[0].length == 11
+    assert held[:, :, :3].equal(learned_keys)
 
 
 def test_prompt_tuning_of_padded_rows_in_a_window():

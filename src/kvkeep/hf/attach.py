@@ -26,7 +26,6 @@ from kvkeep.hf.inputs import (
     arguments_of,
     check_cached,
     check_fed,
-    check_learned_prompt,
     check_mask,
     check_rows,
     fed_by,
@@ -408,7 +407,6 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         else:
             check_mask(decoder, given)
         check_cached(decoder)
-        check_learned_prompt(attachment.model, given, fed)
         check_fed(decoder, given, fed)
         require_one_text(given)
         cache.forget_unused()

@@ -18,6 +18,10 @@ NAMES = ("cache", "past_key_values")
 """The names of the argument; where a call gives both, the first counts."""
 
 
+OF_LIBRARIES = "past_key_values"
+"""The name by which other libraries know the argument."""
+
+
 @functools.cache
 def name_in(function: Callable[..., Any]) -> str | None:
     """The name by which a function takes a cache; None: no argument of it has one of the names."""

@@ -18,7 +18,7 @@ from kvkeep.hf.continuing import Fed
 from kvkeep.hf.cuda_graph import Replay
 from kvkeep.hf.kinds.multimodal import holds_tensors
 from kvkeep.host import ModelCache, Specs
-from kvkeep.host.adapters import learns_prompts, names_adapters
+from kvkeep.host.adapters import learned_tokens, names_adapters
 
 PREFILL_CHUNK = 1024
 """Tokens of a prompt that `generate` feeds at once to a cache with a budget."""
@@ -158,7 +158,7 @@ def is_plain(model: PreTrainedModel, call: Call, model_kwargs: dict[str, Any]) -
         or (types is not None and bool(types.any()))  # 0: a token of text
         or model.training
         or names_adapters(model)
-        or learns_prompts(model)
+        or learned_tokens(model)
     )
 
 

@@ -14,22 +14,31 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import NAMES, OF_GENERATE, cache_in, cache_name, name_in, rename_cache
+from kvkeep.hf.cache_argument import (
+    NAMES,
+    OF_GENERATE,
+    OF_LIBRARIES,
+    cache_in,
+    cache_name,
+    name_in,
+    rename_cache,
+)
 from kvkeep.hf.calls import CALL, BlockPrompt, Call, Settings, brings_tensors, in_force
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.continuing import Fed, feeds_last_again, gives_whole_text, require_same_beginning
 from kvkeep.hf.demands import Demands
 from kvkeep.hf.filling import activate_later, begun_alike, compress_prompt, filled, invoked
-from kvkeep.hf.inputs import check_learned_prefix, check_rows
+from kvkeep.hf.inputs import check_rows
 from kvkeep.hf.kinds import layer_kinds
 from kvkeep.hf.kinds.multimodal import resume
+from kvkeep.hf.learned_prompts import prepared_by_peft
 from kvkeep.hf.packed_rows import require_one_text
 from kvkeep.hf.replaying import Replaying
 from kvkeep.hf.transformers_names import layers_restored
 from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
 from kvkeep.hf.weights import drops_weights
 from kvkeep.host import per_layer
-from kvkeep.host.adapters import learns_prompts
+from kvkeep.host.adapters import learned_tokens
 from kvkeep.host.compress import compresses
 from kvkeep.layer.history import Prompt
 from kvkeep.spec import CacheSpec
@@ -44,7 +53,6 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     """The model's `generate`, which looks up the prompt's prefix in the store and stores the
     result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
     settings = in_force(model, settings)
-    check_learned_prefix(model)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
     blocks = asked if isinstance(asked, BlockPrompt) else None
@@ -73,6 +81,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
             supplying(model if supplies else None),
             _rows_restored(given_cache),
             layers_restored(model),
+            prepared_by_peft(model, prepare_inputs),
             closing(call),
         ):
             output = type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
@@ -120,18 +129,20 @@ def prepare_cache(
     """
     settings = in_force(model, settings)
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
+    learned = learned_tokens(model)
     drafted = generation_mode == GenerationMode.ASSISTED_GENERATION
     drafting = bool(generation_config.is_assistant)
     given = cache_in(model_kwargs)
+    as_written = bool(learned) or generation_config.output_attentions or drops_weights(model)
     demands = Demands(
         drafts=drafted or drafting,
         weights=bool(generation_config.output_attentions),
-        columns=max_cache_length,
+        columns=max_cache_length + learned,
         routed=is_routed(decoder_config(base_config(model))),
     )
     if isinstance(given, Cache):
         demands.require(given)
-        given.written_out = demands.weights or drops_weights(model)
+        given.written_out = as_written
     if isinstance(given, Cache) and given.fed:
         all_given = _continue(model, generation_config, model_kwargs, given)
         if drafted:
@@ -166,7 +177,7 @@ def prepare_cache(
     _chunk_prompt(model, settings, generation_config, model_kwargs, specs, 0)
     cache, chunk = None, generation_config.prefill_chunk_size
     # Prompt lookup may draft tokens beyond the maximum length.
-    most = max_cache_length + (generation_config.prompt_lookup_num_tokens or 0)
+    most = max_cache_length + learned + (generation_config.prompt_lookup_num_tokens or 0)
     whole = [spec for spec, kind in zip(specs, kinds, strict=True) if kind.window is None]
     if any(spec.policy.compression for spec in whole):
         if drafting:
@@ -191,7 +202,7 @@ def prepare_cache(
         _record_after_prompt(model, cache, chunk)
     if drafting:
         cache.activate_past_recording()
-    cache.written_out = demands.weights or drops_weights(model)
+    cache.written_out = as_written
     _plan_steps(model, cache, generation_config, generation_mode, max_cache_length)
     model_kwargs[OF_GENERATE] = cache
     _expect_fed(model, cache, generation_config, generation_mode, model_kwargs)
@@ -240,7 +251,8 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
             options.get("next_sequence_length") or input_ids.shape[1] - cache.fed
         )
     inputs: dict[str, Any] = owner(model, input_ids, **options)
-    rename_cache(inputs, cache_name(model))
+    wrapped = not isinstance(cache, Cache | DynamicCache | None)  # maybe PEFT's, of two caches
+    rename_cache(inputs, OF_LIBRARIES if wrapped else cache_name(model))
     return inputs
 
 
@@ -253,7 +265,7 @@ def _continue(
         StateError: the prompt does not continue what the cache holds.
     """
     call, embedded = CALL.get(), model_kwargs.get("inputs_embeds")
-    if call is None or call.model is not model or learns_prompts(model):
+    if call is None or call.model is not model or learned_tokens(model):
         return True
     columns = call.columns if embedded is None else embedded.shape[1]
     whole = gives_whole_text(model_kwargs, columns, generation_config)
@@ -275,7 +287,7 @@ def _expect_fed(
 ) -> None:
     """Note what a call will feed to its cache, if its token ids tell."""
     call = CALL.get()
-    if call is None or call.model is not model or call.rows is None or learns_prompts(model):
+    if call is None or call.model is not model or call.rows is None or learned_tokens(model):
         return
     if model_kwargs.get("inputs_embeds") is not None or cache is call.moved:
         return
@@ -346,6 +358,7 @@ def _chunk_prompt(
     compiled = model.device.type != "cpu" or generation_config.compile_config is not None
     if (
         not any(spec.policy.evicts for spec in specs)
+        or learned_tokens(model)
         or brings_tensors(model_kwargs, beside=_CUT_BY_COLUMNS)
         or generation_config.output_hidden_states
         or generation_config.output_attentions

@@ -9,14 +9,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import decoder_config
-from kvkeep.host.adapters import learns_prefixes, learns_prompts
 
 _ALWAYS_TAKEN = "__call__" in vars(GradientCheckpointingLayer)
 """Whether checkpointing takes the cache in training without gradients too: before 5.24."""
@@ -124,36 +122,6 @@ def check_cached(decoder: nn.Module) -> None:
             "its layers, which are computed again without it; call "
             "model.gradient_checkpointing_disable() or model.eval(), use torch.no_grad(), or give "
             "no cache"
-        )
-
-
-def check_learned_prefix(model: nn.Module) -> None:
-    """Check that a `generate()` can be given a kvkeep cache.
-
-    Raises:
-        UnsupportedError: PEFT replaces the cache by one with keys and values that it learned.
-    """
-    if learns_prefixes(model):
-        raise UnsupportedError(
-            "PEFT's prefix tuning puts keys and values into a cache of its own, in place of "
-            "kvkeep's; give model.generate() the cache "
-            "kvkeep.Cache.from_dynamic(model, peft_model.get_prompt(rows)), and token ids and a "
-            "mask with a column for each learned token"
-        )
-
-
-def check_learned_prompt(model: nn.Module, given: Mapping[str, Any], columns: int) -> None:
-    """Check that PEFT puts learned tokens before a prompt once.
-
-    Raises:
-        UnsupportedError: it does again, before tokens that follow `columns` others. PEFT 0.21 does
-            so in each step, because it looks for the cache under the name of transformers < 5.24.
-    """
-    if columns and given.get("inputs_embeds") is not None and learns_prompts(model):
-        raise UnsupportedError(
-            f"PEFT put its learned prompt before tokens that follow {columns} others, so it did "
-            f"not find the cache of transformers {transformers.__version__}, and the answer would "
-            "be wrong, also without kvkeep; use a version of PEFT that knows this one"
         )
 
 

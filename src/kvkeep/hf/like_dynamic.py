@@ -93,10 +93,11 @@ class LikeDynamic:
             )
         build: Any = cls
         made: Self = build(model, spec, capacity=capacity)
-        made._begin_with(cache, attention_mask)
+        made.begin_with(cache, attention_mask)
         return made
 
-    def _begin_with(self, cache: Any, mask: Tensor | None) -> None:
+    def begin_with(self, cache: Any, mask: Tensor | None = None) -> None:
+        """Make this empty cache continue another, as `from_dynamic` does."""
         given = self._pairs_of(cache)
         for one, layer in zip(given, self.layers, strict=True):
             check_tokens(layer, *one)

@@ -45,7 +45,7 @@ class TransformersNames(TellsLayers, ModelCache):
     """
 
     config: PreTrainedConfig
-    written_out = False  # whether a `generate()` needs weights or dropout, which no graph computes
+    written_out = False  # whether a `generate()` needs what no graph computes, such as dropout
     drafting = False
     prompt = Prompt()
     _feeding: tuple[int, int] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -99,22 +100,19 @@ def names_adapters(model: nn.Module) -> bool:
     )
 
 
-def learns_prompts(model: nn.Module) -> bool:
-    """Whether PEFT puts learned tokens before a prompt."""
-    return bool(getattr(_prompt_config(model), "is_prompt_learning", False))
+def learned_tokens(model: nn.Module) -> int:
+    """How many tokens, or keys and values, that it learned PEFT puts before a prompt."""
+    config = getattr(prompt_learner(model), "active_peft_config", None)
+    return getattr(config, "num_virtual_tokens", 0)
 
 
-def learns_prefixes(model: nn.Module) -> bool:
-    """Whether PEFT puts learned keys and values before a prompt (prefix tuning)."""
-    kind = getattr(_prompt_config(model), "peft_type", None)
-    return getattr(kind, "value", kind) in ("PREFIX_TUNING", "CARTRIDGE")
-
-
-def _prompt_config(model: nn.Module) -> Any:
-    """PEFT's config of the adapter that prepares the inputs of `generate()`; None if no adapter
-    does."""
-    prepared = model.__dict__.get("prepare_inputs_for_generation")
-    return getattr(getattr(prepared, "__self__", None), "active_peft_config", None)
+def prompt_learner(model: nn.Module) -> Any:
+    """The PEFT model that prepares the inputs of `generate()`, and puts tokens, or keys and values,
+    that it learned before a prompt; None if there is none."""
+    prepared: Any = model.__dict__.get("prepare_inputs_for_generation")
+    learner = getattr(inspect.unwrap(prepared), "__self__", None)
+    config = getattr(learner, "active_peft_config", None)
+    return learner if getattr(config, "is_prompt_learning", False) else None
 
 
 def activate(model: Any, activation: Activation | None, position: Tensor) -> None:
