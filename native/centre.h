@@ -4,65 +4,157 @@
 
 namespace {
 
-// The coefficients of a run's queries for the rows of a centre's table. If the positions of a
-// block's slots are consecutive, as without evictions, the coefficients are turned to the first one,
-// and multiplied by the first rows of the table, which stay in the first-level cache.
+constexpr int64_t HALF = BLOCK / 2;
+constexpr int MOST_MIRRORED = 6;  // queries whose sums fit registers
+
+KV_INLINE vf reversed(vf x) {
+#if KV_LANES == 16
+    return __builtin_shufflevector(x, x, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#else
+    return __builtin_shufflevector(x, x, 7, 6, 5, 4, 3, 2, 1, 0);
+#endif
+}
+
+// Shares s (MT rows, `s_stride` apart) of the BLOCK positions around the one that the coefficients q
+// are turned to. Cosines are alike on both sides of it, and sines opposite.
+template <int MT>
+KV_OUTLINE void mirrored_tile(const float* near, int64_t frequencies, const float* q,
+                              int64_t stride, float* s, int64_t s_stride) {
+    constexpr int N = W == 16 ? 2 : 1;
+    for (int64_t k = 0; k < HALF; k += N * W) {
+        vf even[MT][N] = {}, odd[MT][N] = {};
+        const float *cos = near + k, *sin = cos + frequencies * HALF;
+        for (int64_t d = 0; d < frequencies; ++d, cos += HALF, sin += HALF)
+#pragma GCC unroll 8
+            for (int m = 0; m < MT; ++m) {
+                const float* own = q + m * stride + d;
+                const vf a = all(own[0]), b = all(own[frequencies]);
+#pragma GCC unroll 2
+                for (int n = 0; n < N; ++n) {
+                    add_product(even[m][n], a, load<vf>(cos + n * W));
+                    add_product(odd[m][n], b, load<vf>(sin + n * W));
+                }
+            }
+#pragma GCC unroll 8
+        for (int m = 0; m < MT; ++m)
+#pragma GCC unroll 2
+            for (int n = 0; n < N; ++n) {
+                float* middle = s + m * s_stride + HALF;
+                const int64_t from = k + n * W;
+                store(middle + from, even[m][n] + odd[m][n]);
+                store(middle - from - W, reversed(even[m][n] - odd[m][n]));
+            }
+    }
+}
+
+// The coefficients of a run's queries for the rows of a centre's table, and the latest shares. Shares
+// are computed for BLOCK adjacent positions at once: the coefficients are turned to their middle,
+// and multiplied by the cosines and sines of the distances from it, which stay in the first-level
+// cache.
 class Centred {
     const Work& work;
     const int64_t width, stride;  // of a row of the table, and of coefficients
-    float *coefficients, *turned, *share, *rows;
+    const int64_t size;           // positions whose shares are held; a power of 2
+    float *coefficients, *turned, *middle, *row, *share, *rows;
+    int32_t* held;  // for each BLOCK of shares, the positions / BLOCK that they belong to
 
   public:
     explicit Centred(const Work& work)
         : work(work),
           width(work.call.centre ? kv_turns(*work.call.centre, work.call.key_width) : 0),
           stride(padded(width)),
+          size(kv_shares(work.records)),
           coefficients((float*)(work.place + BLOCK)),
           turned(coefficients + work.records * stride),
-          share(turned + work.records * stride),
-          rows(share + work.records * BLOCK) {
+          middle(turned + work.records * stride),
+          row(middle + stride),
+          share(row + stride),
+          rows(share + work.records * size),
+          held((int32_t*)(rows + BLOCK * stride)) {
         if (work.call.centre) set_all();
     }
 
     // Adds to the scores of the current block, whose positions are loaded.
     void add() const {
-        const KvCentre& centre = *work.call.centre;
-        const int32_t* place = work.place;
-        const int64_t first = place[0];
-        bool consecutive = first >= 0 && first + work.count <= centre.positions;
-        for (int64_t j = 1; j < work.count; ++j) consecutive &= place[j] == first + j;
-        if (consecutive) {
-            turn(centre.table + first * width);
-            for_tiles<MOST_SUMS>(work.records, [&](int64_t from, auto tile) {
-                column_tile<tile.size>(centre.near, work.count, width, turned + from * stride,
-                                       share + from * BLOCK);
-            });
+        const int32_t last = (int32_t)work.call.centre->positions - 1;
+        int32_t place[BLOCK], apart = 0;
+        for (int64_t j = 0; j < BLOCK; ++j) place[j] = std::clamp(work.place[j], 0, last);
+        for (int64_t j = 0; j < work.count; ++j) apart |= place[j] - place[0] - (int32_t)j;
+        const int64_t from = place[0] & (size - 1);
+        if (!apart && from + BLOCK <= size) {
+            hold(place[0]), hold(place[work.count - 1]);
+            add_shares(share + from, size);
+        } else if (work.call.group * work.tokens >= MANY && apart) {
+            add_rows(place);
         } else {
-            for (int64_t j = 0; j < work.count; ++j)
-                memcpy(rows + j * stride,
-                       centre.table +
-                           std::clamp<int64_t>(place[j], 0, centre.positions - 1) * width,
-                       width * sizeof *rows);
-            const Rows turns = rows_of_floats(rows, width);
-            if (work.records >= MANY)
-                scores(Columns<F32>{}, turns, turns, work.count, width, coefficients, work.records,
-                       share, work.columns);
-            else
-                scores(Widened<F32>{}, turns, turns, work.count, width, coefficients, work.records,
-                       share, nullptr);
+            int64_t begin = 0;
+            for (int64_t j = 0; j < work.count; ++j) {
+                if (holds(place[j])) continue;
+                look_up(place, begin, j);
+                begin = j;
+                hold(place[j]);
+            }
+            look_up(place, begin, work.count);
         }
-        for (int64_t i = 0; i < work.records * BLOCK; i += BLOCK)
-            for (int64_t j = 0; j < work.count; j += W)
-                store(work.s + i + j, load<vf>(work.s + i + j) + load<vf>(share + i + j));
     }
 
   private:
+    bool holds(int64_t position) const {
+        return held[position / BLOCK & (size / BLOCK - 1)] == position / BLOCK;
+    }
+
+    // Computes the shares of a position and its neighbours, unless they are held.
+    void hold(int64_t position) const {
+        if (holds(position)) return;
+        const KvCentre& centre = *work.call.centre;
+        const int64_t place = position / BLOCK;
+        held[place & (size / BLOCK - 1)] = (int32_t)place;
+        turn(centre.table + place * BLOCK * width);
+        if ((place + 1) * BLOCK < centre.positions)
+            prefetch((const char*)(centre.table + (place + 1) * BLOCK * width), width * 4);
+        for_tiles<MOST_MIRRORED>(work.records, [&](int64_t from, auto tile) {
+            mirrored_tile<tile.size>(centre.near, width / 2, turned + from * stride, stride,
+                                     share + from * size + (place * BLOCK & (size - 1)), size);
+        });
+    }
+
+    // Adds held shares of the slots from `begin` to `end` - 1.
+    void look_up(const int32_t* place, int64_t begin, int64_t end) const {
+        for (int64_t i = 0; i < work.records; ++i)
+            for (int64_t j = begin; j < end; ++j)
+                work.s[i * BLOCK + j] += share[i * size + (place[j] & (size - 1))];
+    }
+
+    void add_shares(const float* from, int64_t step) const {
+        for (int64_t i = 0; i < work.records; ++i, from += step)
+            for (int64_t j = 0; j < BLOCK; j += W) {
+                float* to = work.s + i * BLOCK + j;
+                store(to, load<vf>(to) + load<vf>(from + j));
+            }
+    }
+
+    // For many queries and positions that are not adjacent.
+    void add_rows(const int32_t* place) const {
+        for (int64_t j = 0; j < work.count; ++j)
+            memcpy(rows + j * stride, work.call.centre->table + place[j] * width, width * 4);
+        const Rows turns = rows_of_floats(rows, width);
+        scores(Columns<F32>{}, turns, turns, work.count, width, coefficients, work.records, share,
+               work.columns);
+        add_shares(share, BLOCK);
+        forget();
+    }
+
+    void forget() const {
+        for (int64_t i = 0; i < size / BLOCK; ++i) held[i] = -1;
+    }
+
     void set_all() {
         const KvCall& call = work.call;
         const KvRun& run = work.run;
         const KvCentre& centre = *call.centre;
         const KvPlane& plane = centre.queries;
-        static_assert(F32::lane(1) == 1, "coefficients are in the order of the table");
+        forget();
+        for (int64_t i = 0; i < width; ++i) middle[i] = centre.near[i * HALF + HALF - 1];
         memset(coefficients, 0, work.records * stride * sizeof *coefficients);
         float* to = coefficients;
         with_type(plane.type, [&](auto type) {
@@ -93,18 +185,19 @@ class Centred {
         for (int64_t i = 2 * pairs; i < work.call.key_width; ++i) to[pairs] += q(i) * mean[i];
     }
 
-    // Turns all coefficients to the position of a row of the table.
-    void turn(const float* row) const {
-        const int64_t frequencies = width / 2;
-        const float *cos = row, *sin = row + frequencies;
-        for (int64_t r = 0; r < work.records; ++r) {
-            const float *a = coefficients + r * stride, *b = a + frequencies;
-            float *to = turned + r * stride, *other = to + frequencies;
-            for (int64_t i = 0; i < frequencies; ++i) {
-                to[i] = a[i] * cos[i] + b[i] * sin[i];
-                other[i] = b[i] * cos[i] - a[i] * sin[i];
-            }
-        }
+    // Turns all coefficients to the middle of the positions from that of a row of the table on.
+    void turn(const float* first) const {
+        multiply(middle, first, 1, row);
+        for (int64_t r = 0; r < work.records; ++r)
+            multiply(row, coefficients + r * stride, -1, turned + r * stride);
+    }
+
+    // The product of complex numbers, or if `sign` is -1 of conjugates of a and numbers b.
+    void multiply(const float* __restrict a, const float* __restrict b, float sign,
+                  float* __restrict to) const {
+        const int64_t n = width / 2;
+        for (int64_t i = 0; i < n; ++i) to[i] = a[i] * b[i] - sign * a[n + i] * b[n + i];
+        for (int64_t i = 0; i < n; ++i) to[n + i] = a[i] * b[n + i] + sign * a[n + i] * b[i];
     }
 };
 

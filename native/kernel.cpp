@@ -163,7 +163,9 @@ void load_places(const Work& work) {
     const KvPlane& plane = work.segment().position;
     const int32_t* from = (const int32_t*)plane.data + work.run.row0 * plane.row +
                           work.run.head * plane.head + work.at() * plane.slot;
-    for (int64_t j = 0; j < BLOCK; ++j) work.place[j] = j < work.count ? from[j * plane.slot] : 0;
+    memset(work.place, 0, BLOCK * sizeof *work.place);
+    if (plane.slot == 1) memcpy(work.place, from, work.count * sizeof *from);
+    else for (int64_t j = 0; j < work.count; ++j) work.place[j] = from[j * plane.slot];
 }
 
 // Stores the block's weights for the mass; zeros if no query sees the block.

@@ -108,10 +108,27 @@ KV_INLINE void unfold(const char* from, int64_t row, uint8_t added, char* to) {
     }
 }
 
+#if defined(__AVX512F__)
+// Two adjacent slots of 64 codes in 3 bits.
+KV_INLINE void unfold_two(const char* from, uint8_t added, char* to) {
+    typedef Bytes<64>::words words;
+    const words x = (words)_mm512_maskz_loadu_epi64(0x3f, from);
+    const words low = __builtin_shufflevector(x, x, 0, 1, 0, 1, 3, 4, 3, 4);
+    const words high = __builtin_shufflevector(x, x, 2, 2, 2, 2, 5, 5, 5, 5);
+    const words codes = (low >> words{0, 0, 2, 2, 0, 0, 2, 2} & 0x3333333333333333u) |
+                        (high >> words{0, 1, 2, 3, 0, 1, 2, 3} & 0x1111111111111111u) << 2;
+    store(to, (Bytes<64>::chars)codes + added);
+}
+#endif
+
 template <int LOW, int HIGH, int WIDE, int R>
 KV_OUTLINE void unfold_block(Rows codes, int64_t count, int64_t row, uint8_t added, char* to) {
-    for (int64_t j = 0; j < count; ++j, to += row)
-        unfold<LOW, HIGH, WIDE, R>(codes.at(j), row, added, to);
+    int64_t j = 0;
+#if defined(__AVX512F__)
+    if (LOW == 2 && HIGH == 1 && R == 32 && codes.stride == 24)
+        for (; j + 2 <= count; j += 2, to += 2 * row) unfold_two(codes.at(j), added, to);
+#endif
+    for (; j < count; ++j, to += row) unfold<LOW, HIGH, WIDE, R>(codes.at(j), row, added, to);
 }
 
 template <int LOW, int HIGH, int WIDE>

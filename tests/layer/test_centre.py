@@ -91,6 +91,31 @@ def test_attention_adds_the_centre_to_keys(backend: str, kind: str) -> None:
     torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("step", [1, 3, 223])
+@pytest.mark.parametrize("sorted_", [True, False])
+def test_native_attention_adds_the_centre_at_any_positions(
+    queries: int, step: int, sorted_: bool
+) -> None:
+    rotary, slots = ROTARIES["whole"], 170
+    assert rotary is not None
+    q, k, v = tokens(slots, None)
+    order = torch.arange(slots)
+    if not sorted_:  # as where the newest tokens lie in the places of evicted ones
+        order[::7] = order[::7].flip(0)
+    position = (4070 + step * order).int()
+    last = int(position.max())
+    q = rotary.turn(q[:, :, :queries], torch.tensor([last] * queries))
+    centre = Centre(torch.randn(1, HEADS, WIDTH), Turns.of(rotary, WIDTH, last + 1, q.device))
+    planes = {"k": rotary.turn(k, position), "v": v, POSITION: position.expand(1, HEADS, -1)}
+    lacking = {**planes, "k": centre.without(planes["k"], position)}
+    view = View((Segment(lacking, Plain(), Plain()),), torch.full((queries,), last).int())
+    whole = view._replace(segments=(view.segments[0]._replace(planes=planes),))
+    found, _ = attend(q, view, backend="native", centre=centre, scale=0.02)
+    expected, _ = attend(q.double(), double(whole), backend="reference", scale=0.02)
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
+
+
 def double(view: View) -> View:
     planes = {n: p if n == POSITION else p.double() for n, p in view.segments[0].planes.items()}
     return view._replace(segments=(view.segments[0]._replace(planes=planes),))

@@ -22,7 +22,7 @@ from kvkeep.rotary import Rotary
 
 _FEWEST_ROWS, _MOST_ROWS = 8192, 1 << 20
 """Rows of a table. Greater positions use its last row."""
-_NEAR = 64  # KV_BLOCK of native/kernel.h
+_NEAR = 32  # half a KV_BLOCK of native/kernel.h
 _SINKS = 4
 """How many first tokens do not count: their keys are unlike those of all others."""
 _FEWEST_TOKENS = 8
@@ -35,7 +35,8 @@ class Turns(NamedTuple):
     Attributes:
         table: float32 (P, 2 F); row p holds the cosines of p f for each of F frequencies f, then
             the sines.
-        near: float32 (2 F, 64), its first rows transposed, for the native library.
+        near: float32 (2 F, 32), cosines and sines of 0.5 f, 1.5 f, ... 31.5 f, for the native
+            library.
         pairs: how many frequencies belong to a pair of dimensions. One more frequency, 0, belongs
             to the dimensions that are not rotated, if there are any.
         interleaved: pairing of dimensions; see `Rotary`.
@@ -70,11 +71,12 @@ class Turns(NamedTuple):
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, 1 << (rows - 1).bit_length()))
         with torch.inference_mode(False):
             frequencies = torch.cat([inv_freq, inv_freq.new_zeros(1)]) if rest else inv_freq
-            angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies
-            table = torch.cat([angles.cos(), angles.sin()], dim=1)
-            table = table.to(device, torch.float32)
-            near = table[:_NEAR].T.contiguous()
-        return cls(table, near, len(inv_freq), interleaved)
+            places = torch.arange(count, dtype=torch.float64)
+            table, near = (
+                torch.cat([angles.cos(), angles.sin()], dim=1).to(device, torch.float32)
+                for angles in (x[:, None] * frequencies for x in (places, places[:_NEAR] + 0.5))
+            )
+        return cls(table, near.T.contiguous(), len(inv_freq), interleaved)
 
     def covers(self, rows: int) -> bool:
         """Whether the table has so many rows, or as many as tables have."""

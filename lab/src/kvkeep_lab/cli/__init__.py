@@ -11,6 +11,7 @@ from kvkeep_lab.cli.bench import bench
 from kvkeep_lab.cli.calibrate import calibrate
 from kvkeep_lab.cli.eval import evaluate
 from kvkeep_lab.cli.inspect import inspect
+from kvkeep_lab.cli.recommend import recommend
 
 
 def add_to(app: typer.Typer) -> None:
@@ -20,6 +21,7 @@ def add_to(app: typer.Typer) -> None:
         app.command(name, epilog=examples(*lines))(command)
 
     add(evaluate, 'kvkeep eval --specs "keep_all+int8;h2o:512" --context 2000', name="eval")
+    add(recommend, "kvkeep recommend --model smollm2-135m --bytes 25%")
     add(
         inspect,
         "kvkeep inspect --prompt-file report.txt --cache h2o:256",
