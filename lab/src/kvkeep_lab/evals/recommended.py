@@ -64,7 +64,7 @@ def recommend(
     """
     loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
     host = host_of(loaded)
-    tried = list(specs) or [one for one in candidates(host.kinds()) if _fits(host, one, context)]
+    tried = list(specs) or [one for one in candidates(host.kinds) if _fits(host, one, context)]
     found = evaluate(
         loaded, tokenizer, tried, contexts=[context], tasks=[], progress=progress, **options
     )
