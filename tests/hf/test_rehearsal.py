@@ -30,7 +30,6 @@ SMALL = {
 NO_INTERFACE = "does not go through transformers' AttentionInterface"
 OWN = {
     "DiffLlama": "changes its values after the cache",
-    "JetMoe": "changes its keys after the cache",
     "Doge": "uses a mask of its own",
 }
 OTHERS = "its results through a cache are others than without one"

@@ -79,3 +79,6 @@ def _fits(host: Any, spec: str, context: int) -> bool:
     except KVKeepError:
         return False
     return True
+
+
+__all__ = ["recommend"]
