@@ -254,7 +254,19 @@
     let first = 0;
     let last = 0;
     const [path, body] = requestFor([...messages, asked]);
+    // Fast models send many tokens in a frame, and the browser lays out all text for each change.
+    const fresh = { content: "", reasoning: "" }; // text that is not drawn yet
+    const draw = () => {
+      const below = log.scrollHeight - log.scrollTop - log.clientHeight;
+      if (fresh.reasoning) answer.thought.hidden = false;
+      if (fresh.content && !answer.content.data) answer.thought.open = false;
+      answer.reasoning.appendData(fresh.reasoning);
+      answer.content.appendData(fresh.content);
+      fresh.content = fresh.reasoning = "";
+      if (below < 40) follow();
+    };
     const kept = () => {
+      draw();
       messages.push(asked, { role: "assistant", content: answer.content.data });
     };
     try {
@@ -273,14 +285,12 @@
         if (piece || thought) {
           last = performance.now();
           first = first || last;
-          const below = log.scrollHeight - log.scrollTop - log.clientHeight;
-          if (thought) answer.thought.hidden = false;
-          if (piece && !answer.content.data) answer.thought.open = false;
-          answer.reasoning.appendData(thought || "");
-          answer.content.appendData(piece);
-          if (below < 40) follow();
+          if (!fresh.content && !fresh.reasoning) requestAnimationFrame(draw);
+          fresh.content += piece;
+          fresh.reasoning += thought || "";
         }
         if (chunk.usage) {
+          draw();
           answer.about.textContent = cost(chunk.usage, begun, first, last);
           answer.about.hidden = false;
           follow();
@@ -290,6 +300,7 @@
     } catch (error) {
       if (running !== control) return; // a new conversation
       const stopped = error.name === "AbortError";
+      draw();
       if (answer.content.data || answer.reasoning.data) {
         kept();
         answer.about.textContent = stopped ? "stopped" : "cut off";
