@@ -82,6 +82,21 @@ def test_one_graph_for_generate_and_for_loops(family, compiled):
 
 
 @needs_library
+@pytest.mark.slow
+def test_a_model_that_counts_positions_by_itself(compiled):
+    plain, model = pair("opt")
+    ids = torch.randint(3, 200, (1, 7))
+    with torch.no_grad():
+        caches = [kvkeep.Cache(one) for one in (plain, model)]
+        for chunk in (ids, ids[:, :1], ids[:, 1:2]):
+            a, b = (
+                one(chunk, past_key_values=cache).logits
+                for one, cache in zip((plain, model), caches, strict=True)
+            )
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    assert compiled == [False, True, True]
+
+
 def test_layers_of_one_input_are_one_operation():
     class Block(nn.Module):
         def __init__(self):

@@ -57,8 +57,8 @@ class Compiler:
         self._model = model
 
         def told(**given: Any) -> Any:
-            ids, cache = given["input_ids"], cache_in(given)
-            position = cache.tickets[0].next_positions(ids.shape[1], None, ids.device)
+            ids, cache = given["input_ids"], cast(Cache | RowsCache, cache_in(given))
+            position = cache.tickets[0].next_positions(ids.shape[1], ids.device)
             asked = {"position_ids": position.to(torch.int64) + first}
             return forward(**given, attention_mask=position[:, None, None], **asked)
 
