@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.packed_logits import packed_logits
 from support.random_ids import ids
 from support.sweep_models import model_of
 from transformers import DynamicCache
 
 import kvkeep
 from kvkeep.errors import SpecError, UnsupportedError
-from kvkeep.host import Piece, host_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,11 +55,7 @@ def test_sequences_of_a_packed_forward_choose_among_their_own(model):
     texts = [ids(1, n, seed=n)[0] for n in (5, 2, 17)]
     with torch.no_grad(), kvkeep.attach(model):
         expected = torch.cat([model(x[None], use_cache=False).logits[:, -1] for x in texts])
-        host = host_of(model)
-        caches = [host.new_cache() for _ in texts]
-        for at in (slice(0, -1), slice(-1, None)):
-            pieces = [Piece(x[at], cache) for x, cache in zip(texts, caches, strict=True)]
-            found = host.forward_packed(pieces)
+        found = packed_logits(model, texts)
     torch.testing.assert_close(found, expected, **NEAR)
 
 

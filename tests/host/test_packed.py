@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from support.packed_logits import packed_logits
 from support.sweep_configs import model_of
 from support.tiny_host import tiny_model
 from support.tiny_models import growing_rope, tiny
@@ -121,11 +122,7 @@ def test_positions_that_a_model_counts_by_itself(kind):
     texts = [tokens(n) for n in (9, 4, 2)]
     with kvkeep.attach(model), torch.no_grad():
         expected = torch.cat([model(x[None], use_cache=False).logits[:, -1] for x in texts])
-        host = host_of(model)
-        caches = [host.new_cache() for _ in texts]
-        for at in (slice(0, -1), slice(-1, None)):
-            pieces = [Piece(x[at], cache) for x, cache in zip(texts, caches, strict=True)]
-            found = host.forward_packed(pieces)
+        found = packed_logits(model, texts)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

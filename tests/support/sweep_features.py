@@ -23,9 +23,9 @@ from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.kinds import kinds_of, layer_kinds
-from kvkeep.host import Piece, host_of
 from kvkeep.train import backward
 from support.autograd_gradients import error, gradients, ordinary, unrolled
+from support.packed_logits import packed_logits
 from support.sweep_configs import model_of
 from support.sweep_page import (
     BUDGET,
@@ -197,7 +197,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
                 return expected.different(found, _after_own(model, texts, tail))
 
     def pack() -> str:
-        host, rows = host_of(model), expected.packed
+        rows = expected.packed
         answers = Batch(model)
         given = [answers.add(x[0], SamplingParams(max_new_tokens=NEW))[0] for x in rows]
         list(answers)
@@ -206,11 +206,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
                 raise answer.error
             if answer.tokens != greedy:
                 return "another text"
-        with torch.no_grad():
-            caches = [host.new_cache() for _ in rows]
-            for at in (slice(0, -1), slice(-1, None)):
-                pieces = [Piece(x[0, at], c) for x, c in zip(rows, caches, strict=True)]
-                found = host.forward_packed(pieces)
+        found = packed_logits(model, [x[0] for x in rows])
         return expected.different(found, expected.packed_logits)
 
     def train() -> str:

@@ -270,7 +270,7 @@ def _each_part(
         sinks = None if options.sinks is None else options.sinks[own]
         slopes = None if options.slopes is None else options.slopes[own]
         alone = segment._replace(head=None, rows=None, part=False)
-        part = View((alone,), position, view.ragged, view.reaches, bounds, chosen)
+        part = view._replace(segments=(alone,), position=position, bounds=bounds, chosen=chosen)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
         asked = options._replace(sinks=sinks, slopes=slopes, centre=segment.own(options.centre))
         out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)

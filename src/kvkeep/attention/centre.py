@@ -143,21 +143,6 @@ class Centre(NamedTuple):
         dtype = torch.promote_types(keys.dtype, torch.float32)
         return (keys.to(dtype) + self.at(position)).to(keys.dtype)
 
-    def coefficients(self, q: Tensor) -> Tensor:
-        """The factors of a row of the table in the scores of queries (B, Hq, n, Dk), float32
-        (B, Hq, n, 2 F)."""
-        turns = self.turns
-        mean = self.mean.repeat_interleave(q.shape[1] // self.mean.shape[1], dim=1)[:, :, None]
-        q = q.float()
-        (a, b), (x, y) = turns.paired(q), turns.paired(mean)
-        cos, sin = a * x + b * y, b * x - a * y
-        if 2 * turns.pairs < q.shape[-1]:
-            rest = slice(2 * turns.pairs, None)
-            constant = (q[..., rest] * mean[..., rest]).sum(dim=-1, keepdim=True)
-            cos = torch.cat([cos, constant], dim=-1)
-            sin = torch.cat([sin, torch.zeros_like(constant)], dim=-1)
-        return torch.cat([cos, sin], dim=-1)
-
     def of_rows(self, index: Tensor) -> Centre:
         """Row i is row index[i]."""
         return self._replace(mean=self.mean.index_select(0, index.to(self.mean.device)))

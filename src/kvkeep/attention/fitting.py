@@ -187,7 +187,7 @@ def _check_segment(
     if rotation is not None and rotation.first + 2 * len(rotation.inv_freq) > width:
         raise ShapeError(
             f"{what} rotates {2 * len(rotation.inv_freq)} of {width} elements; give at most "
-            f"{width // 2} frequencies"
+            f"{(width - rotation.first) // 2} frequencies"
         )
 
 

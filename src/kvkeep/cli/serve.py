@@ -164,17 +164,17 @@ def serve(
 
     # Check the options before loading the model.
     limits = Limits(
-        queue,
-        wait,
-        answer_tokens,
-        most_prompt,
-        timeout,
-        connections,
-        sequences,
-        most_held,
-        _bytes(responses, "--responses") or 0,
-        size_in_bytes(image_bytes, "--image-bytes"),
-        tuple(host_names(allow_images_from or ())),
+        queue=queue,
+        wait_s=wait,
+        answer_tokens=answer_tokens,
+        prompt_bytes=most_prompt,
+        timeout_s=timeout,
+        connections=connections,
+        sequences=sequences,
+        cache_bytes=most_held,
+        response_bytes=_bytes(responses, "--responses") or 0,
+        image_bytes=size_in_bytes(image_bytes, "--image-bytes"),
+        image_hosts=tuple(host_names(allow_images_from or ())),
     )
     hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
     keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None

@@ -330,7 +330,7 @@ class Saved:
             shape = (header.rows, *(x.shape[1:2] if name == "kinds" else ()))
             _require(x, shape, dtype, self.path, f"{index}.{name}")
             within = not x.numel() or least <= int(x.min()) <= int(x.max()) <= most
-            if not within or x.numel() > header.rows * columns:
+            if not within or (x.dim() == 2 and x.shape[1] > columns):
                 raise SavedCacheError(
                     f"{where}: {name} {str(x.tolist())[:80]} are outside of {least} to {most}, or "
                     f"more than {columns} in a row; save it again"

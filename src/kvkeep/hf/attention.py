@@ -70,19 +70,9 @@ def attention_over(original: str) -> AttentionFunction:
         ):
             handed.taken = True
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            found = handed.layer.run(
-                StepInputs(
-                    query,
-                    key,
-                    value,
-                    asked.position,
-                    scale,
-                    softcap,
-                    None,
-                    asked.until,
-                    kwargs.get("indices"),
-                )
-            )
+            inputs = StepInputs(query, key, value, asked.position, scale, softcap)
+            inputs = inputs._replace(until=asked.until, chosen=kwargs.get("indices"))
+            found = handed.layer.run(inputs)
             return found.transpose(1, 2).contiguous(), None
         if handed is None and with_values is None and not _is_positions(attention_mask):
             if not torch.compiler.is_compiling():

@@ -89,10 +89,7 @@ class CompiledSteps(ReplacedForward):
             position = tokens.positions + first_position(self.model)
             given = {
                 name: pad(x[0], (0, rows - count))[:, None]
-                for name, x in (
-                    ("input_ids", tokens.ids),
-                    ("position_ids", position),
-                )
+                for name, x in (("input_ids", tokens.ids), ("position_ids", position))
             }
             out = self._run(given, self._rows)
             return None if out is None else cast(Tensor, out.logits[:count, -1])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvkeep.errors import UnsupportedError
+from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of
 from kvkeep.hf.kinds import kinds_of, layer_kinds, to_slots
@@ -72,7 +72,7 @@ def _applied(
     except Exception as error:
         raise UnsupportedError(
             f"kvkeep cannot try how {decoder.config.model_type} rotates keys: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; {_REMEDY}"
+            f"{type(error).__name__}: {reason_of(error)}; {_REMEDY}"
         ) from error
     found: list[Rotary | None] = []
     for place, some in zip(places, tried, strict=True):

@@ -55,15 +55,18 @@ class ModelState:
         # By name in a dictionary, or of a class: what has to stay.
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._members: list[tuple[type, str, Any]] = []
+        self._unreplaced: list[dict[str, Any]] = []  # of modules with their class's forward
         for part in self._parts:
             for owner in (part._parameters, part._buffers, part._modules):
                 self._held += [(owner, name, x) for name, x in owner.items() if x is not None]
-            if "forward" in vars(part):
-                self._held.append((vars(part), "forward", vars(part)["forward"]))
+            own = vars(part)
+            if "forward" in own:
+                self._held.append((own, "forward", own["forward"]))
+            else:
+                self._unreplaced.append(own)
         weights = [x for _, _, x in self._held if isinstance(x, Tensor) and _has_memory(x)]
         self._weights: list[Any] = weights
         self._addresses, self._dtypes = [*map(_ADDRESS, weights)], [*map(_DTYPE, weights)]
-        self._unreplaced = [vars(part) for part in self._parts if "forward" not in vars(part)]
         hooks = [x for part in self._parts for x in (part._forward_hooks, part._forward_pre_hooks)]
         self._unhooked: list[Any] = [x for x in hooks if not x]
         self._hooks: list[Any] = [x for x in hooks if x]

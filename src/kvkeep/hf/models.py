@@ -203,8 +203,7 @@ def load(
             it has, if any; otherwise it gets these and a head of random weights.
         weights: "int8" or "int4" to quantise the weights of linear layers; see
             `kvkeep.hf.quantised.quantise`.
-        images: whether a model that sees is loaded whole, where it could also be loaded without
-            what sees.
+        images: load a model with its parts for images, where its text model could be loaded alone.
 
     Raises:
         ModelError: the name or the dtype does not exist, or transformers cannot load it.
@@ -246,8 +245,8 @@ def load(
 
 
 def processor_of(model: PreTrainedModel) -> Any:
-    """What turns texts and images into the arguments of a model that `load` has loaded; None: the
-    model reads text only.
+    """The processor that turns texts and images into arguments of a model, which `load` has loaded;
+    None: the model reads text only.
 
     Raises:
         ModelError: transformers cannot load it.

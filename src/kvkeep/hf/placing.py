@@ -8,10 +8,10 @@ padding token's id.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,7 +58,12 @@ def _forward(own: Any, *args: Any, **kwargs: Any) -> Any:
 
 def takes_positions(module: nn.Module) -> bool:
     """Whether a module's forward takes positions."""
-    return "position_ids" in inspect.signature(type(module).forward).parameters
+    return _takes_positions(type(module).forward)
+
+
+@cache
+def _takes_positions(forward: Callable[..., Any]) -> bool:  # packed forwards ask in each step
+    return "position_ids" in inspect.signature(forward).parameters
 
 
 def first_position(model: PreTrainedModel) -> int:

@@ -14,6 +14,7 @@ from urllib.request import HTTPRedirectHandler, build_opener
 
 from torch import Tensor
 
+from kvkeep.errors import reason_of
 from kvkeep.extras import needed_by
 from kvkeep.serve.refused import RequestError
 
@@ -57,8 +58,8 @@ class Images:
                 text=[text], images=[images], return_tensors="pt", add_special_tokens=special
             )
         except Exception as error:  # processors raise errors of any class
-            reason = " ".join(str(error).split())[:300]
-            raise _refused(f"the model's processor cannot read these images: {reason}") from error
+            why = f"the model's processor cannot read these images: {reason_of(error)}"
+            raise _refused(why) from error
         ids: list[int] = made.pop("input_ids")[0].tolist()
         if ids[-1:] == [getattr(self._processor, "image_token_id", None)]:
             raise _refused("the prompt ends with an image; let text follow it")

@@ -60,8 +60,7 @@ class Kept:
         Raises:
             RequestError: it is not kept.
         """
-        self._require("response_id", "a client has to keep its responses")
-        found: dict[str, Any] = json.loads(self._get(name, client, "response_id", 404).body)
+        found: dict[str, Any] = json.loads(self._asked(name, client).body)
         return found
 
     def drop(self, name: str, client: str) -> dict[str, Any]:
@@ -70,10 +69,14 @@ class Kept:
         Raises:
             RequestError: it is not kept.
         """
-        self.response(name, client)
+        self._asked(name, client)
         with self._lock:
             self._remove(name)
         return {"id": name, "object": "response", "deleted": True}
+
+    def _asked(self, name: str, client: str) -> _Response:
+        self._require("response_id", "a client has to keep its responses")
+        return self._get(name, client, "response_id", 404)
 
     def _require(self, field: str, otherwise: str) -> None:
         if not self._most_bytes:

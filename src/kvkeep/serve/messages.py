@@ -47,10 +47,8 @@ class Part(Exact):
 
     @model_validator(mode="after")
     def _check_needed(self) -> Self:
-        if (self.text is None, self.image_url is None) != (
-            self.type != "text",
-            self.type == "text",
-        ):
+        contents = {"text": self.text, "image_url": self.image_url}
+        if [name for name, x in contents.items() if x is not None] != [self.type]:
             raise ValueError(f"give {self.type}, and nothing else")
         return self
 

@@ -8,6 +8,7 @@ import re
 from itertools import accumulate
 from typing import Any, NamedTuple, final
 
+from kvkeep.errors import reason_of
 from kvkeep.serve.formats import reasoning_marks
 from kvkeep.serve.messages import HERMES, IMAGE, for_template, in_hermes_form
 from kvkeep.serve.refused import RequestError
@@ -90,7 +91,7 @@ class Rendering:
         except RequestError:
             raise
         except Exception as error:  # templates are programs, and raise errors of any class
-            reason = " ".join(str(error).split())[:300]
+            reason = reason_of(error)
             why = f"the chat template of {self._name} cannot render these messages: {reason}"
             raise RequestError(why, "messages") from error
 
