@@ -169,7 +169,7 @@ KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_ro
             for (int64_t d = 0; d < whole; d += STEP) {
                 const Weight* here = from + d;
                 const int64_t skip = d + ahead < whole ? 0 : weight_row - count;
-                prefetch((const char*)(here + ahead + skip), STEP * sizeof(Weight));
+                prefetch_once((const char*)(here + ahead + skip), STEP * sizeof(Weight));
                 add_step<K, 1, M>(own, &here, x + d, x_row);
             }
 #pragma GCC unroll 4
@@ -179,7 +179,7 @@ KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_ro
         const bool fetch = cold && weight_row == count && needs_prefetch(N, count * sizeof(Weight));
         const char* ahead = (const char*)(weight + N * weight_row);
         for (int64_t d = 0; d < whole; d += STEP) {
-            if (fetch) prefetch(ahead + d * N * sizeof(Weight), N * STEP * sizeof(Weight));
+            if (fetch) prefetch_once(ahead + d * N * sizeof(Weight), N * STEP * sizeof(Weight));
 #pragma GCC unroll 8
             for (int n = 0; n < N; ++n) at[n] = weight + n * weight_row + d;
             add_step<K, N, M>(sum, at, x + d, x_row);
