@@ -109,7 +109,7 @@ def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def fresh_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing compiled before or after the test, on disk neither, and torch's counters at zero."""
-    from kvkeep.hf import saved_steps
+    from kvkeep.hf.steps import saved_steps
 
     monkeypatch.setattr(saved_steps, "directory", lambda: tmp_path)
     torch._dynamo.reset()
@@ -127,7 +127,7 @@ def saved_graphs(
 ) -> None:
     """Like `fresh_graphs`, with the compiled steps of other tests, and of earlier runs in pytest's
     cache: the name of a program says what it depends on, kvkeep's own sources included."""
-    from kvkeep.hf import saved_steps
+    from kvkeep.hf.steps import saved_steps
 
     cache = getattr(pytestconfig, "cache", None)
     found = tmp_path_factory.getbasetemp() / "steps" if cache is None else cache.mkdir("steps")

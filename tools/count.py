@@ -43,11 +43,11 @@ def main() -> None:
         packages = Counter[str]()
         for file in source.rglob("*.py"):
             count, place = lines_of_code(file), file.relative_to(source)
-            packages[place.parts[0] if len(place.parts) > 1 else "(top level)"] += count
+            packages["/".join(place.parts[:-1]) or "(top level)"] += count
             longest[str(file.relative_to(ROOT))] = len(file.read_text().splitlines())
-        print(f"{source.name:12}{packages.total():8,}")
+        print(f"{source.name:16}{packages.total():8,}")
         for name, count in packages.most_common():
-            print(f"  {name:12}{count:6,}")
+            print(f"  {name:16}{count:6,}")
     print("lines of the longest files, comments included")
     for file, count in longest.most_common(8):
         print(f"  {count:5,}  {file}")

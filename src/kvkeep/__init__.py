@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvkeep.hf.attach import attach as attach
     from kvkeep.hf.attach import detach as detach
     from kvkeep.hf.cache import Cache as Cache
-    from kvkeep.hf.cuda_graph import Graphed as Graphed
     from kvkeep.hf.export import export as export
-    from kvkeep.hf.fingerprint import fingerprint as fingerprint
+    from kvkeep.hf.loading.fingerprint import fingerprint as fingerprint
+    from kvkeep.hf.steps.cuda_graph import Graphed as Graphed
     from kvkeep.host.keep_until import keep_until as keep_until
     from kvkeep.host.saving import load as load
     from kvkeep.layer.layer import LayerCache as LayerCache

@@ -296,7 +296,7 @@ def test_decode_of_a_random_model(ways, against):
 
 
 def test_decode_goes_on_without_graphs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvkeep.hf.cuda_graph", None)
+    monkeypatch.setitem(sys.modules, "kvkeep.hf.steps.cuda_graph", None)
     sizes = {"contexts": (16,), "turns": 1, "ways": ("eager", "graph")}
     rows = by(decode.run("random-tiny", device="cpu", **sizes), "system")
     assert "ModuleNotFoundError" in rows["kvkeep+graph",]["skipped"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.errors import KVKeepError
 from kvkeep.hf import session
-from kvkeep.hf.adapter_files import AdapterError, is_adapter
+from kvkeep.hf.loading.adapter_files import AdapterError, is_adapter
 from kvkeep.hf.models import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -308,7 +308,7 @@ def test_only_the_text_model_of_a_composite_is_routed():
 @pytest.mark.parametrize("at_once", [1 << 22, 64])
 def test_a_text_with_the_types_of_its_tokens_where_none_is_an_image(monkeypatch, at_once):
     """As the processor of a model with vision returns it."""
-    monkeypatch.setattr("kvkeep.hf.masks._AT_ONCE", at_once)
+    monkeypatch.setattr("kvkeep.hf.forward.masks._AT_ONCE", at_once)
     model, types = with_vision(), torch.zeros(2, 14, dtype=torch.long)
     mask = torch.ones_like(types)
     mask[0, :4] = 0

@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 import kvkeep
 from kvkeep import native_library
 from kvkeep.graph.package import Package
-from kvkeep.hf import compiled, packed
 from kvkeep.hf.attach import compiled_steps
-from kvkeep.hf.packed import RowsOf
+from kvkeep.hf.forward import packed
+from kvkeep.hf.forward.packed import RowsOf
+from kvkeep.hf.steps import compiled
 from kvkeep.host import Piece, host_of
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
 

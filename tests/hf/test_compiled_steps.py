@@ -22,8 +22,8 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.linear_op import route_linears
 from kvkeep.graph.package import Package
-from kvkeep.hf import compiled as compiled_module
-from kvkeep.hf.compiled import CompiledSteps
+from kvkeep.hf.steps import compiled as compiled_module
+from kvkeep.hf.steps.compiled import CompiledSteps
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.plan import FAILED
 from kvkeep.layer.ready import Ready

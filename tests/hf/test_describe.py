@@ -16,9 +16,9 @@ from support import finetune_inputs, tiny_gguf
 import kvkeep
 from kvkeep.errors import ModelError, SpecError
 from kvkeep.hf import models
-from kvkeep.hf.adapter_files import AdapterError
 from kvkeep.hf.describe import describe
-from kvkeep.hf.hub import HubError, download
+from kvkeep.hf.loading.adapter_files import AdapterError
+from kvkeep.hf.loading.hub import HubError, download
 from kvkeep.hf.models import load, obtain
 
 

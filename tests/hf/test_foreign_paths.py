@@ -19,8 +19,8 @@ from kvkeep.files import snapshot
 from kvkeep.finetune import checkpoint
 from kvkeep.hf import models
 from kvkeep.hf import session as sessions
-from kvkeep.hf.adapter_files import AdapterError, with_adapter
-from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.loading.adapter_files import AdapterError, with_adapter
+from kvkeep.hf.loading.fingerprint import fingerprint
 from kvkeep.hf.session import Session, info
 from kvkeep.policy import scorer as module
 from kvkeep.policy.scorer import Scorer

@@ -19,7 +19,7 @@ from kvkeep import attention
 from kvkeep.attention import triton
 from kvkeep.errors import CapacityError, ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.hf import inputs
-from kvkeep.hf.cuda_graph import Graphed
+from kvkeep.hf.steps.cuda_graph import Graphed
 from kvkeep.policy import ranking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -65,7 +65,7 @@ def test_logits(request, prompt, which, spec, borders):
 @pytest.mark.parametrize("at_once", [1 << 22, 50])
 def test_text(monkeypatch, model, prompt, at_once):
     """Also when the masks of a few tokens at a time are compared."""
-    monkeypatch.setattr("kvkeep.hf.masks._AT_ONCE", at_once)
+    monkeypatch.setattr("kvkeep.hf.forward.masks._AT_ONCE", at_once)
     expected = model.generate(**prompt, **GREEDY)
     with kvkeep.attach(model):
         found = model.generate(**prompt, return_dict_in_generate=True, **GREEDY)

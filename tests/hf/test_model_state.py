@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import kvkeep
-from kvkeep.hf.model_state import ModelState
+from kvkeep.hf.steps.model_state import ModelState
 
 
 def model_with(part):

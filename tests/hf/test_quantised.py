@@ -12,8 +12,8 @@ from torch import nn
 import kvkeep
 from kvkeep import native_library
 from kvkeep.errors import ModelError, UnsupportedError
-from kvkeep.hf.compiled import key_of
 from kvkeep.hf.quantised import quantise
+from kvkeep.hf.steps.compiled import key_of
 
 torchao = pytest.importorskip("torchao.quantization")
 pytestmark = pytest.mark.usefixtures("without_gradients")

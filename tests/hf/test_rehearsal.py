@@ -17,7 +17,7 @@ import kvkeep
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.config import decoder_of
-from kvkeep.hf.rehearsal import rehearse
+from kvkeep.hf.forward.rehearsal import rehearse
 from kvkeep.train import backward
 
 SMALL = {

@@ -14,8 +14,9 @@ import kvkeep
 from kvkeep import attention
 from kvkeep.codec import groups
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf import inputs, replaying
-from kvkeep.hf.cuda_graph import Graphed
+from kvkeep.hf import inputs
+from kvkeep.hf.generation import replaying
+from kvkeep.hf.steps.cuda_graph import Graphed
 from kvkeep.policy import ranking
 
 

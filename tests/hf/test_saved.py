@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 import kvkeep
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
 from kvkeep.files.snapshot import save
-from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.loading.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

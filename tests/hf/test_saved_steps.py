@@ -21,10 +21,11 @@ import kvkeep
 from kvkeep import native_library
 from kvkeep.graph import linear_op, shims
 from kvkeep.graph.package import Package
-from kvkeep.hf import compile_ahead, saved_steps
-from kvkeep.hf.compiling import Compiler
-from kvkeep.hf.model_state import ModelState
-from kvkeep.hf.packed import NUMBERS, numbers_up_to
+from kvkeep.hf import compile_ahead
+from kvkeep.hf.forward.packed import NUMBERS, numbers_up_to
+from kvkeep.hf.steps import saved_steps
+from kvkeep.hf.steps.compiling import Compiler
+from kvkeep.hf.steps.model_state import ModelState
 
 pytestmark = [
     pytest.mark.skipif(not native_library.available, reason=native_library.reason),

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.generate import SamplingParams, generate_many
-from kvkeep.hf.cuda_graph import Graphed
 from kvkeep.hf.export import export
+from kvkeep.hf.steps.cuda_graph import Graphed
 from kvkeep.host import host_of
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs

@@ -20,9 +20,9 @@ from support.sweep_page import (
     written,
 )
 
-import kvkeep.hf.attention
-import kvkeep.hf.rehearsal
+import kvkeep.hf.forward.rehearsal
 import kvkeep.layer.step
+from kvkeep.hf.forward import attention
 
 ROWS = rows_of(PAGE.read_text())
 
@@ -63,14 +63,14 @@ def test_what_stands_there():
 
 
 def test_a_wrong_step_is_seen(monkeypatch):
-    step = kvkeep.hf.attention._in_own_dtype
-    monkeypatch.setattr(kvkeep.hf.attention, "_in_own_dtype", lambda *args: 1.01 * step(*args))
+    step = attention._in_own_dtype
+    monkeypatch.setattr(attention, "_in_own_dtype", lambda *args: 1.01 * step(*args))
     assert row_of("llama").outcome == WRONG
 
 
 def test_a_cache_that_returns_something_else_is_seen(monkeypatch):
     """To a model that keeps its own attention; the rehearsal would refuse it."""
-    monkeypatch.setattr(kvkeep.hf.rehearsal, "_own_fault", lambda _: "")
+    monkeypatch.setattr(kvkeep.hf.forward.rehearsal, "_own_fault", lambda _: "")
     in_order = kvkeep.LayerCache.in_order
 
     def changed(*args):

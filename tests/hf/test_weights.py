@@ -13,7 +13,7 @@ from transformers import CompileConfig
 import kvkeep
 from kvkeep.attention import Held
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.weights import Explicit
+from kvkeep.hf.forward.weights import Explicit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

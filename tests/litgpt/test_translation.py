@@ -18,7 +18,7 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.errors import SavedCacheError
-from kvkeep.hf.rebuilt import rebuilt
+from kvkeep.hf.loading.rebuilt import rebuilt
 from kvkeep.host import host_of
 from kvkeep.host.saving import save
 

@@ -20,7 +20,7 @@ import kvkeep
 from kvkeep.blocks.prompt import Encoded
 from kvkeep.blocks.tokenize import BlockTokens, Span
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.fingerprint import activation_in
+from kvkeep.hf.loading.fingerprint import activation_in
 from kvkeep.host import Activation, adapters, host_of
 from kvkeep.host.adapters import NEVER, InvokedAdapter
 from kvkeep.store import Disk, PrefixStore

@@ -24,7 +24,7 @@ from safetensors.torch import save
 
 import kvkeep
 from kvkeep.hf import models, session
-from kvkeep.hf.adapter_files import with_adapter
+from kvkeep.hf.loading.adapter_files import with_adapter
 from kvkeep.hf.session import Session, info
 from kvkeep.policy import scorer
 from kvkeep.policy.scorer import Scorer

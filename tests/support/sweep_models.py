@@ -146,7 +146,7 @@ def sweep(kinds: Mapping[str, Collection[str]]) -> Iterator[tuple[str, Row]]:
         kinds: the features that are compared, for each type.
     """
     torch._inductor.config.compile_threads = 1  # no processes of its own
-    import kvkeep.hf.compiled  # noqa: F401 - once for all, and slow to import
+    import kvkeep.hf.steps.compiled  # noqa: F401 - once for all, and slow to import
 
     context = multiprocessing.get_context("fork")
     for kind, names in kinds.items():

@@ -16,12 +16,22 @@ from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
-from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
-from kvkeep.hf.compiled import CompiledSteps, programs_of
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.demands import require_exact
-from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, refuse_batching
-from kvkeep.hf.inline import is_inline, route_inline
+from kvkeep.hf.forward.inline import is_inline, route_inline
+from kvkeep.hf.forward.packed_rows import require_one_text
+from kvkeep.hf.forward.rehearsal import rehearse, rehearse_own
+from kvkeep.hf.forward.routing import registered, route_attention, unroute_attention
+from kvkeep.hf.forward.unserved import not_served, require_supplied
+from kvkeep.hf.forward.weights import ask_for_weights
+from kvkeep.hf.generation.calls import PREFILL_CHUNK, PromptStore, Settings
+from kvkeep.hf.generation.generate_hook import (
+    generate,
+    prepare_cache,
+    prepare_inputs,
+    refuse_batching,
+)
+from kvkeep.hf.generation.replaying import Replaying, replays
 from kvkeep.hf.inputs import (
     arguments_of,
     check_cached,
@@ -33,13 +43,8 @@ from kvkeep.hf.inputs import (
 from kvkeep.hf.kinds import kinds_of, require
 from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
-from kvkeep.hf.packed_rows import require_one_text
-from kvkeep.hf.rehearsal import rehearse, rehearse_own
-from kvkeep.hf.replaced_forward import ReplacedForward
-from kvkeep.hf.replaying import Replaying, replays
-from kvkeep.hf.routing import registered, route_attention, unroute_attention
-from kvkeep.hf.unserved import not_served, require_supplied
-from kvkeep.hf.weights import ask_for_weights
+from kvkeep.hf.steps.compiled import CompiledSteps, programs_of
+from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
 from kvkeep.host.cache import DEFAULT_SPEC

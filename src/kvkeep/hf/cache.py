@@ -23,6 +23,9 @@ from kvkeep.graph.custom_ops import Ticket, Traced
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_fitting_mask
 from kvkeep.hf.handover import Handed, hand_over
+from kvkeep.hf.interface.like_dynamic import LikeDynamic
+from kvkeep.hf.interface.model_layers import ModelLayers
+from kvkeep.hf.interface.transformers_names import TransformersNames
 from kvkeep.hf.kinds import (
     Forwards,
     KeepsStates,
@@ -35,11 +38,8 @@ from kvkeep.hf.kinds import (
     why_not,
 )
 from kvkeep.hf.kinds.multimodal import media_told, shares_positions
-from kvkeep.hf.like_dynamic import LikeDynamic
-from kvkeep.hf.model_layers import ModelLayers
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import rotaries_of
-from kvkeep.hf.transformers_names import TransformersNames
 from kvkeep.host import ModelCache, Specs, host_of, per_layer, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress

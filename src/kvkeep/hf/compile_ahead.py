@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf import saved_steps
 from kvkeep.hf.attach import attach, unwrapped
-from kvkeep.hf.compiled import key_of, programs_of
+from kvkeep.hf.forward.packed import numbers_up_to
 from kvkeep.hf.host import TransformersHost
-from kvkeep.hf.packed import numbers_up_to
+from kvkeep.hf.steps import saved_steps
+from kvkeep.hf.steps.compiled import key_of, programs_of
 from kvkeep.host.progress import Progress, silent
 
 PAYS_AFTER = 4000

@@ -54,7 +54,7 @@ def is_routed(config: PreTrainedConfig) -> bool:
 
 
 def unrouted(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config that a model had before `attach` gave it a view; see `kvkeep.hf.routing`."""
+    """The config that a model had before `attach` gave it a view; see `forward.routing`."""
     routing = getattr(config, "_kvkeep_routing", None)
     return config if routing is None else cast(PreTrainedConfig, routing.config)
 
@@ -63,7 +63,7 @@ def own_implementation(config: Any, otherwise: str) -> str:
     """The attention implementation of an attached model for attention without a kvkeep cache.
 
     Args:
-        config: the config of a module; see `kvkeep.hf.routing`.
+        config: the config of a module; see `kvkeep.hf.forward.routing`.
         otherwise: the name for a config that is not routed.
     """
     routing = getattr(config, "_kvkeep_routing", None)

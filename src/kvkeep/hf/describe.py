@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvkeep.errors import KVKeepError, ModelError, reason_of
-from kvkeep.hf import adapter_files
 from kvkeep.hf.attach import attach, detach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import decoder_config
-from kvkeep.hf.hub import hub_error
 from kvkeep.hf.kinds import layer_kinds
+from kvkeep.hf.loading import adapter_files
+from kvkeep.hf.loading.hub import hub_error
 from kvkeep.hf.models import config_of, located, resolve
 from kvkeep.host.placement import dtype_on
 from kvkeep.host.progress import Progress, silent

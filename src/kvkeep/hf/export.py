@@ -18,11 +18,11 @@ from kvkeep.hf.attach import attach_routed, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache, cache_name
 from kvkeep.hf.config import base_config, decoder_config, is_routed
-from kvkeep.hf.fingerprint import fingerprint
+from kvkeep.hf.forward.placing import first_position
 from kvkeep.hf.kinds import layer_kinds, require
 from kvkeep.hf.kinds.multimodal import require_counted
+from kvkeep.hf.loading.fingerprint import fingerprint
 from kvkeep.hf.parallel import is_parallel
-from kvkeep.hf.placing import first_position
 from kvkeep.host import Specs
 from kvkeep.planes import Chunks
 

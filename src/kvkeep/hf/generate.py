@@ -12,7 +12,7 @@ from kvkeep.errors import KVKeepError
 from kvkeep.generate import Answer, SamplingParams, stream
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.calls import PREFILL_CHUNK
+from kvkeep.hf.generation.calls import PREFILL_CHUNK
 from kvkeep.hf.sampling_params import sampling_params
 from kvkeep.host import Specs
 from kvkeep.host.keep_until import keep_until as spec_keeping

@@ -20,13 +20,9 @@ from kvkeep.hf.attach import attach, compiled_steps, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import base_config, changing_ropes, decoder_config, is_routed
-from kvkeep.hf.fingerprint import activation_in, fingerprint
-from kvkeep.hf.key_rotation import as_applied
-from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
-from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
-from kvkeep.hf.layerwise import Decoder
-from kvkeep.hf.masks import MaskRequest, as_mask
-from kvkeep.hf.packed import (
+from kvkeep.hf.forward.key_rotation import as_applied
+from kvkeep.hf.forward.masks import MaskRequest, as_mask
+from kvkeep.hf.forward.packed import (
     LaidCache,
     PackedCache,
     check_packed,
@@ -34,8 +30,12 @@ from kvkeep.hf.packed import (
     require_packable,
     unpackable,
 )
+from kvkeep.hf.forward.placing import first_position, placed, takes_positions
+from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
+from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
+from kvkeep.hf.layerwise import Decoder
+from kvkeep.hf.loading.fingerprint import activation_in, fingerprint
 from kvkeep.hf.parallel import head_processes, is_parallel
-from kvkeep.hf.placing import first_position, placed, takes_positions
 from kvkeep.hf.rotary import rotaries_of
 from kvkeep.host import (
     Activation,

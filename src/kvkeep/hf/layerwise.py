@@ -22,8 +22,8 @@ from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
+from kvkeep.hf.interface.layers_cache import LayersCache
 from kvkeep.hf.kinds import layer_kinds, require
-from kvkeep.hf.layers_cache import LayersCache
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
 from kvkeep.layer.attending import AttendingLayer

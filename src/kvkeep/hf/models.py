@@ -23,9 +23,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvkeep.errors import KVKeepError, MissingPackageError, ModelError, reason_of
-from kvkeep.hf import adapter_files
-from kvkeep.hf.gguf_files import config_in
-from kvkeep.hf.hub import download, weights_in
+from kvkeep.hf.loading import adapter_files
+from kvkeep.hf.loading.gguf_files import config_in
+from kvkeep.hf.loading.hub import download, weights_in
 from kvkeep.hf.quantised import quantise
 from kvkeep.host import host_of
 from kvkeep.host.placement import dtype_on
@@ -126,7 +126,7 @@ def config_of(where: str, options: Mapping[str, Any]) -> Any:
     """The config of a model, from what `located` returned.
 
     Raises:
-        ModelError, MissingPackageError: see `kvkeep.hf.gguf_files.config_in`.
+        ModelError, MissingPackageError: see `kvkeep.hf.loading.gguf_files.config_in`.
     """
     if options:
         return config_in(Path(where, options["gguf_file"]))

@@ -51,7 +51,7 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
     if other_fields := _other_fields(saved, fields):
         return other_fields
     try:
-        build = import_module("kvkeep.hf.rebuilt").rebuilt
+        build = import_module("kvkeep.hf.loading.rebuilt").rebuilt
         model = build(saved, weights, layers=len(host.kinds), positions=host.context or 1 << 20)
         other = host_of(model)
         return differences(saved, other.fingerprint(tokenizer)) or _computed(host, other)

@@ -125,7 +125,7 @@ class Systems:
             first = way == PLAIN and spec == SPEC
             return _fed(self._ways[way], self._whole() if first else self._filled(spec))
         fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
-        graphed = import_module("kvkeep.hf.cuda_graph").Graphed
+        graphed = import_module("kvkeep.hf.steps.cuda_graph").Graphed
         step = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)
 
         def feed(token: Tensor) -> Tensor:

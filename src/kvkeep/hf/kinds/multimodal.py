@@ -229,7 +229,7 @@ def _slot_positions(
     n, rows, device = position.shape[-1], position.shape[-2], position.device
     mask = given.get("attention_mask")
     mask = next(iter(mask.values())) if isinstance(mask, Mapping) else mask
-    if isinstance(mask, Tensor) and mask.dim() == 4:  # positions, see `kvkeep.hf.masks`
+    if isinstance(mask, Tensor) and mask.dim() == 4:  # positions, see `kvkeep.hf.forward.masks`
         return mask[:, 0, 0].to(device, torch.int64)
     real = torch.ones(rows, n, dtype=torch.bool, device=device)
     if isinstance(mask, Tensor):

@@ -13,10 +13,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.features import Feature
+from kvkeep.hf.interface.model_layers import ModelLayers
 from kvkeep.hf.kinds import from_slots, states_in, to_slots
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.multimodal import shares_positions
-from kvkeep.hf.model_layers import ModelLayers
 from kvkeep.host import LayerKind, Specs
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.layer.beginning import begin_with_tokens, check_tokens

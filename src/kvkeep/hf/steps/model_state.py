@@ -350,7 +350,7 @@ def _compiled(code: CodeType) -> tuple[str, list[str]]:
 @cache
 def _versions() -> list[str]:
     # A version of kvkeep that is being developed changes without its number.
-    source, root = hashlib.sha256(), Path(__file__).parent.parent
+    source, root = hashlib.sha256(), Path(__file__).parents[2]
     for file in sorted([*root.glob("*.py"), *root.glob("[agh]*/**/*.py")]):  # attention, graph, hf
         source.update(file.read_bytes())
     versions = (__version__, torch.__version__, transformers.__version__)

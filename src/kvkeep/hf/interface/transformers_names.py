@@ -16,8 +16,8 @@ from kvkeep.graph.custom_ops import Traced
 from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_recordable
 from kvkeep.hf.handover import MaskLength
+from kvkeep.hf.interface.model_layers import TellsLayers
 from kvkeep.hf.kinds import Forwards
-from kvkeep.hf.model_layers import TellsLayers
 from kvkeep.host import ModelCache
 from kvkeep.layer.history import Prompt
 

@@ -21,8 +21,8 @@ from kvkeep.errors import KVKeepError, UnsupportedError, reason_of
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
+from kvkeep.hf.forward.inline import route_inline
 from kvkeep.hf.handover import Handed
-from kvkeep.hf.inline import route_inline
 from kvkeep.hf.kinds import kinds_of, to_slots
 from kvkeep.hf.weightless import EAGER, cheap_forwards, without_weights
 from kvkeep.layer.layer import LayerCache

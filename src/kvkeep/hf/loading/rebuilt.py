@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from kvkeep.errors import UnsupportedError, reason_of
-from kvkeep.hf.fingerprint import relevant_fields
+from kvkeep.hf.loading.fingerprint import relevant_fields
 
 _REFUSED = {"auto_map", "quantization_config"}
 """Fields of models whose code or weights are not those of the type."""

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from kvkeep.errors import UnsupportedError
 from kvkeep.graph.linear_op import route_experts, route_linears
 from kvkeep.graph.package import Package, compile_package, compiler_options
-from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import NAMES, as_cache, cache_in
-from kvkeep.hf.compiled import Program, Signature, Step, step_name
 from kvkeep.hf.config import changing_ropes
-from kvkeep.hf.packed import RowsCache
-from kvkeep.hf.placing import first_position, takes_positions
+from kvkeep.hf.forward.packed import RowsCache
+from kvkeep.hf.forward.placing import first_position, takes_positions
+from kvkeep.hf.steps import saved_steps
+from kvkeep.hf.steps.compiled import Program, Signature, Step, step_name
 
 _MOST_GRAPHS = 32
 """Most graphs of a model: one for each number of rows, with and without positions."""

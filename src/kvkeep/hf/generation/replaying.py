@@ -13,11 +13,11 @@ from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
-from kvkeep.hf.calls import CALL, Call
 from kvkeep.hf.config import decoder_of
-from kvkeep.hf.cuda_graph import Replay
+from kvkeep.hf.generation.calls import CALL, Call
 from kvkeep.hf.kinds import kinds_of, why_not
-from kvkeep.hf.replaced_forward import ReplacedForward
+from kvkeep.hf.steps.cuda_graph import Replay
+from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.host.hooks import foreign_hooks
 
 _LEAST = 16

@@ -52,7 +52,9 @@ def _restarts(position: Tensor, mask: Any) -> Tensor | None:
     real = torch.ones(1, n, dtype=torch.bool, device=position.device)
     mask = next(iter(mask.values()), None) if isinstance(mask, Mapping) else mask
     if isinstance(mask, Tensor):
-        if mask.dim() == 4 and mask.dtype == torch.int32:  # positions, see `kvkeep.hf.masks`
+        if (
+            mask.dim() == 4 and mask.dtype == torch.int32
+        ):  # positions, see `kvkeep.hf.forward.masks`
             real = mask[:, 0, 0] >= 0
         elif mask.dim() == 2 and mask.shape[1] >= n:
             real = mask[:, -n:] != 0

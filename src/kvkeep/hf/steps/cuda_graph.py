@@ -16,9 +16,9 @@ from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, is_routed
+from kvkeep.hf.forward.placing import first_position
 from kvkeep.hf.kinds import require
 from kvkeep.hf.kinds.multimodal import require_counted
-from kvkeep.hf.placing import first_position
 
 _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""

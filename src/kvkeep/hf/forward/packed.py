@@ -15,13 +15,13 @@ from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, decoder_of, is_routed
+from kvkeep.hf.forward.placing import Placed, takes_positions
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.interface.layers_cache import LayersCache
+from kvkeep.hf.interface.model_layers import TellsLayers
 from kvkeep.hf.kinds import KeepsStates, kinds_of, layer_kinds
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
-from kvkeep.hf.layers_cache import LayersCache
-from kvkeep.hf.model_layers import TellsLayers
-from kvkeep.hf.placing import Placed, takes_positions
 from kvkeep.host import ModelCache
 from kvkeep.host.packed import Packed
 from kvkeep.layer.attending import AttendingLayer

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.calls import CALL, Settings, counted, is_plain, plain_call
-from kvkeep.hf.fingerprint import activation_in
-from kvkeep.hf.unserved import supplying
+from kvkeep.hf.forward.unserved import supplying
+from kvkeep.hf.generation.calls import CALL, Settings, counted, is_plain, plain_call
+from kvkeep.hf.loading.fingerprint import activation_in
 from kvkeep.host import Activation, host_of
 from kvkeep.host.adapters import names_adapters
 from kvkeep.host.compress import read

@@ -19,20 +19,20 @@ from transformers import PreTrainedModel, modeling_outputs
 
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.package import Package, PreparedLayer
-from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
+from kvkeep.hf.forward.packed import NUMBERS, RowsCache
+from kvkeep.hf.forward.placing import first_position
+from kvkeep.hf.forward.weights import drops_weights
 from kvkeep.hf.inputs import check_fed
-from kvkeep.hf.model_state import ModelState
-from kvkeep.hf.packed import NUMBERS, RowsCache
-from kvkeep.hf.placing import first_position
-from kvkeep.hf.replaced_forward import ReplacedForward
-from kvkeep.hf.weights import drops_weights
+from kvkeep.hf.steps import saved_steps
+from kvkeep.hf.steps.model_state import ModelState
+from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.host.packed import Packed
 from kvkeep.native_library import available
 
 if TYPE_CHECKING:  # torch's compiler is slow to import
-    from kvkeep.hf.compiling import Compiler
+    from kvkeep.hf.steps.compiling import Compiler
 
 
 class CompiledSteps(ReplacedForward):
@@ -111,7 +111,7 @@ class CompiledSteps(ReplacedForward):
             if not self.compile:
                 return None
             if self._compiler is None:
-                from kvkeep.hf.compiling import Compiler  # noqa: PLC0415 - torch's compiler is slow to import
+                from kvkeep.hf.steps.compiling import Compiler  # noqa: PLC0415 - torch's compiler is slow to import
 
                 self._compiler = Compiler(self.model, self.own)
             out, self._steps[place] = self._compiler.run(given, cache)

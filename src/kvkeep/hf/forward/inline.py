@@ -25,12 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import unrouted
+from kvkeep.hf.forward.masks import MaskRequest
+from kvkeep.hf.forward.placing import placing
+from kvkeep.hf.interface.layers_cache import LayersCache
 from kvkeep.hf.kinds.base import Handle, Replaced
 from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
-from kvkeep.hf.layers_cache import LayersCache
-from kvkeep.hf.masks import MaskRequest
-from kvkeep.hf.placing import placing
 
 Output = tuple[Tensor, Tensor | None]
 _CACHES = ("cache", "layer_past", "past_key_values")
@@ -330,7 +330,7 @@ def _cache_of_kvkeep(kwargs: Mapping[str, Any]) -> Cache | LayersCache | None:
 
 
 def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Bloom's bias; none where positions are given in place of a mask, see `kvkeep.hf.masks`."""
+    """Bloom's bias; none where positions are given in place of a mask, see `masks`."""
     return own(mask, *args, **kwargs) if mask.dim() == 2 else None
 
 

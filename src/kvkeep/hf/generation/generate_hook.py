@@ -23,20 +23,31 @@ from kvkeep.hf.cache_argument import (
     name_in,
     rename_cache,
 )
-from kvkeep.hf.calls import CALL, BlockPrompt, Call, Settings, brings_tensors, in_force
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
-from kvkeep.hf.continuing import Fed, feeds_last_again, gives_whole_text, require_same_beginning
 from kvkeep.hf.demands import Demands
-from kvkeep.hf.filling import activate_later, begun_alike, compress_prompt, filled, invoked
+from kvkeep.hf.forward.packed_rows import require_one_text
+from kvkeep.hf.forward.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
+from kvkeep.hf.forward.weights import drops_weights
+from kvkeep.hf.generation.calls import CALL, BlockPrompt, Call, Settings, brings_tensors, in_force
+from kvkeep.hf.generation.continuing import (
+    Fed,
+    feeds_last_again,
+    gives_whole_text,
+    require_same_beginning,
+)
+from kvkeep.hf.generation.filling import (
+    activate_later,
+    begun_alike,
+    compress_prompt,
+    filled,
+    invoked,
+)
+from kvkeep.hf.generation.learned_prompts import prepared_by_peft
+from kvkeep.hf.generation.replaying import Replaying
 from kvkeep.hf.inputs import check_rows
+from kvkeep.hf.interface.transformers_names import layers_restored
 from kvkeep.hf.kinds import layer_kinds
 from kvkeep.hf.kinds.multimodal import resume
-from kvkeep.hf.learned_prompts import prepared_by_peft
-from kvkeep.hf.packed_rows import require_one_text
-from kvkeep.hf.replaying import Replaying
-from kvkeep.hf.transformers_names import layers_restored
-from kvkeep.hf.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
-from kvkeep.hf.weights import drops_weights
 from kvkeep.host import per_layer
 from kvkeep.host.adapters import learned_tokens
 from kvkeep.host.compress import compresses

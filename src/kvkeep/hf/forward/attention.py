@@ -13,11 +13,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
+from kvkeep.hf.forward.masks import MaskRequest
+from kvkeep.hf.forward.unserved import require_hooked
+from kvkeep.hf.forward.weights import explicit_step
 from kvkeep.hf.handover import Handed, ModelLayer, ReadLayer
 from kvkeep.hf.kinds.indexed import masked
-from kvkeep.hf.masks import MaskRequest
-from kvkeep.hf.unserved import require_hooked
-from kvkeep.hf.weights import explicit_step
 from kvkeep.layer.step import StepInputs
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]

@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvkeep.hf.attention import attention_over
 from kvkeep.hf.config import ATTENTION_PREFIX, decoder_config
-from kvkeep.hf.masks import mask_over
+from kvkeep.hf.forward.attention import attention_over
+from kvkeep.hf.forward.masks import mask_over
 
 _ROUTING, _IMPLEMENTATION = "_kvkeep_routing", "_attn_implementation_internal"
 

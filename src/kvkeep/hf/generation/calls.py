@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.continuing import Fed
-from kvkeep.hf.cuda_graph import Replay
+from kvkeep.hf.generation.continuing import Fed
 from kvkeep.hf.kinds.multimodal import holds_tensors
+from kvkeep.hf.steps.cuda_graph import Replay
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.adapters import learned_tokens, names_adapters
 

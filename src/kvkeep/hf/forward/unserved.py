@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.packed import LaidCache
+from kvkeep.hf.forward.packed import LaidCache
 from kvkeep.version import TESTED
 
 

@@ -1,0 +1,1 @@
+"""A forward of an attached model: masks, attention and positions, for one sequence or several."""

@@ -1,0 +1,1 @@
+"""What transformers and its users ask of a cache, under transformers' names."""

@@ -1,0 +1,1 @@
+"""Decode steps of attached models as programs: compiled, or captured in CUDA graphs."""
