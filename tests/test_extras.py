@@ -201,7 +201,7 @@ MISSING = [
     ("load(gguf_file)", "accelerate", "gguf"),
     ("open_store('memory://here')", "fsspec", "remote"),
     ("Location('memory://here')", "fsspec", "remote"),
-    ("import kvkeep.serve.requests", "uvicorn", "serve"),
+    ("import kvkeep.serve.requests.completions", "uvicorn", "serve"),
     ("import kvkeep.finetune.run", "peft", "finetune"),
     ("import kvkeep_lab.bench.llama_cpp", "gguf", "llama-cpp"),
     ("import kvkeep.mellea", "mellea", "mellea"),

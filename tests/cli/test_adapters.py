@@ -134,7 +134,7 @@ def test_chat(base, adapter, tmp_path, monkeypatch):
 def test_serve(adapter, monkeypatch):
     served = []
     monkeypatch.setattr(
-        "kvkeep.serve.listen.run", lambda app, bound, stop, **_: served.append(stop.__self__)
+        "kvkeep.serve.http.listen.run", lambda app, bound, stop, **_: served.append(stop.__self__)
     )
     run("serve", "--adapter", adapter, "--port", 0)
     (engine,) = served

@@ -24,9 +24,9 @@ from kvkeep.graph.linear_op import route_linears
 from kvkeep.graph.package import Package
 from kvkeep.hf.steps import compiled as compiled_module
 from kvkeep.hf.steps.compiled import CompiledSteps
+from kvkeep.layer.decode.plan import FAILED
+from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.plan import FAILED
-from kvkeep.layer.ready import Ready
 
 # Compiling a program takes ten seconds: tests that need none of their own share that of two layers
 # of Mistral, which have sliding windows, one row and one token.

@@ -16,7 +16,7 @@ from kvkeep import native_library
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.generate import SamplingParams, stream
 from kvkeep.host import host_of
-from kvkeep.layer.plan import StepPlan
+from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
 

@@ -12,10 +12,10 @@ from kvkeep import PrefixStore, host
 from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.generate import SamplingParams, sample, stream
 from kvkeep.host import host_of, register
-from kvkeep.serve.bodies import read
 from kvkeep.serve.engine import Engine
 from kvkeep.serve.events import TextDelta, Usage
-from kvkeep.serve.requests import CompletionRequest
+from kvkeep.serve.requests.bodies import read
+from kvkeep.serve.requests.completions import CompletionRequest
 
 PROMPT = torch.arange(3, 23)[None]
 

@@ -13,8 +13,8 @@ import torch
 from kvkeep import native_library
 from kvkeep.codec import Plain
 from kvkeep.errors import StateError
+from kvkeep.layer.decode.plan import FAILED, StepPlan
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.plan import FAILED, StepPlan
 from kvkeep.planes import POSITION
 from kvkeep.policy import H2O, KeepAll
 from kvkeep.spec import CacheSpec

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 
 from kvkeep import native_library
 from kvkeep.errors import KVKeepError
+from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.plan import StepPlan
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.buffer import Buffer
 

@@ -15,7 +15,7 @@ import kvkeep.layer.step
 from kvkeep import native_library
 from kvkeep.errors import StateError
 from kvkeep.layer.cursor import Turn
-from kvkeep.layer.ready import NOT_MADE
+from kvkeep.layer.decode.ready import NOT_MADE
 from kvkeep.spec import CacheSpec
 
 

@@ -14,7 +14,7 @@ import kvkeep
 from kvkeep.errors import SpecError
 from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
-from kvkeep.serve.gate import host_names, origin_names
+from kvkeep.serve.http.gate import host_names, origin_names
 from kvkeep.serve.keys import Keys, KeysError
 
 HELLO = {"model": "tiny", "prompt": "Hello.", "max_tokens": 2, "temperature": 0}

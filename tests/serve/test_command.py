@@ -22,8 +22,8 @@ from kvkeep.cli.app import app as command
 from kvkeep.errors import StateError
 from kvkeep.hf.generate import generate
 from kvkeep.hf.models import load
+from kvkeep.serve.http.listen import bind, listen
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.listen import bind, listen
 
 
 @contextmanager
@@ -189,7 +189,9 @@ def test_who_shares_prompts(model, tokenizer, monkeypatch, options, share, hosts
     given = {}
     monkeypatch.setattr("kvkeep.hf.models.load", lambda *_, **__: (model, tokenizer))
     monkeypatch.setattr("kvkeep.serve.app.application", lambda engine, **said: given.update(said))
-    monkeypatch.setattr("kvkeep.serve.listen.run", lambda app, bound, **said: given.update(said))
+    monkeypatch.setattr(
+        "kvkeep.serve.http.listen.run", lambda app, bound, **said: given.update(said)
+    )
     limits = ("--queue", "3", "--wait", "9", "--answer-tokens", "99", "--prompt-bytes", "2KB")
     limits += ("--sequences", "5", "--memory", "1GB")
     assert run("--port", "0", *options, *limits).exit_code == 0
@@ -205,7 +207,7 @@ def test_what_clients_may_put_into_a_store_is_bounded(model, tokenizer, monkeypa
     monkeypatch.setattr(
         "kvkeep.serve.app.application", lambda engine, **said: engines.append(engine)
     )
-    monkeypatch.setattr("kvkeep.serve.listen.run", lambda app, bound, **said: None)
+    monkeypatch.setattr("kvkeep.serve.http.listen.run", lambda app, bound, **said: None)
     place = tmp_path / "store"
     result = run("--port", "0", "--store", str(place), "--store-budget", "400KB")
     assert result.exit_code == 0, result.output

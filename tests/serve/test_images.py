@@ -141,7 +141,7 @@ def test_places_where_no_image_may_be(sighted):
 
 
 def test_a_small_file_of_many_pixels_is_refused(sighted, monkeypatch):
-    monkeypatch.setattr("kvkeep.serve.images._MOST_PIXELS", 1000)
+    monkeypatch.setattr("kvkeep.serve.prompts.images._MOST_PIXELS", 1000)
     create = sighted[1].chat.completions.create
     for urls in ([picture(1, 40, 26)], [picture(1), picture(2)]):
         messages = seeing(*map(data_url, urls))

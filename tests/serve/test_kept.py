@@ -12,7 +12,7 @@ from kvkeep.serve.kept import Kept
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.responses import ResponsesRequest
+from kvkeep.serve.requests.responses import ResponsesRequest
 
 OPTIONS = {"model": "tiny", "temperature": 0, "max_output_tokens": 6}
 

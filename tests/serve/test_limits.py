@@ -18,10 +18,10 @@ import pytest
 from support.live_server import CONTEXT, JSON, asking, client, refusal, said, serving, until
 
 from kvkeep.errors import SpecError
-from kvkeep.serve.bodies import read
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.requests import CompletionRequest
+from kvkeep.serve.requests.bodies import read
+from kvkeep.serve.requests.completions import CompletionRequest
 
 SHORT = {"model": "tiny", "max_tokens": 2, "temperature": 0}
 

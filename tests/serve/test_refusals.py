@@ -9,9 +9,9 @@ import openai
 import pytest
 from support.live_server import CONTEXT, JSON, asking, pieces, refusal, said, serving, until
 
-from kvkeep.serve import replies
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.refused import RequestError
+from kvkeep.serve.replies import reply
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_an_error_may_tell_of_text_that_is_no_unicode(served, monkeypatch):
     url = f"{served[1].base_url}chat/completions"
     answer = httpx2.post(url, content=body, headers=JSON, trust_env=False)
     assert answer.status_code == 400
-    assert b"no \\ud800" in replies.refusal(RequestError("no \ud800")).body
+    assert b"no \\ud800" in reply.refusal(RequestError("no \ud800")).body
 
 
 def test_a_missing_chat_template_has_a_code(served, monkeypatch):

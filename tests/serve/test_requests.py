@@ -7,9 +7,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from kvkeep.serve.bodies import read
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.requests import ChatCompletionRequest, CompletionRequest
+from kvkeep.serve.requests.bodies import read
+from kvkeep.serve.requests.completions import ChatCompletionRequest, CompletionRequest
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello."}]}
 TEXT = {"model": "tiny", "prompt": "Hello."}

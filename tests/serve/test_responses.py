@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from support.live_server import JSON, asking, refusal, scripted
 from support.openai_types import conforms
 
-from kvkeep.serve.bodies import read
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.responses import ResponsesRequest
+from kvkeep.serve.requests.bodies import read
+from kvkeep.serve.requests.responses import ResponsesRequest
 
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

@@ -12,7 +12,7 @@ import torch
 from jsonschema import validate
 from support.live_server import refusal, said, scripted
 
-from kvkeep.serve.grammars import Grammars
+from kvkeep.serve.prompts.grammars import Grammars
 
 SCHEMA = {
     "type": "object",
@@ -135,7 +135,7 @@ def test_what_cannot_be_followed_is_refused(ask, tokenizer, monkeypatch, options
 
 def test_without_the_package_its_extra_is_named(ask, served, monkeypatch):
     monkeypatch.setattr(served[0].prompts._structured, "_made", None)
-    monkeypatch.delitem(sys.modules, "kvkeep.serve.grammars")
+    monkeypatch.delitem(sys.modules, "kvkeep.serve.prompts.grammars")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     error = refusal(lambda: ask(extra_body={"guided_regex": "a"}))
     assert "kvkeep[structured]" in error["message"]

@@ -11,13 +11,13 @@ from support.held_backend import Held
 from support.live_server import asking, client, pieces, refusal, said, serving, small, until
 from support.tiny_models import tiny
 
-from kvkeep.serve import listen
-from kvkeep.serve.bodies import read
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http import listen
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.requests import CompletionRequest
+from kvkeep.serve.requests.bodies import read
+from kvkeep.serve.requests.completions import CompletionRequest
 from kvkeep.store import PrefixStore
 
 LONG = {"model": "tiny", "max_tokens": 4000, "temperature": 0, "stream": True}

@@ -10,11 +10,11 @@ from jsonschema import validate
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.live_server import refusal, scripted
 
-from kvkeep.serve.formats import response_template
-from kvkeep.serve.messages import Message, for_template
-from kvkeep.serve.parts import Call, Parts, Said
-from kvkeep.serve.rendering import Rendering
-from kvkeep.serve.requests import ChatCompletionRequest
+from kvkeep.serve.prompts.formats import response_template
+from kvkeep.serve.prompts.parts import Call, Parts, Said
+from kvkeep.serve.prompts.rendering import Rendering
+from kvkeep.serve.requests.completions import ChatCompletionRequest
+from kvkeep.serve.requests.messages import Message, for_template
 
 WEATHER = {
     "type": "function",

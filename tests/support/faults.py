@@ -409,7 +409,7 @@ FAULTS = (
     ),
     Fault(
         "slopes-of-the-first-head-in-a-plan",
-        "layer/records.py",
+        "layer/decode/records.py",
         "slopes = slopes[part.head * q.shape[1] :]",
         "slopes = slopes[:]",
         "layer/test_native_step.py",
@@ -901,7 +901,7 @@ FAULTS = (
     # The server's page
     Fault(
         "page-under-any-name",
-        "serve/gate.py",
+        "serve/http/gate.py",
         """.lower()} if known else set()""",
         """.lower()}""",
         "serve/test_access.py",

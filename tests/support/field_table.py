@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvkeep.serve.requests import ChatCompletionRequest, CompletionRequest
-from kvkeep.serve.responses import ResponsesRequest
+from kvkeep.serve.requests.completions import ChatCompletionRequest, CompletionRequest
+from kvkeep.serve.requests.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"

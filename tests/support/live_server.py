@@ -16,9 +16,9 @@ import pytest
 import kvkeep
 from kvkeep.serve.app import application
 from kvkeep.serve.engine import Engine
+from kvkeep.serve.http.listen import Server, bind, configured, listen
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.listen import Server, bind, configured, listen
-from kvkeep.serve.requests import GenerationRequest
+from kvkeep.serve.requests.completions import GenerationRequest
 from support.short_tokenizer import SIZE
 from support.tiny_models import tiny
 

@@ -157,10 +157,10 @@ def serve(
         raise typer.BadParameter("--api-key and --key-file exclude each other; give only one")
     nbytes, most_stored = size_in_bytes(budget, "--budget"), _bytes(store_budget, "--store-budget")
     most_prompt, most_held = _bytes(prompt_bytes, "--prompt-bytes"), _bytes(memory, "--memory")
-    from kvkeep.serve.gate import host_names, origin_names
+    from kvkeep.serve.http.gate import host_names, origin_names
+    from kvkeep.serve.http.listen import bind, is_loopback, run
     from kvkeep.serve.keys import Keys
     from kvkeep.serve.limits import Limits
-    from kvkeep.serve.listen import bind, is_loopback, run
 
     # Check the options before loading the model.
     limits = Limits(

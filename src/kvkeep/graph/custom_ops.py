@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import StateError
-from kvkeep.layer.ready import NOT_MADE, PreparedStep
+from kvkeep.layer.decode.ready import NOT_MADE, PreparedStep
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import address_of
 

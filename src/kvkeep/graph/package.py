@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from kvkeep.graph.compiled_library import CompiledLibrary
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.shims import SHIMS, connect, raised
-from kvkeep.layer.ready import RAISED, PreparedStep, require_memory
+from kvkeep.layer.decode.ready import RAISED, PreparedStep, require_memory
 
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 if platform.machine() in ("x86_64", "AMD64"):

@@ -15,12 +15,12 @@ from kvkeep.checks import Checks
 from kvkeep.codec import Codec, WithinKeys, warn_about_keys
 from kvkeep.errors import SpecError
 from kvkeep.layer.cursor import Cursor, State, Turn
+from kvkeep.layer.decode.plan import StepPlan, settles_alone
+from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.new_slots import new_slots
-from kvkeep.layer.plan import StepPlan, settles_alone
-from kvkeep.layer.ready import Ready
 from kvkeep.layer.sight import Sight, Sighted
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats

@@ -18,7 +18,7 @@ from kvkeep.policy import Arrivals, Need
 
 
 class Writing(Settling, Step):
-    """A layer that writes new tokens. `kvkeep.layer.plan` makes single-token steps in one call."""
+    """A layer that writes new tokens. `decode.plan` makes single-token steps in one call."""
 
     def extend(
         self, k: Tensor, v: Tensor, position: Tensor | None = None, until: Tensor | None = None

@@ -21,28 +21,27 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvkeep.serve import replies
-from kvkeep.serve.admission import Admission, in_thread
-from kvkeep.serve.bodies import read
-from kvkeep.serve.completion_replies import CompletionReply
 from kvkeep.serve.engine import Engine, RequestState, failed
-from kvkeep.serve.gate import Gate, host_names, origin_names
+from kvkeep.serve.http.admission import Admission, in_thread
+from kvkeep.serve.http.gate import Gate, host_names, origin_names
+from kvkeep.serve.http.page import page_routes
 from kvkeep.serve.kept import Kept
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import CONTENT_TYPE
-from kvkeep.serve.page import page_routes
-from kvkeep.serve.prompts import Asked, Encoded
+from kvkeep.serve.prompts.prompt import Asked, Encoded
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.replies import Reply, as_json, refusal
-from kvkeep.serve.requests import (
+from kvkeep.serve.replies.completion_replies import CompletionReply
+from kvkeep.serve.replies.reply import Reply, as_json, model_object, refusal
+from kvkeep.serve.replies.response_replies import ResponseReply
+from kvkeep.serve.requests.bodies import read
+from kvkeep.serve.requests.completions import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     Request,
     TokenizeRequest,
 )
-from kvkeep.serve.response_replies import ResponseReply
-from kvkeep.serve.responses import ResponsesRequest
+from kvkeep.serve.requests.responses import ResponsesRequest
 
 _OPERATOR = "metrics"  # the name of keys that may read the figures of all tenants
 _CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
@@ -89,12 +88,12 @@ def application(
 
     async def models(request: HTTPRequest) -> Response:
         client_of(request)
-        return as_json({"object": "list", "data": [replies.model(engine.name, started)]})
+        return as_json({"object": "list", "data": [model_object(engine.name, started)]})
 
     async def model(request: HTTPRequest) -> Response:
         client_of(request)
         _require_model(engine, request.path_params["name"])
-        return as_json(replies.model(engine.name, started))
+        return as_json(model_object(engine.name, started))
 
     async def metrics(request: HTTPRequest) -> Response:
         _require_operator(client_of(request), keys, share)

@@ -19,7 +19,7 @@ from kvkeep.serve.events import Event, Picture, Scored, Started, TextDelta, Toke
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.pictures import Maker, Outline, Pictures
-from kvkeep.serve.prompts import Asked, Echo, Prompts
+from kvkeep.serve.prompts.prompt import Asked, Echo, Prompts
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.token_names import TokenNames
 from kvkeep.store.beginning import exact_specs

@@ -8,8 +8,8 @@ from threading import Lock
 from typing import Any, NamedTuple, final
 
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.response_replies import Keep
-from kvkeep.serve.responses import Item, ResponsesRequest
+from kvkeep.serve.replies.response_replies import Keep
+from kvkeep.serve.requests.responses import Item, ResponsesRequest
 
 
 class _Response(NamedTuple):

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.config import LOGGING_CONFIG
 
 from kvkeep.errors import StateError
-from kvkeep.serve.connection import Connection
+from kvkeep.serve.http.connection import Connection
 from kvkeep.serve.limits import Limits
 
 _GRACE_S = 5  # for requests that are being answered when the server stops

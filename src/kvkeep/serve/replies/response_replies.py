@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, final
 
 from kvkeep.serve.events import Scored, TextDelta, TokenLogprob, Usage
-from kvkeep.serve.parts import CONTENT, REASONING, Call, Said
-from kvkeep.serve.prompts import Encoded
+from kvkeep.serve.prompts.parts import CONTENT, REASONING, Call, Said
+from kvkeep.serve.prompts.prompt import Encoded
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.replies import Reply, sent, with_bytes
-from kvkeep.serve.requests import Request
-from kvkeep.serve.responses import ResponsesRequest
+from kvkeep.serve.replies.reply import Reply, sent, with_bytes
+from kvkeep.serve.requests.completions import Request
+from kvkeep.serve.requests.responses import ResponsesRequest
 
 _TEXTS = {
     CONTENT: ("message", "msg", "output_text"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic_core import from_json
 
-from kvkeep.serve.fields import NO_MEDIA, Exact, FirstError, Lenient, Text, only, tag
+from kvkeep.serve.requests.fields import NO_MEDIA, Exact, FirstError, Lenient, Text, only, tag
 
 
 def _object(given: Any) -> Any:

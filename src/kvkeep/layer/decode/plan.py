@@ -16,7 +16,14 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.layer.cursor import State
-from kvkeep.layer.records import SEQUENCE, TOKENS, LayerRecords, PartRecords, is_read, possible
+from kvkeep.layer.decode.records import (
+    SEQUENCE,
+    TOKENS,
+    LayerRecords,
+    PartRecords,
+    is_read,
+    possible,
+)
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing

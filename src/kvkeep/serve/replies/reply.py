@@ -14,10 +14,10 @@ from typing import Any
 from starlette.responses import Response
 
 from kvkeep.serve.events import Event, Started, TextDelta, TokenLogprob, Usage
-from kvkeep.serve.parts import REASONING, Call, Said
-from kvkeep.serve.prompts import Encoded
+from kvkeep.serve.prompts.parts import REASONING, Call, Said
+from kvkeep.serve.prompts.prompt import Encoded
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.requests import Request
+from kvkeep.serve.requests.completions import Request
 
 
 class Reply(ABC):
@@ -94,7 +94,7 @@ _HEADERS = {
 """Of refusals, by their status."""
 
 
-def model(name: str, created: int) -> dict[str, Any]:
+def model_object(name: str, created: int) -> dict[str, Any]:
     """A model's entry in the list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "kvkeep"}
 

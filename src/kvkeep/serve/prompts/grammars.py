@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.extras import needed_by
 from kvkeep.generate import Processor
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.structures import OneOf, Perhaps, Piece, StructureKind
+from kvkeep.serve.requests.structures import OneOf, Perhaps, Piece, StructureKind
 
 with needed_by("structured output", "structured"):
     from llguidance import LLMatcher, LLTokenizer, grammar_from

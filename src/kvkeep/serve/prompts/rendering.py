@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple, final
 
 from kvkeep.errors import reason_of
-from kvkeep.serve.formats import reasoning_marks
-from kvkeep.serve.messages import HERMES, IMAGE, for_template, in_hermes_form
+from kvkeep.serve.prompts.formats import reasoning_marks
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.requests import Conversation, NamedTool
+from kvkeep.serve.requests.completions import Conversation, NamedTool
+from kvkeep.serve.requests.messages import HERMES, IMAGE, for_template, in_hermes_form
 
 _WORD = re.compile(r"\w+")
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from kvkeep.serve.fields import TAGS, Exact, UnsupportedValueError
 from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests.fields import TAGS, Exact, UnsupportedValueError
 
 _NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the field, not an item
 

@@ -11,7 +11,8 @@ from pydantic import model_validator as validator
 
 from kvkeep.errors import SpecError
 from kvkeep.generate.sampling import SamplingParams, at_least, bias, penalty, repetition
-from kvkeep.serve.fields import (
+from kvkeep.serve.refused import RequestError
+from kvkeep.serve.requests.fields import (
     Bias,
     Count,
     Exact,
@@ -32,9 +33,8 @@ from kvkeep.serve.fields import (
     only,
     tag,
 )
-from kvkeep.serve.messages import ImageURL, Message
-from kvkeep.serve.refused import RequestError
-from kvkeep.serve.structures import ResponseFormat, Structure, StructureKind
+from kvkeep.serve.requests.messages import ImageURL, Message
+from kvkeep.serve.requests.structures import ResponseFormat, Structure, StructureKind
 
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
 _MOST_ANSWERS = 256  # of a request: each takes memory while it waits

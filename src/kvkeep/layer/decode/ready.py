@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvkeep.layer.plan import BEGUN, DONE, FAILED, RUNNING, StepPlan
+from kvkeep.layer.decode.plan import BEGUN, DONE, FAILED, RUNNING, StepPlan
 from kvkeep.layer.step import StepInputs
 
 NOT_MADE = -1

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from kvkeep.serve.fields import Exact, Flag, Text
+from kvkeep.serve.requests.fields import Exact, Flag, Text
 
 StructureKind = Literal["lark", "grammar", "json_schema", "regex", "choice"]
 """Kinds of grammars, as llguidance names them."""

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.structures import OneOf, Perhaps, Piece, Until
+from kvkeep.serve.requests.structures import OneOf, Perhaps, Piece, Until
 
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _XML = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, final
 
 from kvkeep.serve.events import Picture, Scored, TextDelta, Usage
-from kvkeep.serve.parts import CONTENT, REASONING, Call, Parts, Said
+from kvkeep.serve.prompts.parts import CONTENT, REASONING, Call, Parts, Said
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.replies import Reply, sent, with_bytes
+from kvkeep.serve.replies.reply import Reply, sent, with_bytes
 
 _Object = dict[str, Any]
 

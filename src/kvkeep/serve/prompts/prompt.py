@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kvkeep.generate import SamplingParams, TokenTexts
 from kvkeep.host import Host
-from kvkeep.serve.formats import reasoning_marks, response_template, shown_tokens
-from kvkeep.serve.images import Images, fetched
 from kvkeep.serve.limits import Limits
-from kvkeep.serve.parts import Parts
+from kvkeep.serve.prompts.formats import reasoning_marks, response_template, shown_tokens
+from kvkeep.serve.prompts.images import Images, fetched
+from kvkeep.serve.prompts.parts import Parts
+from kvkeep.serve.prompts.rendering import Rendered, Rendering
+from kvkeep.serve.prompts.structured import Structured
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.rendering import Rendered, Rendering
-from kvkeep.serve.requests import (
+from kvkeep.serve.requests.completions import (
     ChatCompletionRequest,
     CompletionRequest,
     Conversation,
@@ -25,7 +26,6 @@ from kvkeep.serve.requests import (
     Request,
     TokenizeRequest,
 )
-from kvkeep.serve.structured import Structured
 
 _AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
 _JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped

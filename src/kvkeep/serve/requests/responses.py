@@ -7,7 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic import model_validator as validator
 
-from kvkeep.serve.fields import (
+from kvkeep.serve.requests.completions import (
+    AnswerFields,
+    ChatCompletionRequest,
+    Padding,
+    SampledRequest,
+)
+from kvkeep.serve.requests.fields import (
     NO_MEDIA,
     Count,
     Exact,
@@ -22,7 +28,6 @@ from kvkeep.serve.fields import (
     only,
     tag,
 )
-from kvkeep.serve.requests import AnswerFields, ChatCompletionRequest, Padding, SampledRequest
 
 _LOGPROBS = "message.output_text.logprobs"
 _NEEDED = {

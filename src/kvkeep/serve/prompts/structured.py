@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from kvkeep.errors import MissingPackageError
 from kvkeep.generate import Processor
-from kvkeep.serve.formats import forced_calls
+from kvkeep.serve.prompts.formats import forced_calls
 from kvkeep.serve.refused import RequestError
-from kvkeep.serve.requests import ChatCompletionRequest, Request
+from kvkeep.serve.requests.completions import ChatCompletionRequest, Request
 
 if TYPE_CHECKING:
-    from kvkeep.serve.grammars import Grammars
+    from kvkeep.serve.prompts.grammars import Grammars
 
 
 @final
@@ -82,7 +82,7 @@ class Structured:
             raise RequestError.of(other, why)
         if self._made is None:
             try:
-                from kvkeep.serve.grammars import Grammars  # noqa: PLC0415 (of an extra)
+                from kvkeep.serve.prompts.grammars import Grammars  # noqa: PLC0415 (of an extra)
 
                 self._made = Grammars(self._tokenizer, self._vocabulary, self._ends())
             except (MissingPackageError, ValueError) as error:
