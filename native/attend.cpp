@@ -22,6 +22,8 @@ struct ChainPlan {
     int64_t segment, segments, slots;       // its first segment, number of segments, and slots
     KvRows holders;                         // the rows that have the chain
     int64_t rows, row_tiles, parts, first;  // rows per tile; tiles; parts per tile; its first run
+    int64_t end;                            // after its last run
+    bool sums;                              // each run sums its own mass: it has all slots of its rows
 };
 
 constexpr int64_t MOST_HELD = 1 << 20;         // floats of scratch memory kept between calls
@@ -77,12 +79,23 @@ struct Plan {
             threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
         for (ChainPlan& chain : chains) add_runs(call, chain, share);
         find_chains(call.rows);
-        alone &= !range.mass;
+        for (ChainPlan& chain : chains) {
+            chain.sums = range.mass && can_sum(call, chain);
+            alone &= chain.sums || !range.mass;
+        }
     }
 
     // The chains of a row.
     const int64_t* chains_of(int64_t row) const { return &chains_of_rows[first_chain[row]]; }
     int64_t chain_count(int64_t row) const { return first_chain[row + 1] - first_chain[row]; }
+
+    bool can_sum(const KvCall& call, const ChainPlan& chain) const {
+        for (int64_t row = chain.holders.first; row < chain.holders.end; ++row)
+            if (chain_count(row) > 1) return false;
+        int64_t most = 0;
+        for (int64_t i = chain.first; i < chain.end; ++i) most = std::max(most, kv_kept(call, runs[i]));
+        return chain.parts == 1 && most <= MOST_HELD;
+    }
 
     void find_chains(int64_t rows) {
         first_chain.assign(rows + 1, 0);
@@ -129,6 +142,7 @@ struct Plan {
                         records = std::max(records, kv_records(call, run));
                         runs.push_back(run);
                     }
+        plan.end = (int64_t)runs.size();
     }
 
     // The run that computes a part for one row, head and token.
@@ -204,25 +218,39 @@ struct Job {
     std::atomic<bool> failed{false};
 
     Job(const KvCall& call, Range range) : call(call), plan(call, range) {
-        if (plan.alone) return;
-        int64_t partial_floats = 0, kept_floats = 0;
-        for (const KvRun& run : plan.runs) {
-            partial_floats += kv_records(call, run) * record_floats;
-            kept_floats += kv_records(call, run) * (slots(run) + kv_blocks(run));
-        }
-        if (!range.mass) kept_floats = 0;
-        else softmax.resize(call.rows * call.heads * call.group * (range.end - range.first));
-        float* partial = memory(partial_floats + kept_floats);
-        float* keep = partial + partial_floats;
-        for (KvRun& run : plan.runs) {
-            const int64_t records = kv_records(call, run);
-            run.partial = partial;
-            partial += records * record_floats;
-            if (!range.mass) continue;
-            run.weights = keep;
-            run.tops = keep + records * slots(run);
-            keep += records * (slots(run) + kv_blocks(run));
-        }
+        if (plan.alone && !range.mass) return;
+        if (!plan.alone && range.mass)
+            softmax.resize(call.rows * call.heads * call.group * (range.end - range.first));
+        int64_t floats = 0;
+        for (const ChainPlan& chain : plan.chains)
+            for (int64_t i = chain.first; i < chain.end; ++i)
+                floats += of_partial(plan.runs[i]) + of_mass(chain, plan.runs[i]);
+        float* at = memory(floats);
+        for (const ChainPlan& chain : plan.chains)
+            for (int64_t i = chain.first; i < chain.end; ++i) {
+                KvRun& run = plan.runs[i];
+                run.partial = at;
+                at += of_partial(run);
+                if (chain.sums) run.mass = at;
+                else if (range.mass) keep_at(at, run);
+                at += of_mass(chain, run);
+            }
+    }
+
+    // Floats that a run needs until all runs are done.
+    int64_t of_partial(const KvRun& run) const {
+        return plan.alone ? 0 : kv_records(call, run) * record_floats;
+    }
+
+    int64_t of_mass(const ChainPlan& chain, const KvRun& run) const {
+        if (chain.sums) return (run.row1 - run.row0) * slots(run);
+        return plan.range.mass ? kv_kept(call, run) : 0;
+    }
+
+    // Lets a run keep its weights at `memory`.
+    void keep_at(float* memory, KvRun& run) const {
+        run.tops = memory;
+        run.weights = memory + kv_records(call, run) * kv_blocks(run);
     }
 
     float* memory(int64_t floats) {
@@ -243,20 +271,22 @@ struct Job {
             KvRun run = plan.runs[i];
             const int64_t records = kv_records(call, run);
             const int64_t own = kv_scratch(call, records);
-            float* memory = scratch(0, own + (plan.alone ? records * record_floats : 0));
+            const int64_t partial = plan.alone ? records * record_floats : 0;
+            float* memory = scratch(0, own + partial + (run.mass ? kv_kept(call, run) : 0));
             if (!memory) {
                 failed = true;
                 return;
             }
             if (plan.alone) run.partial = memory + own;
+            if (run.mass) keep_at(memory + own + partial, run);
             kernel(call, run, memory);
             if (!plan.alone) continue;
-            const float* partial = run.partial;
+            const float* record = run.partial;
             for (int64_t row = run.row0; row < run.row1; ++row)
                 for (int64_t g = 0; g < call.group; ++g)
                     for (int64_t token = run.query0; token < run.query1; ++token) {
-                        merge(call, &partial, 1, row, run.head * call.group + g, token);
-                        partial += record_floats;
+                        merge(call, &record, 1, row, run.head * call.group + g, token);
+                        record += record_floats;
                     }
         }
     }
@@ -316,10 +346,13 @@ struct Job {
     }
 
     void add_mass_of(const ChainPlan& chain, int64_t row, int64_t head, float* mass) {
-        const int64_t runs = chain.row_tiles * call.heads * plan.token_tiles * chain.parts;
-        for (int64_t i = chain.first; i < chain.first + runs; ++i) {
+        for (int64_t i = chain.first; i < chain.end; ++i) {
             const KvRun& run = plan.runs[i];
             if (run.head != head || row < run.row0 || row >= run.row1) continue;
+            if (chain.sums) {
+                add_sums(run.mass + (row - run.row0) * slots(run), mass + run.slot0, slots(run));
+                continue;
+            }
             for (int64_t g = 0; g < call.group; ++g)
                 for (int64_t token = run.query0; token < run.query1; ++token) {
                     if (call.observed && !call.observed[row * call.observed_row + token]) continue;
@@ -330,13 +363,22 @@ struct Job {
         }
     }
 
+    // Adds the mass of a run.
+    void add_sums(const float* own, float* mass, int64_t count) const {
+        if (call.peak)
+            for (int64_t j = 0; j < count; ++j) mass[j] = std::max(mass[j], own[j]);
+        else
+            for (int64_t j = 0; j < count; ++j) mass[j] += own[j];
+    }
+
     // The weights of a block are relative to its largest score so far.
     void add_weights(const KvRun& run, int64_t record, Softmax found, float* mass) {
         const float* weight = run.weights + record * slots(run);
-        const float* top = run.tops + record * kv_blocks(run);
+        const int64_t records = kv_records(call, run);
+        const float* top = run.tops + record;
         float last = NAN, factor = 0;
         const float share = call.peak ? 1.0f : (float)call.group;
-        for (int64_t at = 0; at < slots(run); at += KV_BLOCK, ++top) {
+        for (int64_t at = 0; at < slots(run); at += KV_BLOCK, top += records) {
             if (*top != last) {
                 last = *top;
                 factor = std::exp(last - found.base) * found.inverse / share;
@@ -360,7 +402,8 @@ bool attend(const KvCall& call, Range range) {
         share(records * call.value_width < (1 << 15) ? 1 : threads, call.rows * heads,
               [&](int64_t i) { job.finish(i / heads, i % heads); });
     if (range.mass && !job.failed) {
-        share(records * job.plan.slots < (1 << 17) ? 1 : threads, call.rows * call.heads,
+        const int64_t sums = job.plan.alone ? job.plan.runs.size() : records;
+        share(sums * job.plan.slots < (1 << 17) ? 1 : threads, call.rows * call.heads,
               [&](int64_t i) { job.add_mass(i / call.heads, i % call.heads); });
     }
     return !job.failed;

@@ -11,6 +11,8 @@
 #include <cmath>
 
 #include "centre.h"
+#include "mass.h"
+#include "visibility.h"
 
 namespace {
 
@@ -88,74 +90,12 @@ void softmax(const KvCall& call, int64_t records, float* s, int64_t count, BiasO
     }
 }
 
-enum Visibility { NONE, SOME, ALL };
-
-// Which slots of a block a run's tokens see in one row; if SOME, fills `mask` (tokens, BLOCK).
-Visibility visibility(const Work& work, int64_t row, int32_t* mask) {
-    const KvCall& call = work.call;
-    const KvRun& run = work.run;
-    const int64_t tokens = run.query1 - run.query0, count = work.count;
-    if (call.dense) {
-        if (run.segment + run.segments < call.segment_count) return ALL;
-        const int64_t past = run.past, slot0 = work.slot;  // token i sees slots 0..past + i
-        if (slot0 + count <= past + run.query0 + 1) return ALL;
-        if (slot0 > past + run.query1 - 1) return NONE;
-        for (int64_t t = 0; t < tokens; ++t)
-            for (int64_t j = 0; j < BLOCK; ++j)
-                mask[t * BLOCK + j] = -(slot0 + j <= past + run.query0 + t);
-        return SOME;
-    }
-    const KvPlane& plane = work.segment().position;
-    const int64_t slot0 = work.at();
-    const int32_t* place = (const int32_t*)plane.data + row * plane.row + run.head * plane.head;
-    const int32_t* now = call.position + row * call.position_row;
-    const int32_t* bounds = call.bounds ? call.bounds + row * call.bounds_row : nullptr;
-    bool any = false, every = true;
-    for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t query = now[run.query0 + t];
-        const int64_t first = bounds && bounds[run.query0 + t] > 0 ? bounds[run.query0 + t] : 0;
-        const int64_t last = bounds ? bounds[call.queries + run.query0 + t] : query;
-        for (int64_t j = 0; j < BLOCK; ++j) {
-            const int64_t slot = j < count ? place[(slot0 + j) * plane.slot] : -1;
-            bool seen = slot >= first && slot <= last;
-            for (int64_t r = 0; r < call.reach_count; ++r) {
-                const KvReach& reach = call.reaches[r];
-                seen &= query - slot < reach.size || slot < reach.sinks ||
-                        (slot >= reach.keep_from && slot < reach.keep_to);
-            }
-            mask[t * BLOCK + j] = -(int32_t)seen;
-            any |= seen;
-            every &= seen || j >= count;
-        }
-    }
-    return every ? ALL : any ? SOME : NONE;
-}
-
 // -- the run ---------------------------------------------------------------------------------
 
 Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
     const int64_t size = element_bytes(plane);
     return {(const char*)plane.data + (row * plane.row + head * plane.head) * size,
             plane.slot * size, slot_bytes(plane, width)};
-}
-
-// Which slots of a block a run's rows see; fills the mask.
-Visibility visibility_of_rows(Work& work) {
-    const KvRun& run = work.run;
-    const int64_t row_size = work.tokens * BLOCK;
-    bool any = false, every = true;
-    for (int64_t row = run.row0; row < run.row1; ++row) {
-        int32_t* own = work.mask + (row - run.row0) * row_size;
-        const Visibility seen = visibility(work, row, own);
-        any |= seen != NONE;
-        every &= seen == ALL;
-        if (work.call.dense) {  // all rows see the same slots
-            for (int64_t i = row_size; i < (run.row1 - row) * row_size; ++i)
-                own[i] = own[i - row_size];
-            break;
-        }
-    }
-    return every ? ALL : any ? SOME : NONE;
 }
 
 // Loads the positions of a block's slots. Rows of a run share them.
@@ -166,18 +106,6 @@ void load_places(const Work& work) {
     memset(work.place, 0, BLOCK * sizeof *work.place);
     if (plane.slot == 1) memcpy(work.place, from, work.count * sizeof *from);
     else for (int64_t j = 0; j < work.count; ++j) work.place[j] = from[j * plane.slot];
-}
-
-// Stores the block's weights for the mass; zeros if no query sees the block.
-void keep_weights(const Work& work, bool seen) {
-    const KvRun& run = work.run;
-    const int64_t from = work.slot - run.slot0, slots = run.slot1 - run.slot0;
-    for (int64_t r = 0; r < work.records; ++r) {
-        float* to = run.weights + r * slots + from;
-        if (seen) memcpy(to, work.s + r * BLOCK, work.count * sizeof *to);
-        else memset(to, 0, work.count * sizeof *to);
-        run.tops[r * kv_blocks(run) + from / BLOCK] = work.top[r];
-    }
 }
 
 }  // namespace
@@ -230,6 +158,7 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
         }
         if (run.weights) keep_weights(work, seen != NONE);
     }
+    if (run.mass) sum_weights(work);
     values.write_sums(work);
     float* out = run.partial;
     for (int64_t r = 0; r < records; ++r) {

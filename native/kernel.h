@@ -13,9 +13,12 @@ struct KvRun {
     // One record for each row, query head of the group and token, in that order: value_width sums
     // of p v, then the largest score, then the sum of p, where p = exp(score - largest score).
     float* partial;
-    // For the mass, or null: the weights (record, slot1 - slot0), and for each block the score
-    // whose weight is 1 (record, blocks).
+    // For the mass, or null: the weights (record, slot1 - slot0), followed by a block that may be
+    // read, and for each block the scores whose weight is 1 (blocks, record).
     float *weights, *tops;
+    // The run's own mass (rows, slot1 - slot0); null: the weights are summed later, because other
+    // runs have more of the same queries' slots.
+    float* mass;
 };
 
 // `static`: see simd.h.
@@ -26,6 +29,11 @@ static inline int64_t kv_records(const KvCall& call, const KvRun& run) {
 constexpr int64_t KV_BLOCK = 64;     // slots whose scores are computed at once
 static inline int64_t kv_blocks(const KvRun& run) {
     return (run.slot1 - run.slot0 + KV_BLOCK - 1) / KV_BLOCK;
+}
+
+// Floats of a run's weights and tops.
+static inline int64_t kv_kept(const KvCall& call, const KvRun& run) {
+    return kv_records(call, run) * (run.slot1 - run.slot0 + kv_blocks(run)) + KV_BLOCK;
 }
 
 constexpr int64_t KV_RECORDS = 128;  // most records of a run, unless one token's group has more
