@@ -113,12 +113,9 @@ class Codec(ABC):
         """The codec of keys whose first elements are the values: it rotates nothing."""
         return self.for_values()
 
-    @property
-    def unencoded(self) -> Codec:
-        """The codec of tokens that wait to be encoded in a block."""
-        from kvkeep.codec.plain import Plain  # noqa: PLC0415 - it is itself a codec
-
-        return Plain()
+    def waiting(self, plain: Codec) -> Codec:
+        """The codec of tokens that wait to be encoded in a block; `plain`: the plain codec."""
+        return plain
 
     def rotate(self, q: Tensor) -> Tensor:
         """Queries (..., D) to multiply with encoded keys: the keys may be encoded as R k with an

@@ -49,9 +49,8 @@ class WithinKeys(Codec):
     def sinks(self) -> int:
         return self.keys.sinks
 
-    @property
-    def unencoded(self) -> Codec:
-        return replace(self, keys=self.keys.unencoded)
+    def waiting(self, plain: Codec) -> Codec:
+        return replace(self, keys=self.keys.waiting(plain))
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
         return {}

@@ -7,19 +7,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import CacheStats, Frozen
 from kvkeep.errors import OutOfMemoryError, RollbackError, StateError
+from kvkeep.generate.reuse import Reuse
 from kvkeep.generate.sampling import SamplingParams, sample
 from kvkeep.generate.text import TextStream
 from kvkeep.host import Host, ModelCache, Piece, Specs
-
-if TYPE_CHECKING:
-    from kvkeep.generate.reuse import Reuse
 
 STOP, LENGTH, CANCELLED, ERROR = "stop", "length", "cancelled", "error"
 _AT_ONCE = 32  # prompt tokens scored together; each takes memory for a row of logits

@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, final
+from concurrent.futures import Future
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.generate.answer import Answer, Prompt
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses, read
 from kvkeep.store.prefix import PrefixStore
 
 _LOG = logging.getLogger("kvkeep.generate")
+
+
+class Origin(Protocol):
+    """A prompt, see `kvkeep.generate.answer.Prompt`."""
+
+    spec: Specs
+    namespace: str | None
+    fetched: Future[None] | None
+
+
+class Reusing(Protocol):
+    """An answer, see `kvkeep.generate.answer.Answer`."""
+
+    cache: ModelCache | None
+    cached: int
+
+    @property
+    def origin(self) -> Origin:
+        """Its prompt."""
+
+    @property
+    def prompt(self) -> Tensor:
+        """Token ids of its prompt, int64 (n,)."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids of its prompt and of its own tokens, int64 (n,)."""
 
 
 class Reuse:
@@ -38,11 +65,11 @@ class Reuse:
         """A cache for an answer: empty, or the caller's."""
         return self._host.new_cache(spec) if self.given is None else self.given
 
-    def stores(self, origin: Prompt) -> bool:
+    def stores(self, origin: Origin) -> bool:
         """Whether a prompt will be stored."""
         return self._store is not None and origin.namespace is not None
 
-    def ready(self, answer: Answer, *, ask: bool) -> bool:
+    def ready(self, answer: Reusing, *, ask: bool) -> bool:
         """Whether `begin` can run without waiting for the store's backend. If not, and if `ask`, a
         thread of the store starts to ask the backend."""
         origin = answer.origin
@@ -56,12 +83,12 @@ class Reuse:
                 return True
         return origin.fetched is not None and origin.fetched.done()
 
-    def _query(self, answer: Answer) -> dict[str, Any]:
+    def _query(self, answer: Reusing) -> dict[str, Any]:
         ids, origin = answer.prompt, answer.origin
         place = {"spec": origin.spec, "namespace": origin.namespace}
         return {"tokens": ids[:-1], "prompt": ids, **place}
 
-    def begin(self, answer: Answer) -> ModelCache:
+    def begin(self, answer: Reusing) -> ModelCache:
         """A cache for an answer, with the stored beginning of its prompt. Sets `answer.cached`. It
         does not wait for a backend, see `ready`.
 
@@ -82,12 +109,12 @@ class Reuse:
         cache.activation = self._host.activation_in(ids)
         return cache
 
-    def mark(self, answer: Answer) -> None:
+    def mark(self, answer: Reusing) -> None:
         """Copy the recurrent states at a point where a stored prompt may end."""
         if answer.cache is not None and self.stores(answer.origin):
             answer.cache.mark()
 
-    def keep(self, answer: Answer) -> None:
+    def keep(self, answer: Reusing) -> None:
         """Store the tokens in an answer's cache. A thread of the store writes to the backend."""
         namespace, cache = answer.origin.namespace, answer.cache
         if self._store is None or namespace is None or cache is None or cache.fed <= answer.cached:
@@ -105,7 +132,7 @@ class Reuse:
         if self._store is not None:
             self._store.flush()
 
-    def _give_up(self, answer: Answer, error: Exception) -> None:
+    def _give_up(self, answer: Reusing, error: Exception) -> None:
         answer.origin.namespace = None
         if isinstance(error, UnsupportedError):  # expected for some specs and models
             _LOG.info("a prompt is computed without the store: %s", error)
@@ -140,7 +167,7 @@ class Given(Reuse):
         super().__init__(model, None)
         self.given, self._chunk = cache, chunk
 
-    def begin(self, answer: Answer) -> ModelCache:
+    def begin(self, answer: Reusing) -> ModelCache:
         cache, ids = self.new_cache(answer.origin.spec), answer.prompt
         activation = self._host.activation_in(ids)
         if not cache.fed or (

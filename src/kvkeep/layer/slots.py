@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.attention import Segment
 from kvkeep.codec import Codec
+from kvkeep.codec.plain import Plain
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
@@ -42,8 +43,8 @@ class Codecs(NamedTuple):
 
     @property
     def unencoded(self) -> Codecs:
-        """Those of tokens that wait to be encoded in a block."""
-        return Codecs(self.key.unencoded, self.value.unencoded)
+        """The codecs of tokens that wait to be encoded in a block."""
+        return Codecs(self.key.waiting(Plain()), self.value.waiting(Plain()))
 
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
         """The encoding error of each token, fp32 (B, H, n): |k - k'| + |v - v'|, with Euclidean

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep.codec import Codec, encoded_count
+from kvkeep.codec.plain import Plain
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
 from kvkeep.policy import Policy
@@ -54,6 +55,5 @@ def promised_bytes(
     late = late and not policy.evicts
     encoded = encoded_count(kept, key_codec, value_codec) if late else kept
     each = encoded // block * slot_bytes(key_codec, value_codec)
-    return geometry.rows * (
-        each + (kept - encoded) * slot_bytes(key_codec.unencoded, value_codec.unencoded)
-    )
+    waiting = slot_bytes(key_codec.waiting(Plain()), value_codec.waiting(Plain()))
+    return geometry.rows * (each + (kept - encoded) * waiting)

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from kvkeep.errors import UnsupportedError
 from kvkeep.extras import needed_by
 from kvkeep.generate import Answer, Batch, Reuse, SamplingParams
+from kvkeep.generate.reuse import Reusing
 from kvkeep.hf.sampling_params import sampling_params
 from kvkeep.host import ModelCache, host_of
 from kvkeep.host.compress import compresses
@@ -267,13 +268,13 @@ class _CallReuse(Reuse):
         super().__init__(model, call.caching.store)
         self._call = call
 
-    def _joins(self, answer: Answer) -> bool:
+    def _joins(self, answer: Reusing) -> bool:
         return self._call.caching.reuse and self._call.blocks_of(answer.prompt) is not None
 
-    def ready(self, answer: Answer, *, ask: bool) -> bool:
+    def ready(self, answer: Reusing, *, ask: bool) -> bool:
         return self._joins(answer) or super().ready(answer, ask=ask)
 
-    def begin(self, answer: Answer) -> ModelCache:
+    def begin(self, answer: Reusing) -> ModelCache:
         call = self._call
         if self._joins(answer):
             cache = call.join(self._model)
