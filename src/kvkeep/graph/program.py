@@ -33,6 +33,7 @@ from kvkeep.files.atomic import whole_file, write_all
 from kvkeep.files.headers import typed
 from kvkeep.graph.consistency import require_consistent
 from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
+from kvkeep.graph.linear_op import grouped as _grouped  # noqa: F401
 from kvkeep.graph.vetting import why_refused
 from kvkeep.reading import open_file
 from kvkeep.storage.allocate import free_bytes

@@ -22,7 +22,7 @@ from kvkeep.features import Feature
 from kvkeep.graph.custom_ops import Ticket, Traced
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_fitting_mask
-from kvkeep.hf.handover import Handed, hand_over
+from kvkeep.hf.handover import Handed, hand_over, taggable
 from kvkeep.hf.kinds import (
     Forwards,
     KeepsStates,
@@ -147,6 +147,7 @@ class Cache(  # type: ignore[misc]
         if torch.compiler.is_compiling():
             self._require_routed()
             require(self.config, Feature.COMPILED, "call the model uncompiled")
+            key_states, value_states = taggable(key_states, value_states)
             hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if layer_idx == 0:

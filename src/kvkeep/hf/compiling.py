@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.graph.custom_ops import next_positions
 from kvkeep.graph.linear_op import route_experts, route_linears
 from kvkeep.graph.package import Package, compile_package, compiler_options
 from kvkeep.hf import saved_steps
@@ -59,12 +61,13 @@ class Compiler:
         def told(**given: Any) -> Any:
             ids, cache = given["input_ids"], cast(Cache | RowsCache, cache_in(given))
             position = cache.tickets[0].next_positions(ids.shape[1], ids.device)
-            asked = {"position_ids": position.to(torch.int64) + first}
+            asked = {"position_ids": position.to(torch.int64) + first} if takes else {}
             return forward(**given, attention_mask=position[:, None, None], **asked)
 
-        first = first_position(model)
+        first, takes = first_position(model), takes_positions(model)
         self._plain, self._told = self._compiled(forward), self._compiled(told)
-        self._tells = False  # models that count positions by Python cannot be compiled otherwise
+        self._tells = False  # models that count positions by Python, or make masks by the number
+        # of columns, cannot be compiled otherwise
         self._progress: Any = None
         self._given: dict[str, Tensor] = {}
         self._cache: Cache | RowsCache | None = None
@@ -77,7 +80,7 @@ class Compiler:
         Raises:
             UnsupportedError: torch cannot compile the step.
         """
-        if "position_ids" in given or not takes_positions(self._model):
+        if "position_ids" in given:
             return self._run(self._plain, given, cache)
         if not self._tells:
             try:
@@ -105,7 +108,8 @@ class Compiler:
         }
         self._cache, self._ran = cache, None
         try:
-            with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+            limit = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+            with limit, _undeclared(self._model):
                 out = way(**self._given, **as_cache(self._model, cache), use_cache=True)
             return out, self._learn(out)
         except FailOnRecompileLimitHit:
@@ -130,6 +134,7 @@ class Compiler:
         def run(*given: Any) -> Any:
             nonlocal lowered
             if lowered is None:
+                self._require_unmasked(graph)
                 route_linears(graph, given)
                 route_experts(graph)
                 lowered = self._runs(graph, given)
@@ -137,6 +142,15 @@ class Compiler:
             return lowered(*given)
 
         return run
+
+    def _require_unmasked(self, graph: GraphModule) -> None:
+        """Raise UnsupportedError if the model makes a mask of its own: a program reads none."""
+        made = graph.graph.find_nodes(op="call_function", target=next_positions)
+        if any(node.args[2] is not None for node in made):
+            raise UnsupportedError(
+                f"a step of {type(self._model).__name__} makes a mask of its own, which a compiled "
+                "step does not read; attach the model without compile=True"
+            )
 
     def _signature(self, inputs: Sequence[Any]) -> Signature | None:
         """The signature of a graph; None if an input is not a token id tensor, a position tensor, a
@@ -228,3 +242,17 @@ class Compiler:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
+
+
+@contextmanager
+def _undeclared(model: nn.Module) -> Iterator[None]:
+    """A context in which buffers that were declared by `nn.Buffer` are plain tensors: torch's
+    compiler does not trace that a forward assigns a declared one to its name again."""
+    declared: list[Any] = [x for x in model.buffers() if isinstance(x, nn.Buffer)]
+    for x in declared:
+        del x._is_buffer
+    try:
+        yield
+    finally:
+        for x in declared:
+            x._is_buffer = True
