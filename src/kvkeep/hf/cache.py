@@ -219,6 +219,7 @@ class Cache(  # type: ignore[misc]
             and not (self.weights or self.written_out or self.lent)
             and self._compilable
             and not self.layers[0].padded
+            and not (self.carried and self.layers[0].record_past)
             and is_routed(self.config)
         )
 
@@ -404,7 +405,7 @@ class Cache(  # type: ignore[misc]
         self._turn = Turn()
         self._traced: list[Traced] = [Ticket(weakref.ref(layer)) for layer in self.layers]
         self._compilable = not self.why_not(Feature.COMPILED)
-        fixed = all(layer.storage.fixed_addresses for layer in self.layers)
+        fixed = all(layer.storage.fixed_addresses for layer in self.layers) and not self.carried
         self._fixed = fixed and self._compilable
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:

@@ -67,6 +67,7 @@ class CompiledSteps(ReplacedForward):
             return self.own(*args, **kwargs)
         ids = given["input_ids"]
         check_fed(self.model, {"input_ids": ids}, cache.fed)
+        cache.carried.begin(cache.fed)
         cache.begin(ids.shape[1])
         out = self._run({"input_ids": ids}, cache)
         return self.own(*args, **kwargs) if out is None else out
@@ -169,10 +170,11 @@ class Signature(NamedTuple):
     Args:
         weights: the names of the model's parameters and buffers that it reads.
         places: the indices of these weights among the program's inputs, ascending.
-        inputs: the other inputs, in order: the number of an argument, or -1 - layer for a layer's
-            ticket.
+        inputs: the other inputs, in order: the number of an argument, or, after all arguments, of a
+            state, or -1 - layer for a layer's ticket.
         logits: the index of the logits among the results.
         output: the name of the class of the model's output.
+        states: the names of the states of recurrent layers, which it changes in place.
     """
 
     weights: list[str]
@@ -180,6 +182,7 @@ class Signature(NamedTuple):
     inputs: list[int]
     logits: int = -1
     output: str = ""
+    states: Sequence[str] = ()
 
 
 class Step:
@@ -190,7 +193,7 @@ class Step:
     """
 
     def __init__(self, model: PreTrainedModel, program: Program, signature: Signature) -> None:
-        weights, places, self._inputs, self._logits, output = signature
+        weights, places, self._inputs, self._logits, output, self._states = signature
         self._program = program
         self._given: list[Any] = [None] * (len(weights) + len(self._inputs))
         self._output = _output_class(model, output)
@@ -213,17 +216,32 @@ class Step:
 
     def run(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Any:
         """The model's output for contiguous token ids (B, 1), and positions, int64; None, with
-        nothing changed, while another thread runs the program."""
-        tickets = cache.tickets
+        nothing changed, while another thread runs the program, or for other states."""
+        tickets, states = cache.tickets, cache.carried.in_place()
+        if states.keys() != {*self._states}:
+            return None
+        own = [*own, *map(states.__getitem__, self._states)]
         given = self._given.copy()
         for place, x in zip(self._free, self._inputs, strict=True):
             given[place] = own[x] if x >= 0 else tickets[-1 - x].number
         used = {layer: tickets[layer] for layer in self._layers}
-        layers = cast(Sequence[PreparedLayer], cache.layers)
-        found = self._program(given, used, layers)
+        found = run_program(self._program, given, used, cache)
         if found is None:
             return None
         return self._output(logits=found[self._logits], **{self._cache_field: cache})
+
+
+def run_program(
+    program: Program, given: Sequence[Tensor], tickets: Mapping[int, Ticket], cache: Any
+) -> Sequence[Tensor] | None:
+    """Run a program on a cache's layers and states. If it is interrupted, the states are unknown:
+    see `RecurrentStates.require`."""
+    if cache.carried:
+        cache.carried.change()
+    found = program(given, tickets, cast(Sequence[PreparedLayer], cache.layers))
+    if cache.carried:
+        cache.carried.end(cache.fed)
+    return found
 
 
 def is_compilable(model: PreTrainedModel) -> bool:

@@ -26,7 +26,7 @@ from kvkeep.graph.package import Package, compile_package, compiler_options
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import NAMES, as_cache, cache_in
-from kvkeep.hf.compiled import Program, Signature, Step, step_name
+from kvkeep.hf.compiled import Program, Signature, Step, run_program, step_name
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.packed import RowsCache
 from kvkeep.hf.placing import first_position, takes_positions
@@ -107,6 +107,9 @@ class Compiler:
             name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()
         }
         self._cache, self._ran = cache, None
+        for x in cache.carried.in_place().values():
+            # Otherwise a graph would hold the state of this cache as its own.
+            vars(x).pop("_dynamo_static_input_type", None)
         try:
             limit = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
             with limit, _undeclared(self._model):
@@ -159,10 +162,12 @@ class Compiler:
         model = self._model
         if changing_ropes(model.config):
             return None
-        known = Signature([], [], [])
+        states = self._cache.carried.tensors()
+        known = Signature([], [], [], states=[*states])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(self._cache.tickets)}
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
-        asked = {id(x): index for index, x in enumerate(self._given.values())}
+        own = [*self._given.values(), *states.values()]
+        asked = {id(x): index for index, x in enumerate(own)}
         for place, x in enumerate(inputs):
             if id(x) in names and type(x) in (Tensor, nn.Parameter):
                 known.places.append(place)
@@ -207,7 +212,7 @@ class Compiler:
             assert signature is not None or packaged is None  # its steps need their tickets
             used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
             detached = [x.detach() for x in given]
-            found = program(detached, used, cast(Any, self._cache.layers))
+            found = run_program(program, detached, used, self._cache)
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
             if signature is not None:

@@ -188,6 +188,7 @@ class RowsCache(LayersCache):
     def __init__(self, config: Any) -> None:
         layers = [RowsOf(kind.window) for kind in layer_kinds(config)]
         super().__init__(layers, [Ticket(ref(layer)) for layer in layers])
+        self.carried = NoStates()
 
     def use(self, layers: Sequence[PackedLayer | None]) -> None:
         """See `RowsOf.use`."""

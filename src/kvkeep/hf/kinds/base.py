@@ -105,6 +105,10 @@ class Kind:
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Called before a forward of an attached decoder, with its arguments, which may change."""
 
+    def begin_in_graph(self, cache: Any, given: dict[str, Any]) -> None:
+        """Called in place of `begin` where the forward is traced. What depends on the cache is
+        taken from its tickets."""
+
     def unpackable(self, changes: Sequence[Handle]) -> str:
         """Why a packed forward cannot compute an attached model, as a clause about it; empty if it
         can.

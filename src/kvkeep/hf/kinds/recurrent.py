@@ -92,6 +92,12 @@ class Recurrent(Kind):
             place = torch.arange(cache.fed, cache.fed + n, device=tokens.device)
             given["position_ids"] = place[None]
 
+    def begin_in_graph(self, cache: Any, given: dict[str, Any]) -> None:
+        tokens = fed_by(given)
+        if given.get("position_ids") is None and tokens is not None:
+            place = cache.tickets[0].next_positions(tokens.shape[1], tokens.device)
+            given["position_ids"] = place.to(torch.int64)
+
     def end(self, cache: Any) -> None:
         cache.carried.end(cache.fed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import (
@@ -91,13 +92,19 @@ class KeepsStates:
         """The states, for a layer that may change what it is given in place."""
         self._require_running()
         states = self._states()
-        self.carried.change()
+        if not torch.compiler.is_compiling():  # otherwise whoever runs the program notes it
+            self.carried.change()
         return states
 
     def _require_running(self) -> None:
         """Raise UnsupportedError if there are recurrent states, and no forward of an attached model
         has begun."""
         if self.carried and not self.carried.running:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError(
+                    "this model has recurrent layers, whose states torch.compile(model) does not "
+                    "keep; call kvkeep.attach(model, compile=True), which compiles its steps"
+                )
             raise UnsupportedError(
                 "this model has recurrent layers, whose states a cache keeps only for an attached "
                 "model; call kvkeep.attach(model) first"
