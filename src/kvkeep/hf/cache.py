@@ -19,7 +19,7 @@ from kvkeep import cache as core
 from kvkeep.arguments import suggests
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.features import Feature
-from kvkeep.graph.custom_ops import Ticket, Traced
+from kvkeep.graph.custom_ops import Ticket, Traced, with_readings
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_fitting_mask
 from kvkeep.hf.handover import Handed, hand_over, taggable
@@ -225,7 +225,7 @@ class Cache(  # type: ignore[misc]
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """What a compiled graph is given for each layer."""
+        """What a compiled graph is given for each layer, and behind these for their readings."""
         return cast(Sequence[Ticket], self._traced)
 
     def expect(self, columns: int) -> None:
@@ -403,7 +403,8 @@ class Cache(  # type: ignore[misc]
                 layer.cursor.holes_after = 0
         self._handed = self._feeding = None
         self._turn = Turn()
-        self._traced: list[Traced] = [Ticket(weakref.ref(layer)) for layer in self.layers]
+        own = [Ticket(weakref.ref(layer), layer.readers) for layer in self.layers]
+        self._traced: list[Traced] = [*with_readings(own)]
         self._compilable = not self.why_not(Feature.COMPILED)
         fixed = all(layer.storage.fixed_addresses for layer in self.layers) and not self.carried
         self._fixed = fixed and self._compilable

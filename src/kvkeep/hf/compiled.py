@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, modeling_outputs
 
 from kvkeep.graph.custom_ops import Ticket
-from kvkeep.graph.package import Package, PreparedLayer
+from kvkeep.graph.package import Package
 from kvkeep.hf import saved_steps
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
@@ -79,7 +79,7 @@ class CompiledSteps(ReplacedForward):
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
             return None
-        if drops_weights(self.model) or self.gives_more:
+        if drops_weights(self.model) or self.gives_more or tokens.states.parts:
             return None
         if not self._packing.acquire(blocking=False):  # another thread packs sequences
             return None
@@ -158,9 +158,7 @@ class CompiledSteps(ReplacedForward):
         return True
 
 
-Program = Callable[
-    [Sequence[Tensor], Mapping[int, Ticket], Sequence[PreparedLayer]], Sequence[Tensor] | None
-]
+Program = Callable[[Sequence[Tensor], Sequence[Ticket]], Sequence[Tensor] | None]
 """Computes a step; see `kvkeep.graph.package.Package`."""
 
 
@@ -171,7 +169,7 @@ class Signature(NamedTuple):
         weights: the names of the model's parameters and buffers that it reads.
         places: the indices of these weights among the program's inputs, ascending.
         inputs: the other inputs, in order: the number of an argument, or, after all arguments, of a
-            state, or -1 - layer for a layer's ticket.
+            state, or -1 - index for a ticket of the cache.
         logits: the index of the logits among the results.
         output: the name of the class of the model's output.
         states: the names of the states of recurrent layers, which it changes in place.
@@ -198,7 +196,6 @@ class Step:
         self._given: list[Any] = [None] * (len(weights) + len(self._inputs))
         self._output = _output_class(model, output)
         self._cache_field = name_in(self._output) or OF_GENERATE
-        self._layers = [-1 - x for x in self._inputs if x < 0]
         for place, name in zip(places, weights, strict=True):
             self._given[place] = _weight(model, name).detach()
         self._free = [place for place, x in enumerate(self._given) if x is None]
@@ -224,7 +221,7 @@ class Step:
         given = self._given.copy()
         for place, x in zip(self._free, self._inputs, strict=True):
             given[place] = own[x] if x >= 0 else tickets[-1 - x].number
-        used = {layer: tickets[layer] for layer in self._layers}
+        used = [tickets[-1 - x] for x in self._inputs if x < 0]
         found = run_program(self._program, given, used, cache)
         if found is None:
             return None
@@ -232,13 +229,13 @@ class Step:
 
 
 def run_program(
-    program: Program, given: Sequence[Tensor], tickets: Mapping[int, Ticket], cache: Any
+    program: Program, given: Sequence[Tensor], tickets: Sequence[Ticket], cache: Any
 ) -> Sequence[Tensor] | None:
     """Run a program on a cache's layers and states. If it is interrupted, the states are unknown:
     see `RecurrentStates.require`."""
     if cache.carried:
         cache.carried.change()
-    found = program(given, tickets, cast(Sequence[PreparedLayer], cache.layers))
+    found = program(given, tickets)
     if cache.carried:
         cache.carried.end(cache.fed)
     return found

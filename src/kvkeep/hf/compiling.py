@@ -210,7 +210,7 @@ class Compiler:
             nonlocal content
             signature, tickets = self._signature(given), self._cache.tickets
             assert signature is not None or packaged is None  # its steps need their tickets
-            used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
+            used = [tickets[-1 - x] for x in signature.inputs if x < 0] if signature else []
             detached = [x.detach() for x in given]
             found = run_program(program, detached, used, self._cache)
             if found is None:

@@ -19,7 +19,9 @@ from kvkeep.hf.kinds.base import Handle, Replaced
 
 def _dbrx(module: Any, x: Tensor, ends: Tensor) -> Tensor:
     shape = module.num_experts, module.ffn_hidden_size, module.hidden_size
-    gate, up, down = (weight.view(shape) for weight in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
+    gate, up, down = (
+        weight.view(shape) for weight in (module.mlp.w1, module.mlp.v1, module.mlp.w2)
+    )
     made = module.mlp.activation_fn(grouped(x, gate.mT, ends)) * grouped(x, up.mT, ends)
     return grouped(made, down, ends)
 
@@ -55,8 +57,8 @@ def _forward(
     own: Any, module: Any, products: Any, count: str, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Args:
-        hidden: (..., width).
-        index, weights: the experts of each token, and their shares of the result, (n, k).
+    hidden: (..., width).
+    index, weights: the experts of each token, and their shares of the result, (n, k).
     """
     if not torch.compiler.is_compiling():
         found: Tensor = own(hidden, index, weights)

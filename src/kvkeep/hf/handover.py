@@ -101,6 +101,8 @@ class Handed:
     """Whether the attention function must return attention weights."""
     absorbed: Absorbed | None = None
     """The projections of a latent layer's module; None: the layer has no latents."""
+    reads: int = 0
+    """How many readings of the step were traced."""
     plain: bool = False
     """Whether the step is made at once, outside of any graph."""
 

@@ -21,7 +21,6 @@ class Shared(Kind):
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that reuse the keys and values of others",
         Feature.REREAD,
-        Feature.COMPILED,
         Feature.GRAPHED,
         Feature.EXPORTED,
         Feature.TRAINED,
