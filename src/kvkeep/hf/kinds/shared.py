@@ -22,7 +22,6 @@ class Shared(Kind):
         "has layers that reuse the keys and values of others",
         Feature.REREAD,
         Feature.GRAPHED,
-        Feature.EXPORTED,
         Feature.TRAINED,
         Feature.NARROWED,
     )
