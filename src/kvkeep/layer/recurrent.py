@@ -37,7 +37,6 @@ _HAS = "has recurrent layers"
 LACKS: Lacks = {
     **unsupported(_HAS, Feature.GRAPHED, Feature.NARROWED, Feature.HOLES),
     Feature.REREAD: f"{_HAS}, which cannot begin a part of a text anew",
-    Feature.TRAINED: f"{_HAS}, through which kvkeep computes no gradients",
     Feature.JOINED: f"{_HAS}, whose states at a text's end cannot be joined",
     Feature.PLACED: f"{_HAS}, which compute tokens in their order, not at given positions",
     Feature.PAIRS: f"{_HAS}, whose states keys and values do not tell",
