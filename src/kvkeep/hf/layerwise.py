@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.features import Feature
@@ -109,9 +110,12 @@ class Decoder(Layerwise):
             self._tuples = True  # older models take the first of what a layer returns
             try:
                 return self._embedded(columns)
-            except Exception:
+            except Exception as second:
                 self._tuples = False
-                raise error from None
+                ours = isinstance(second, UnsupportedError)
+                raise (
+                    second if ours and not isinstance(error, UnsupportedError) else error
+                ) from None
 
     def _embedded(self, columns: slice) -> Embedded:
         first: list[Tensor] = []
@@ -120,6 +124,8 @@ class Decoder(Layerwise):
         def layer(index: int, hidden: Tensor, call: Call) -> Tensor:
             if first and hidden is not first[0]:
                 raise self._refused("does something between its layers")
+            if any(isinstance(x, _Second) for x in tree_leaves(call)):
+                raise self._refused("hands more than hidden states from layer to layer")
             first.append(hidden)
             calls.append(call)
             return hidden
@@ -260,6 +266,10 @@ def _refused(model: Any, clause: str) -> UnsupportedError:
     )
 
 
+class _Second:
+    """What a stub returns beside the hidden states, where older models take the first of that."""
+
+
 class _Stub(nn.Module):
     """Replaces a layer. Other attributes are the layer's own, because models read some of them."""
 
@@ -289,7 +299,7 @@ def _stubs(
 
             def one(hidden: Tensor, call: Call, index: int = index) -> Any:
                 result = run(index, hidden, call)
-                return (result, None) if tuples else result
+                return (result, _Second()) if tuples else result
 
             modules[name] = _Stub(layer, one)
         yield

@@ -27,6 +27,10 @@ class Unattending:
     """
 
     shared: Pair | None = None
+    past: HeldSlots | None = None
+    """The slots before the chunk, with gradients."""
+    written: tuple[Tensor, ...] = ()
+    """The chunk's keys and values in the graph, if the layer writes them to its slots."""
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
@@ -100,9 +104,6 @@ class Cell(Unattending):
     """The backward's step: attention to the slots before the chunk and to the chunk's own slots,
     with gradients for both.
 
-    After `run`, `keys` and `values` are the chunk's, in the precision of slots; they are part of
-    the autograd graph.
-
     Args:
         past: the slots before the chunk.
         before: the history before the chunk.
@@ -120,7 +121,9 @@ class Cell(Unattending):
     ) -> None:
         super().__init__(states)
         self._layer, self._before = layer, before
-        self.shared = shared and tuple(x.detach().requires_grad_() for x in shared)
+        if shared is not None:
+            keys, values = (x.detach().requires_grad_() for x in shared)
+            self.shared = keys, values
         self.past = past and past._replace(
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()
         )
@@ -134,7 +137,8 @@ class Cell(Unattending):
         """Like `LayerCache.run`, but writes no slots."""
         assert inputs.position is not None
         keys, values = self.shared or encoded(self._layer, inputs.k, inputs.v)
-        self.keys, self.values = keys, values
+        if self.shared is None:
+            self.written = keys, values
         rows, n = inputs.k.shape[0], inputs.k.shape[2]
         place = inputs.position.reshape(-1, 1, n).to(torch.int32)
         if self.past is not None:

@@ -223,9 +223,8 @@ class Walk:
                     out = self._layer(index, c, hidden, step, call)
                 ends = [(out, self._store.take(gradients[c]))]
                 ends += [(step.states[name], g) for name, g in carried.states.items()]
-                if isinstance(step, Cell) and step.shared is None:
-                    pair = self._by_readers(trace, c, own)
-                    ends += zip((step.keys, step.values), pair, strict=False)
+                if step.written:
+                    ends += zip(step.written, self._by_readers(trace, c, own), strict=False)
                 reduces(self._decoder.layers[index], not c)
                 _accumulate(ends)
             assert hidden.grad is not None
@@ -234,13 +233,12 @@ class Walk:
             for leaf, x in leaves.items():
                 if x.grad is not None:
                     self._call_gradients[c][index, leaf] = self._store.put(x.grad)
-            if isinstance(step, Cell):
-                if step.shared is not None:
-                    self._add_for_owner(index, c, own, step.shared)
-                if step.past is not None:
-                    assert slots is not None
-                    slots.absorb(step.past.keys.grad, step.past.values.grad)
-                    own = slots.pop()
+            if step.shared is not None:
+                self._add_for_owner(index, c, own, step.shared)
+            if step.past is not None:
+                assert slots is not None
+                slots.absorb(step.past.keys.grad, step.past.values.grad)
+                own = slots.pop()
         return found[::-1]
 
     def _backward_step(
