@@ -215,9 +215,9 @@ def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.read`, after `step_in` with the same state and text. The last reading evicts,
     which changes the state."""
     counts = state[-2]
-    layer = _layers.get(counts)
-    if layer is None:
+    if counts not in _layers:
         raise StateError("a layer is read before its step was made; export the model again")
+    layer: LayerCache = _layers[counts]
     out: Tensor = layer.read(StepInputs(*inputs))
     _count(layer, counts)
     return out

@@ -180,7 +180,9 @@ class Program:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         by_token = self._by_token or input_ids.shape[1] == 1
         step, size = (self._single, 1) if by_token else (self._step, input_ids.shape[1])
-        parts = zip(input_ids.long().split(size, 1), mask.bool().split(size, 1), strict=True)
+        parts = zip(
+            *(torch.split(x, size, 1) for x in (input_ids.long(), mask.bool())), strict=True
+        )
         try:
             with torch.inference_mode():
                 return [cast(Tensor, step(*part)) for part in parts][-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ def _dbrx(module: Any, x: Tensor, ends: Tensor) -> Tensor:
         weight.view(shape) for weight in (module.mlp.w1, module.mlp.v1, module.mlp.w2)
     )
     made = module.mlp.activation_fn(grouped(x, gate.mT, ends)) * grouped(x, up.mT, ends)
-    return grouped(made, down, ends)
+    return cast(Tensor, grouped(made, down, ends))
 
 
 def _longcat(module: Any, x: Tensor, ends: Tensor) -> Tensor:

@@ -123,7 +123,8 @@ class _Step(nn.Module):
             Description(
                 *(str(s), layer.limit or 0, index, len(kinds)),
                 *(kind.window, isinstance(kind.window, Chunks)),
-                *([*(kind.slopes or ())], kind.latent or 0, kind.readers),
+                *([*(kind.slopes or ())], kind.latent or 0),
+                readers=kind.readers,
             )
             for index, (s, layer, kind) in enumerate(
                 zip(self.cache.specs, self.cache.layers, kinds, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -372,7 +372,8 @@ class _TextCache(KeepsStates, TellsLayers, LayersCache):
         if step.shared is not None and carries.reads is not None:
             self.tag(*step.shared, carries.reads)
         try:
-            yield self._handed
+            with self._passed.saved() if carries.stateful else nullcontext():
+                yield self._handed
         finally:
             # Break a reference cycle: keys in the graph hold the layer, and the step may hold keys.
             if layer is not None:

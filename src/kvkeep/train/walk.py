@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kvkeep.errors import ShapeError
@@ -218,15 +217,14 @@ class Walk:
             }
             step = self._backward_step(index, c, slots, dict(states))
             call, leaves = self._call_with_leaves(index, c)
-            with self._may_change_states(index):
-                with torch.enable_grad():
-                    out = self._layer(index, c, hidden, step, call)
-                ends = [(out, self._store.take(gradients[c]))]
-                ends += [(step.states[name], g) for name, g in carried.states.items()]
-                if step.written:
-                    ends += zip(step.written, self._by_readers(trace, c, own), strict=False)
-                reduces(self._decoder.layers[index], not c)
-                _accumulate(ends)
+            with torch.enable_grad():
+                out = self._layer(index, c, hidden, step, call)
+            ends = [(out, self._store.take(gradients[c]))]
+            ends += [(step.states[name], g) for name, g in carried.states.items()]
+            if step.written:
+                ends += zip(step.written, self._by_readers(trace, c, own), strict=False)
+            reduces(self._decoder.layers[index], not c)
+            _accumulate(ends)
             assert hidden.grad is not None
             found.append(self._store.put(hidden.grad))
             carried.states = {name: x.grad for name, x in states.items() if x.grad is not None}
@@ -321,11 +319,6 @@ class Walk:
             ends.append((tree_flatten(embedded.calls[index])[0][leaf], self._store.take(kept)))
         reduces(self._decoder.model, last, recurse=False)
         _accumulate(ends)
-
-    def _may_change_states(self, index: int) -> AbstractContextManager[Any]:
-        """A context in which a recurrent layer may change in place what autograd has saved."""
-        stateful = self._carries[index].stateful
-        return allow_mutation_on_saved_tensors() if stateful else nullcontext()
 
     def _layer(
         self, index: int, c: int, hidden: Tensor, step: Unattending, call: Any = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 from transformers.cache_utils import (
     DummyLayer,
@@ -151,7 +153,8 @@ class StatesOf(KeepsStates):
 
 class PassedStates:
     """The states of one layer in one chunk, as a layer of transformers uses them. Nothing that the
-    caller holds is changed in place, so gradients pass.
+    caller holds is changed in place, so gradients pass. The layer may change in place what it is
+    given, if it computes within `saved`.
 
     Args:
         held: the states before the chunk by name, which are replaced by those after it.
@@ -159,6 +162,14 @@ class PassedStates:
 
     def __init__(self, held: dict[str, Tensor]) -> None:
         self._held = held
+        self._given: dict[int, Tensor] = {}  # to the layer, by their memory, which they keep
+
+    def saved(self) -> AbstractContextManager[Any]:
+        """A context in which autograd saves copies of what the layer may change."""
+        return saved_tensors_hooks(self._copied, lambda x: x)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return x.detach().clone() if _memory(x) in self._given else x
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         """Whether there are states."""
@@ -174,7 +185,8 @@ class PassedStates:
 
     def _own(self, name: str) -> Tensor | None:
         if name in self._held:
-            self._held[name] = self._held[name].clone()
+            self._held[name] = own = self._held[name].clone()
+            self._given[_memory(own)] = own
         return self._held.get(name)
 
     def update_conv_state(
@@ -205,3 +217,7 @@ class PassedStates:
         new = recurrent_states if before is None else recurrent_states.to(before.dtype)
         self._held[name] = new.clone()
         return self._held[name]
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
