@@ -62,7 +62,8 @@ def unrolled(
 ) -> Tensor:
     """The loss, whose graph is the cached forward of all chunks; it decides without `decisions`."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with kvkeep.attach(inner):
+    # Recurrent states are changed in place, so what autograd saves of them must be copies.
+    with kvkeep.attach(inner), saved_tensors_hooks(torch.clone, lambda x: x):
         if decisions is None:
             cache = kvkeep.Cache(inner, f"{spec}@concat")
         else:
@@ -81,13 +82,6 @@ def unrolled(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
             )
         return total / (shifted(labels) != -100).sum()
-
-
-def unrolled_backward(*given: Any) -> None:
-    """Add the gradients of `unrolled`, also where recurrent states are changed in place."""
-    with saved_tensors_hooks(torch.clone, lambda x: x):
-        loss = unrolled(*given)
-    loss.backward()
 
 
 def ordinary(model: Any, ids: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
