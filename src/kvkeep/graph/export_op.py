@@ -197,12 +197,11 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
 
 
 def _count(layer: LayerCache, counts: Tensor) -> None:
-    """Record what a layer holds, once all readings are done: so a step that is interrupted before
-    them is noticed."""
-    if layer.unread:
-        return
+    """Record what a layer holds; -1 columns until all readings are done, so that a step which is
+    interrupted before them is noticed."""
     history = layer.history
-    counts.copy_(torch.tensor([history.columns, history.floor, layer.length]))
+    columns = -1 if layer.unread else history.columns
+    counts.copy_(torch.tensor([columns, history.floor, layer.length]))
 
 
 @torch.library.custom_op(

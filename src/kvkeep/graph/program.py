@@ -124,10 +124,10 @@ class Program:
 
     def _agreed(self) -> int:
         fed = {int(x[0]) for name, x in self._state.items() if name.endswith(".counts")}
-        if len(fed) > 1:
+        if len(fed) > 1 or min(fed) < 0:
             raise StateError(
-                f"the layers' counts of tokens differ ({sorted(fed)}): a step was interrupted; "
-                "reset() the program"
+                f"the layers' counts of tokens are {sorted(fed)}, which differ or are unknown: a "
+                "step was interrupted; reset() the program"
             )
         return fed.pop()
 
