@@ -53,7 +53,7 @@ def test_as_a_function_of_programs(tmp_path):
         program = Package(tmp_path / "experts.pt2")
         for offs in (OFFS, OFFS // 2, OFFS * 0):
             for a, b in zip(
-                program([*inputs[:4], offs], {}, []), Both()(*inputs[:4], offs), strict=True
+                program([*inputs[:4], offs], []), Both()(*inputs[:4], offs), strict=True
             ):
                 torch.testing.assert_close(a, b)
 

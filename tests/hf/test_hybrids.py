@@ -423,8 +423,6 @@ def test_what_cannot_work_is_refused(hybrid: Any) -> None:
     detach(plain)
     with pytest.raises(UnsupportedError, match=r"recurrent layers.*attach\(model\) first"):
         _logits(plain, _ids(), Cache(plain))
-    with pytest.raises(UnsupportedError, match="compile"):
-        attach(plain, compile=True)
     with pytest.raises(UnsupportedError, match="outside of the cache"):
         attach(model_of("recurrent_gemma"))
     attach(plain)

@@ -3,11 +3,17 @@ models and texts of its tests."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
 import kvkeep
@@ -56,7 +62,8 @@ def unrolled(
 ) -> Tensor:
     """The loss, whose graph is the cached forward of all chunks; it decides without `decisions`."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with kvkeep.attach(inner):
+    # Recurrent states are changed in place, so what autograd saves of them must be copies.
+    with kvkeep.attach(inner), saved_tensors_hooks(torch.clone, lambda x: x):
         if decisions is None:
             cache = kvkeep.Cache(inner, f"{spec}@concat")
         else:
@@ -81,6 +88,24 @@ def ordinary(model: Any, ids: Tensor, labels: Tensor, mask: Tensor | None = None
     """The loss of one forward without a cache."""
     logits = model(ids, attention_mask=mask, use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1), shifted(labels).flatten(), ignore_index=-100)
+
+
+@contextmanager
+def in_float64(model: Any) -> Iterator[None]:
+    """A context in which a model's code computes in float64 where it asks for float32, as within
+    recurrences."""
+    files = {sys.modules[type(part).__module__] for part in model.modules()}
+    files = {file for file in files if file.__name__.startswith("transformers.models.")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)
+        for file in files:
+            patch.setattr(file, "torch", _Float64("torch"))
+        yield
+
+
+class _Float64(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
 
 
 def gradients(model: Any) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from kvkeep.errors import KVKeepError, ShapeError
 from kvkeep.files.offload import Offload
 from kvkeep.train import backward, loss
+from support import sweep_configs
 from support.autograd_gradients import adapted, gradients, model_of, texts
 from support.process_group import join, start
 
@@ -33,6 +34,8 @@ CASES = [
     "dropout",
     "fewer chunks",
     "accumulated",
+    "states",
+    "shared keys",
 ]
 
 
@@ -45,6 +48,10 @@ def found(case: str, group: dist.ProcessGroup | None):
     if case == "windows and a head":
         model, labels = model_of("gemma3"), None
         head = Head()
+    if case == "states":
+        model, spec = sweep_configs.model_of("qwen3_5_text").double(), "h2o:8"
+    if case == "shared keys":
+        model, spec = model_of("gemma3n"), "h2o:8"
     if case == "dropout":
         model = adapted(model, lora_dropout=0.3).train()
         torch.manual_seed(7 if group is None else 7 + dist.get_rank(group))

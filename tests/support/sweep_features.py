@@ -24,7 +24,7 @@ from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.train import backward
-from support.autograd_gradients import error, gradients, ordinary, unrolled
+from support.autograd_gradients import error, gradients, in_float64, ordinary, unrolled
 from support.packed_logits import packed_logits
 from support.sweep_configs import model_of
 from support.sweep_page import (
@@ -220,12 +220,13 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
                 exact(ids)
             except Exception as its:
                 raise UnsupportedError(f"unattached, in float64, it raises {said(its)}") from its
-            for spec in ("keep_all", WINDOW, EVICT):
-                backward(exact, ids, ids, cache=spec, chunk=CHUNKS[0])
-                found = gradients(exact)
-                way = () if spec == "keep_all" else (spec, CHUNKS[0])
-                loss = unrolled(exact, ids, ids, *way) if way else ordinary(exact, ids, ids)
-                loss.backward()
+            for spec in ("keep_all",) if own else ("keep_all", WINDOW, EVICT):
+                with in_float64(exact):
+                    backward(exact, ids, ids, cache=spec, chunk=CHUNKS[0])
+                    found = gradients(exact)
+                    way = () if spec == "keep_all" else (spec, CHUNKS[0])
+                    loss = unrolled(exact, ids, ids, *way) if way else ordinary(exact, ids, ids)
+                    loss.backward()
                 off = error(found, gradients(exact))
                 if not off <= GRADIENT:
                     return f"gradients with {spec} off by {off:.2g} of their norm"

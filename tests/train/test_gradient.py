@@ -11,6 +11,7 @@ from support.autograd_gradients import (
     adapted,
     error,
     gradients,
+    in_float64,
     model_of,
     ordinary,
     texts,
@@ -104,6 +105,44 @@ def test_latents_and_indices(kind, spec):
     model.set_experts_implementation("eager")  # torch's own takes no float64
     ids, labels, mask = texts(3, TOKENS, pads=PADS)
     assert compare(model, ids, labels, spec, mask) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    every(
+        3,
+        [
+            ("qwen3_5_text", "h2o:8"),
+            ("jamba", "h2o:8"),  # which reads its states token by token
+            ("gemma4_text", "h2o:8"),
+            *product(["bamba", "falcon_h1", "lfm2"], ["window:8,sinks=2", "h2o:8"]),
+            *product(["gemma3n_text", "gemma4_text"], ["window:8,sinks=2", "tova:8+int8"]),
+        ],
+    ),
+)
+def test_recurrent_states_and_shared_keys(kind, spec):
+    """With a budget the gradients of the same decisions, and without one those of whole texts."""
+    model = sweep_configs.model_of(kind).double()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's own takes no float64
+    ids, labels, mask = texts(2, TOKENS, pads=(5, 0))
+    with in_float64(model):
+        assert compare(model, ids, labels, spec, mask) < 1e-10
+        backward(model, ids, labels, chunk=CHUNK, attention_mask=mask)
+        ours = gradients(model)
+        ordinary(model, ids, labels, mask).backward()
+    # Gemma normalises and scales with numbers that are float32 in its file.
+    assert error(ours, gradients(model)) < (1e-6 if "gemma" in kind else 1e-10)
+
+
+def test_the_states_of_a_model_that_does_not_attend():
+    model = sweep_configs.model_of("mamba2").double()
+    ids, labels, _ = texts(2, TOKENS)
+    with in_float64(model):
+        backward(model, ids, labels, chunk=CHUNK)
+        ours = gradients(model)
+        ordinary(model, ids, labels).backward()
+    assert error(ours, gradients(model)) < 1e-10
 
 
 @pytest.mark.parametrize("policy", every(2, sorted(EXAMPLES)))

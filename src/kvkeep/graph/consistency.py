@@ -19,6 +19,7 @@ from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION
 from kvkeep.spec import CacheSpec
 
+_OF_LAYERS = (torch.ops.kvkeep.step_in.default, torch.ops.kvkeep.read_in.default)
 _PLACEHOLDER, _COUNTS, _PADS = "placeholder", "counts", "pads"
 
 
@@ -38,6 +39,7 @@ def require_consistent(
     if room < 1 or vocabulary < 1:
         raise ValueError(f"it has room for {room} tokens and a vocabulary of {vocabulary}")
     layers = list(_layers(traced))
+    _require_readings(traced)
     if [description.spec for description, _ in layers] != list(specs):
         raise ValueError("the specs in its header differ from those of its layers")
     for index, (description, state) in enumerate(layers):
@@ -78,6 +80,19 @@ def _layers(traced: ExportedProgram) -> Iterator[tuple[Description, Mapping[str,
                     f"{name} of a layer is {tuple(x.shape)} {x.dtype}, not {shape} {dtype}"
                 )
         yield description, found
+
+
+def _require_readings(traced: ExportedProgram) -> None:
+    """Raise ValueError unless each reading follows a step of its layer, and has its state."""
+    stepped = []
+    for node in traced.graph.nodes:
+        if node.target in _OF_LAYERS:
+            state, text = node.args[:2]
+            layer = text, [_source(part) for part in state]
+            if node.target is torch.ops.kvkeep.step_in.default:
+                stepped.append(layer)
+            elif layer not in stepped:
+                raise ValueError(f"{node.name} reads a layer that has made no step")
 
 
 def _source(node: Node) -> str:

@@ -8,7 +8,8 @@ compiled in.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from struct import Struct
 from typing import Any, Protocol, cast
@@ -61,6 +62,10 @@ class Traced(Protocol):
         """Whether the state is on the device, so that eager code calls these methods too."""
 
     @property
+    def readers(self) -> int:
+        """How many layers read the layer after each step."""
+
+    @property
     def fed(self) -> Tensor:
         """Columns fed to the layer, int64 ()."""
 
@@ -70,6 +75,38 @@ class Traced(Protocol):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, with positions as `next_positions` returns them."""
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """Like `LayerCache.read`."""
+
+
+class Readings:
+    """The readings of a layer after its step, each as a step.
+
+    Args:
+        layer: the layer that has the slots.
+    """
+
+    padded = True  # its positions are those of the step
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    @property
+    def fed(self) -> int:
+        """Columns fed."""
+        return int(self._layer.fed)
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """See `LayerCache.next_positions`."""
+        return cast(Tensor, self._layer.next_positions(n, device, real))
+
+    def prepare(self) -> None:
+        """No reading is prepared: Python makes it."""
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.read`."""
+        return cast(Tensor, self._layer.read(inputs))
 
 
 _tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
@@ -83,15 +120,18 @@ class Ticket:
 
     Args:
         find: returns the layer, such as a weak reference to it; None: it no longer exists.
+        readers: how many layers read this one after each step.
 
     Attributes:
         number: the ticket as a tensor; copies of the tensor refer to no prepared step.
+        readings: the tickets of the layer's readings: one if it has readers.
     """
 
     on_device = False
 
-    def __init__(self, find: Callable[[], SteppedLayer | None]) -> None:
-        self._find, self._number = find, next(_numbers)
+    def __init__(self, find: Callable[[], SteppedLayer | None], readers: int = 0) -> None:
+        self._find, self._number, self.readers = find, next(_numbers), readers
+        self.readings = [Ticket(partial(_readings, find))] if readers else []
         _tickets[self._number] = self
         self._memory = bytearray(_TICKET.size)
         with torch.inference_mode(False):
@@ -143,6 +183,20 @@ class Ticket:
     def run(self, inputs: StepInputs) -> Tensor:
         """See `Traced`."""
         return cast(Tensor, step(self.number, *inputs.in_graph))
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """See `Traced`."""
+        return self.readings[0].run(inputs)
+
+
+def _readings(find: Callable[[], SteppedLayer | None]) -> Readings | None:
+    layer = find()
+    return None if layer is None else Readings(layer)
+
+
+def with_readings(tickets: Sequence[Ticket]) -> list[Ticket]:
+    """The tickets of layers, and behind them those of their readings."""
+    return [*tickets, *(one for ticket in tickets for one in ticket.readings)]
 
 
 def ticket_of(number: int) -> Ticket:

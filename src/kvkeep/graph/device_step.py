@@ -74,7 +74,7 @@ class DeviceStep(Step):
         OutOfMemoryError: there is no memory for `tokens` tokens.
     """
 
-    on_device = True
+    on_device, readers = True, 0
     padded = True  # positions are never read on the host
 
     def __init__(self, layer: LayerCache, cursors: Cursors, tokens: int | None = None) -> None:
@@ -163,6 +163,10 @@ class DeviceStep(Step):
                 "token, or close() the steps first"
             )
         return self._step(inputs)
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """Not called: no layer reads this one."""
+        raise NotImplementedError("a layer on the device is read by no other")
 
     def _extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None

@@ -42,6 +42,7 @@ class Description:
         chunked: whether the window begins at a multiple of its size.
         slopes: the layer's slopes; empty: it has none.
         latent: the width of values that are elements of keys; 0: they are not.
+        readers: number of layers that read this one after each step.
     """
 
     spec: str
@@ -52,6 +53,7 @@ class Description:
     chunked: bool = False
     slopes: list[float] = field(default_factory=list)
     latent: int = 0
+    readers: int = 0
 
     def build(self) -> LayerCache:
         """Build an empty layer. Its keys have no centre, which a program's state does not hold."""
@@ -66,6 +68,7 @@ class Description:
             capacity=self.capacity,
             slopes=tuple(self.slopes) or None,
             latent=self.latent or None,
+            readers=self.readers,
         )
         layer.cursor.holes_after = self.holes_after
         return layer
@@ -110,10 +113,12 @@ class LayerTensors(nn.Module):
     """
 
     on_device = False
+    readers: int
 
     def __init__(self, description: Description, like: LayerCache) -> None:
         super().__init__()
         layer = description.build()
+        self.readers = description.readers
         require_exportable(CacheSpec.parse(description.spec))
         known = like.history.geometry
         assert known is not None
@@ -143,6 +148,10 @@ class LayerTensors(nn.Module):
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, with position int32 (B, n)."""
         return cast(Tensor, step_in(list(self.buffers()), self.text, *inputs.in_graph))
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """Like `LayerCache.read`."""
+        return cast(Tensor, read_in(list(self.buffers()), self.text, *inputs.in_graph))
 
 
 @lru_cache(maxsize=1024)
@@ -181,10 +190,35 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     history.geometry = Geometry.of(asked.k, asked.v) if history.columns else None
     layer.adopt_planes(history, dict(zip(names, planes, strict=True)), slots)
     out = run(layer, asked)
+    if layer.history.pads is not None:
+        pads.copy_(layer.history.pads)
+    _count(layer, counts)
+    return out
+
+
+def _count(layer: LayerCache, counts: Tensor) -> None:
+    """Record what a layer holds; -1 columns until all readings are done, so that a step which is
+    interrupted before them is noticed."""
     history = layer.history
-    counts.copy_(torch.tensor([history.columns, history.floor, layer.length]))
-    if history.pads is not None:
-        pads.copy_(history.pads)
+    columns = -1 if layer.unread else history.columns
+    counts.copy_(torch.tensor([columns, history.floor, layer.length]))
+
+
+@torch.library.custom_op(
+    "kvkeep::read_in",
+    mutates_args=("state",),
+    schema=f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
+    tags=ON_HOST,
+)
+def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
+    """`LayerTensors.read`, after `step_in` with the same state and text. The last reading evicts,
+    which changes the state."""
+    counts = state[-2]
+    if counts not in _layers:
+        raise StateError("a layer is read before its step was made; export the model again")
+    layer: LayerCache = _layers[counts]
+    out: Tensor = layer.read(StepInputs(*inputs))
+    _count(layer, counts)
     return out
 
 
@@ -192,6 +226,7 @@ _layers = WeakTensorKeyDictionary()  # layers by `counts`; each step loads a lay
 
 
 @step_in.register_fake
+@read_in.register_fake
 def _(
     state: Sequence[Tensor], text: str, q: Tensor, k: Tensor, v: Tensor, *others: object
 ) -> Tensor:

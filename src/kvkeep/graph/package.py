@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from zipfile import ZipFile
 
 import torch
@@ -93,16 +93,14 @@ class Package:
     def __call__(
         self,
         given: Sequence[Tensor],
-        tickets: Mapping[int, Ticket],
-        layers: Sequence[PreparedLayer],
+        tickets: Sequence[Ticket],
     ) -> Sequence[Tensor] | None:
         """Run the program; return its results, or None, with nothing changed, if another thread is
         running it.
 
         Args:
             given: all inputs, in order.
-            tickets: the tickets among the inputs, by layer index.
-            layers: the layers.
+            tickets: the tickets among the inputs.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -112,8 +110,8 @@ class Package:
         ready: list[tuple[Ticket, PreparedStep]] = []
         with ExitStack() as ended:  # ends every step, even if one raises
             ended.callback(self._busy.release)
-            for place, ticket in tickets.items():
-                layer = layers[place]
+            for ticket in tickets:
+                layer = cast(PreparedLayer, ticket.layer)
                 step = layer.prepare()
                 ticket.prepare(layer.fed, step)
                 if step is not None:
@@ -125,7 +123,7 @@ class Package:
             try:
                 return self._program.run(given)
             except RuntimeError:
-                if any(ticket.result == RAISED for ticket in tickets.values()):
+                if any(ticket.result == RAISED for ticket in tickets):
                     raise raised() or KeyboardInterrupt() from None
                 for ticket, step in ready:
                     require_memory(ticket.result, step.count)

@@ -32,7 +32,9 @@ from kvkeep.errors import (
 from kvkeep.files.atomic import whole_file, write_all
 from kvkeep.files.headers import typed
 from kvkeep.graph.consistency import require_consistent
-from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401  (what programs call)
+from kvkeep.graph.export_op import read_in as _read_in  # noqa: F401  (what programs call)
+from kvkeep.graph.export_op import step_in as _step_in  # noqa: F401
+from kvkeep.graph.linear_op import grouped as _grouped  # noqa: F401
 from kvkeep.graph.vetting import why_refused
 from kvkeep.reading import open_file
 from kvkeep.storage.allocate import free_bytes
@@ -40,6 +42,9 @@ from kvkeep.version import __version__
 
 FORMAT = 1
 """The file format's version: the only one written and read."""
+
+STATES = "states."
+"""What the names of the buffers with the states of recurrent layers begin with."""
 
 _HEADER = "kvkeep.json"
 _MOST_JSON = 1 << 28
@@ -98,10 +103,11 @@ class Program:
         self._step: nn.Module = traced.module()
         self._single: Callable[..., Any] = self._step
         self._state = {
-            name.removeprefix("layers."): tensor
+            name: tensor
             for name, tensor in self._step.named_buffers()
-            if name.startswith("layers.")
+            if name.startswith(("layers.", STATES))
         }
+        self._by_token = tokens_of(traced) == 1
 
     def __repr__(self) -> str:
         kept = " ".join(dict.fromkeys(self.header.specs))
@@ -118,10 +124,10 @@ class Program:
 
     def _agreed(self) -> int:
         fed = {int(x[0]) for name, x in self._state.items() if name.endswith(".counts")}
-        if len(fed) > 1:
+        if len(fed) > 1 or min(fed) < 0:
             raise StateError(
-                f"the layers' counts of tokens differ ({sorted(fed)}): a step was interrupted; "
-                "reset() the program"
+                f"the layers' counts of tokens are {sorted(fed)}, which differ or are unknown: a "
+                "step was interrupted; reset() the program"
             )
         return fed.pop()
 
@@ -172,10 +178,14 @@ class Program:
                 f"at {room}; reset() it, or export it with more, such as @fixed:{2 * room}"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        step = self._single if input_ids.shape[1] == 1 else self._step
+        by_token = self._by_token or input_ids.shape[1] == 1
+        step, size = (self._single, 1) if by_token else (self._step, input_ids.shape[1])
+        parts = zip(
+            *(torch.split(x, size, 1) for x in (input_ids.long(), mask.bool())), strict=True
+        )
         try:
             with torch.inference_mode():
-                return cast(Tensor, step(input_ids.long(), mask.bool()))
+                return [cast(Tensor, step(*part)) for part in parts][-1]
         except (KVKeepError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # raised by a file's operators
@@ -241,6 +251,14 @@ class Program:
             raise _unusable(path, "loaded", error) from error
         program._path = Path(path)
         return program
+
+
+def tokens_of(traced: ExportedProgram) -> int | torch.SymInt:
+    """How many tokens a traced step takes: 1 if the model has recurrent layers, whose other
+    forwards depend on the number of tokens; otherwise a symbol."""
+    name = traced.graph_signature.user_inputs[0]
+    found = next(node for node in traced.graph.nodes if node.name == name)
+    return cast("int | torch.SymInt", found.meta["val"].shape[1])
 
 
 def _unusable(path: str | os.PathLike[str], how: str, error: Exception) -> SavedCacheError:

@@ -419,8 +419,10 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
         on_device = cache.tickets[0].on_device
         cache.awaited = None if tokens is None or on_device else fed + tokens.shape[1]
     ask_for_weights(decoder, cache, given)
-    if not compiling:
-        for kind in cache.kinds:
+    for kind in cache.kinds:
+        if compiling:
+            kind.begin_in_graph(cache, given)
+        else:
             kind.begin(cache, decoder, given)
 
 

@@ -19,10 +19,10 @@ from kvkeep import cache as core
 from kvkeep.arguments import suggests
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.features import Feature
-from kvkeep.graph.custom_ops import Ticket, Traced
+from kvkeep.graph.custom_ops import Ticket, Traced, with_readings
 from kvkeep.hf.config import ATTACHMENT, base_config, decoder_config, is_routed
 from kvkeep.hf.demands import require_fitting_mask
-from kvkeep.hf.handover import Handed, hand_over
+from kvkeep.hf.handover import Handed, hand_over, taggable
 from kvkeep.hf.interface.like_dynamic import LikeDynamic
 from kvkeep.hf.interface.model_layers import ModelLayers
 from kvkeep.hf.interface.transformers_names import TransformersNames
@@ -147,6 +147,7 @@ class Cache(  # type: ignore[misc]
         if torch.compiler.is_compiling():
             self._require_routed()
             require(self.config, Feature.COMPILED, "call the model uncompiled")
+            key_states, value_states = taggable(key_states, value_states)
             hand_over(key_states, value_states, layer, traced)
             return key_states, value_states
         if layer_idx == 0:
@@ -218,12 +219,13 @@ class Cache(  # type: ignore[misc]
             and not (self.weights or self.written_out or self.lent)
             and self._compilable
             and not self.layers[0].padded
+            and not (self.carried and self.layers[0].record_past)
             and is_routed(self.config)
         )
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """What a compiled graph is given for each layer."""
+        """What a compiled graph is given for each layer, and behind these for their readings."""
         return cast(Sequence[Ticket], self._traced)
 
     def expect(self, columns: int) -> None:
@@ -401,9 +403,10 @@ class Cache(  # type: ignore[misc]
                 layer.cursor.holes_after = 0
         self._handed = self._feeding = None
         self._turn = Turn()
-        self._traced: list[Traced] = [Ticket(weakref.ref(layer)) for layer in self.layers]
+        own = [Ticket(weakref.ref(layer), layer.readers) for layer in self.layers]
+        self._traced: list[Traced] = [*with_readings(own)]
         self._compilable = not self.why_not(Feature.COMPILED)
-        fixed = all(layer.storage.fixed_addresses for layer in self.layers)
+        fixed = all(layer.storage.fixed_addresses for layer in self.layers) and not self.carried
         self._fixed = fixed and self._compilable
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:

@@ -26,6 +26,8 @@ from kvkeep.hf.parallel import is_parallel
 from kvkeep.host import Specs
 from kvkeep.planes import Chunks
 
+_NEAR = 1e-4
+
 DEFAULT_SPEC = "keep_all@fixed:2048"
 
 
@@ -74,9 +76,11 @@ def _exported(
     model: PreTrainedModel, spec: Specs, rows: int, tokenizer: Any
 ) -> tuple[ExportedProgram, Header]:
     step = _Step(model, spec, rows)
-    some = 4  # a size of 1 would be traced as a constant; the program checks its room itself
+    # A size of 1 is traced as a constant; the program checks its room itself. With recurrent layers
+    # it feeds tokens one by one.
+    some = 1 if step.state_names else 4
     example = torch.zeros(rows, some, dtype=torch.int64, device=model.device)
-    tokens = {1: Dim("tokens", min=1, max=max(some, min(step.room, 2**20)))}
+    tokens = {1: Dim("tokens", min=1, max=max(some, min(step.room, 2**20)))} if some > 1 else {}
     try:
         with torch.no_grad():
             traced = torch.export.export(
@@ -120,6 +124,7 @@ class _Step(nn.Module):
                 *(str(s), layer.limit or 0, index, len(kinds)),
                 *(kind.window, isinstance(kind.window, Chunks)),
                 *([*(kind.slopes or ())], kind.latent or 0),
+                readers=kind.readers,
             )
             for index, (s, layer, kind) in enumerate(
                 zip(self.cache.specs, self.cache.layers, kinds, strict=True)
@@ -127,13 +132,45 @@ class _Step(nn.Module):
         ]
         with torch.inference_mode():
             first = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
-            model(first, **as_cache(model, self.cache))
+            logits = model(first, **as_cache(model, self.cache)).logits
         pairs = zip(self.descriptions, self.cache.layers, strict=True)
         self.layers = nn.ModuleList(LayerTensors(text, layer) for text, layer in pairs)
+        self.states, self.state_names = nn.Module(), [*self.cache.carried.tensors()]
+        for name, x in self._empty_states(first, logits).items():
+            self.states.register_buffer(name.replace(".", "_"), x)
         self.cache.reset()
+        self.cache.carried.running = True
         self.cache._traced = [x for x in self.layers if isinstance(x, LayerTensors)]
         self.cache_name, self.first = cache_name(model), first_position(model)
         self.shortened = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def _empty_states(self, first: Tensor, logits: Tensor) -> dict[str, Tensor]:
+        """The states of recurrent layers before the first token: zeros.
+
+        Args:
+            first: a token of each row, (B, 1), which the cache has been fed.
+            logits: what the model returned.
+
+        Raises:
+            UnsupportedError: with states of zeros the model returns other logits.
+        """
+        cache = self.cache
+        empty = {
+            name: torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            for name, x in cache.carried.tensors().items()
+        }
+        if not empty:
+            return empty
+        cache.reset()
+        cache.carried.load({name: x.clone() for name, x in empty.items()})
+        with torch.inference_mode():
+            found = self.model(first, **as_cache(self.model, cache)).logits
+        if not torch.allclose(found, logits, rtol=_NEAR, atol=_NEAR * float(logits.abs().max())):
+            raise UnsupportedError(
+                f"the recurrent layers of {type(self.model).__name__} begin with states that are "
+                "not zeros, which programs do not hold; run the model itself"
+            )
+        return empty
 
     @property
     def room(self) -> int:
@@ -149,6 +186,9 @@ class _Step(nn.Module):
         assert isinstance(first, LayerTensors)
         position = first.next_positions(input_ids.shape[1], input_ids.device, real)
         asked: dict[str, Any] = {"logits_to_keep": 1} if self.shortened else {}
+        states = dict(zip(self.state_names, self.states.buffers(), strict=True))
+        before = [x.clone() for x in states.values()]
+        self.cache.carried.hold(states)
         logits: Tensor = self.model(
             input_ids,
             attention_mask=position[:, None, None],
@@ -157,4 +197,7 @@ class _Step(nn.Module):
             **{self.cache_name: self.cache},
             **asked,
         ).logits
+        for x, old in zip(states.values(), before, strict=True):
+            own = real.view(-1, *[1] * (x.dim() - 1))  # padding, of one token, changes no state
+            x.copy_(torch.where(own, x, old))
         return logits[:, -1]

@@ -101,6 +101,8 @@ class Handed:
     """Whether the attention function must return attention weights."""
     absorbed: Absorbed | None = None
     """The projections of a latent layer's module; None: the layer has no latents."""
+    reads: int = 0
+    """How many readings of the step were traced."""
     plain: bool = False
     """Whether the step is made at once, outside of any graph."""
 
@@ -118,3 +120,9 @@ def hand_over(k: Tensor, v: Tensor, layer: ModelLayer, traced: Traced | None) ->
             handed.versions = k._version, v._version
     k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
     return handed
+
+
+def taggable(*given: Tensor) -> tuple[Tensor, ...]:
+    """Tensors that can be tagged: in traced code views of them, because torch's compiler sets no
+    attribute of a result of an operation that has several, such as `chunk`."""
+    return tuple(x.view_as(x) for x in given) if torch.compiler.is_compiling() else given

@@ -7,27 +7,30 @@ layers, which also show whether it computes anything between them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.features import Feature
-from kvkeep.hf.attach import attach_routed, unwrapped
+from kvkeep.hf.attach import attach, attach_routed, unwrapped
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import decoder_config, decoder_of, is_routed
+from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.kinds import layer_kinds, require
+from kvkeep.hf.interface.model_layers import ModelLayers, TellsLayers
+from kvkeep.hf.kinds import KeepsStates, PassedStates, kinds_of, layer_kinds, require
 from kvkeep.host import LayerKind
-from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
+from kvkeep.host.layerwise import Carries, ChunkStep, Embedded, LayerStep, Layerwise
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.history import History
+from kvkeep.layer.recurrent import NoStates
 from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs, require_causal
 
@@ -58,20 +61,32 @@ class Decoder(Layerwise):
         inner = unwrapped(model)
         _require_layerwise(inner)
         self._base, self.decoder = inner, decoder_of(inner)
-        kinds = layer_kinds(inner.config)
-        self._modules = _layers_of(self.decoder, len(kinds))
+        text, attending = decoder_config(inner.config), layer_kinds(inner.config)
+        self._kinds = kinds_of(text)
+        self._modules = _layers_of(self.decoder, _count(text, attending))
         check_tokens(inner, input_ids)
-        vocabulary: int = decoder_config(inner.config).vocab_size
+        vocabulary: int = text.vocab_size
         layers = [layer for layer in self._modules._modules.values() if layer is not None]
         super().__init__(inner, input_ids, attention_mask, layers=layers, vocabulary=vocabulary)
-        self._cache = _TextCache(self, kinds)
+        states = next(filter(None, (kind.states(text) for kind in self._kinds)), NoStates())
+        told = ModelLayers.of(attending, states.places, len(layers))
+        self._cache = _TextCache(self, attending, told)
+        reads = {at: of for kind in self._kinds for at, of in kind.reads(text).items()}
+        slots = {kind.place: at for at, kind in enumerate(attending) if not kind.counts}
+        self.carries = [
+            Carries(slots.get(reads.get(at, at)), reads.get(at), at in states.places)
+            for at in range(len(layers))
+        ]
         self._tuples = False  # whether the model takes the hidden states from tuples
         self._attachment: Any = None
 
     def __enter__(self) -> Self:
         self._reshard()
-        if not is_routed(decoder_config(self._base.config)):
+        attends = all(kind.attends for kind in self._kinds)
+        if attends and not is_routed(decoder_config(self._base.config)):
             self._attachment = attach_routed(self._base, "the gradient of a text")
+        elif not hasattr(self.decoder, ATTACHMENT):
+            self._attachment = attach(self._base, linears=False)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -95,9 +110,12 @@ class Decoder(Layerwise):
             self._tuples = True  # older models take the first of what a layer returns
             try:
                 return self._embedded(columns)
-            except Exception:
+            except Exception as second:
                 self._tuples = False
-                raise error from None
+                ours = isinstance(second, UnsupportedError)
+                raise (
+                    second if ours and not isinstance(error, UnsupportedError) else error
+                ) from None
 
     def _embedded(self, columns: slice) -> Embedded:
         first: list[Tensor] = []
@@ -106,6 +124,8 @@ class Decoder(Layerwise):
         def layer(index: int, hidden: Tensor, call: Call) -> Tensor:
             if first and hidden is not first[0]:
                 raise self._refused("does something between its layers")
+            if any(isinstance(x, _Second) for x in tree_leaves(call)):
+                raise self._refused("hands more than hidden states from layer to layer")
             first.append(hidden)
             calls.append(call)
             return hidden
@@ -117,13 +137,16 @@ class Decoder(Layerwise):
         return Embedded(first[0], list(calls), outputs)
 
     def layer(
-        self, index: int, columns: slice, hidden: Tensor, call: Call, step: LayerStep
+        self, index: int, columns: slice, hidden: Tensor, call: Call, step: ChunkStep
     ) -> Tensor:
-        module = self.layers[index]
+        module, carries = self.layers[index], self.carries[index]
+        given = call.kwargs
         self._cache.seek(columns.start)
-        with self._cache.attending(index, step) as handed:
-            out = module(hidden, *call.args, **call.kwargs)
-            if [one.taken for one in handed] != [True]:
+        with self._cache.running(carries, step) as handed:
+            for kind in self._kinds:
+                given = kind.handing(given, step.shared)
+            out = module(hidden, *call.args, **given)
+            if [one.taken for one in handed] != [True] * (carries.slots is not None):
                 raise self._refused(
                     "has a layer that does not attend once to the keys that it gives to its cache"
                 )
@@ -151,7 +174,8 @@ class Decoder(Layerwise):
 
     def logits(self, columns: slice, output: Tensor) -> Tensor:
         logits = getattr(self._forward(columns, self._returning(output)), "logits", None)
-        if logits is None or logits.shape[:2] != output.shape[:2]:
+        shape = len(self.input_ids), columns.stop - columns.start
+        if logits is None or logits.shape[:2] != shape:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has no logits for each token; give a head, a "
                 "function of hidden states"
@@ -169,18 +193,29 @@ class Decoder(Layerwise):
         """Run the whole model with `layer` in place of each layer. `last`: only the last token's
         logits are needed."""
         options: dict[str, Any] = {}
-        if last and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            options["logits_to_keep"] = 1
-        mask = self.attention_mask
+        model, ids, mask = self.model, self.input_ids[:, columns], self.attention_mask
+        narrows = any(kind.narrows for kind in self._kinds)
+        if last and narrows and not isinstance(model, FSDPModule):
+            model = self.decoder  # which computes no logits
+        if "logits_to_keep" in inspect.signature(model.forward).parameters and (last or narrows):
+            options["logits_to_keep"] = torch.arange(ids.shape[1]) if narrows else 1
+        for kind in self._kinds:
+            kind.place(options, ids, columns.start)
         self._cache.seek(columns.start)
         with _stubs(self._modules, layer, tuples=self._tuples):
-            return self.model(
-                input_ids=self.input_ids[:, columns],
+            return model(
+                input_ids=ids,
                 attention_mask=None if mask is None else mask[:, : columns.stop],
                 use_cache=True,
-                **as_cache(self.model, self._cache),
+                **as_cache(model, self._cache),
                 **options,
             )
+
+
+def _count(text: Any, attending: Sequence[LayerKind]) -> int:
+    """The number of a model's layers."""
+    names = getattr(text, "layer_types", None)
+    return len(attending) if names is None else len(names)
 
 
 def _require_trainable_adapters(model: Any) -> None:
@@ -231,6 +266,10 @@ def _refused(model: Any, clause: str) -> UnsupportedError:
     )
 
 
+class _Second:
+    """What a stub returns beside the hidden states, where older models take the first of that."""
+
+
 class _Stub(nn.Module):
     """Replaces a layer. Other attributes are the layer's own, because models read some of them."""
 
@@ -260,7 +299,7 @@ def _stubs(
 
             def one(hidden: Tensor, call: Call, index: int = index) -> Any:
                 result = run(index, hidden, call)
-                return (result, None) if tuples else result
+                return (result, _Second()) if tuples else result
 
             modules[name] = _Stub(layer, one)
         yield
@@ -294,14 +333,28 @@ class _TextLayer(AttendingLayer):
         return self.attention.run(inputs)
 
 
-class _TextCache(LayersCache):
-    """The cache of a model whose layers are run one by one, after some columns of a text."""
+class _TextCache(KeepsStates, TellsLayers, LayersCache):
+    """The cache of a model whose layers are run one by one, after some columns of a text.
 
-    def __init__(self, text: Layerwise, kinds: list[LayerKind]) -> None:
+    Args:
+        kinds: the layers that attend.
+        model_layers: all layers.
+    """
+
+    def __init__(self, text: Layerwise, kinds: list[LayerKind], model_layers: ModelLayers) -> None:
         super().__init__(())
-        self._text, self._kinds = text, kinds
+        self._text, self._kinds, self.model_layers = text, kinds, model_layers
         self._handed = list[Handed]()
+        self._passed = PassedStates({})
         self.seek(0)
+
+    def index(self, place: int) -> int:
+        return self.model_layers.indices.get(place, 0)
+
+    def _states(self) -> PassedStates:
+        return self._passed
+
+    _states_to_change = _states
 
     def seek(self, columns: int) -> None:
         """Set the state to that after `columns` columns."""
@@ -309,16 +362,23 @@ class _TextCache(LayersCache):
         self.layers = [_TextLayer(self._text, history, kind) for kind in self._kinds]
 
     @contextmanager
-    def attending(self, index: int, step: LayerStep) -> Iterator[list[Handed]]:
-        """Let `step` compute the attention of one layer; yields a list of the tags issued so
-        far."""
-        layer, self._handed = self.layers[index], []
-        layer.attention = step
+    def running(self, carries: Carries, step: ChunkStep) -> Iterator[list[Handed]]:
+        """Let `step` compute the attention of one layer, and hold its states; yields a list of the
+        tags issued so far."""
+        layer = None if carries.slots is None else self.layers[carries.slots]
+        self._handed, self._passed = [], PassedStates(step.states)
+        if layer is not None:
+            layer.attention = step
+        if step.shared is not None and carries.reads is not None:
+            self.tag(*step.shared, carries.reads)
         try:
-            yield self._handed
+            with self._passed.saved() if carries.stateful else nullcontext():
+                yield self._handed
         finally:
             # Break a reference cycle: keys in the graph hold the layer, and the step may hold keys.
-            layer.attention, self._handed = None, []
+            if layer is not None:
+                layer.attention = None
+            self._handed, self._passed = [], PassedStates({})
 
     @property
     def handed(self) -> Handed:

@@ -5,7 +5,7 @@ from typing import NoReturn
 from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
 from kvkeep.host.contract import Host, Narrowed
 from kvkeep.host.keep_until import Marker, keep_until
-from kvkeep.host.layerwise import Embedded, LayerStep, Layerwise
+from kvkeep.host.layerwise import Carries, ChunkStep, Embedded, LayerStep, Layerwise
 from kvkeep.host.packed import Packed, Piece, packed
 from kvkeep.host.registry import host_of, load_model, register
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
@@ -14,6 +14,8 @@ from kvkeep.renamed import refuse_name
 __all__ = [
     "DEFAULT_SPEC",
     "Activation",
+    "Carries",
+    "ChunkStep",
     "Embedded",
     "Host",
     "LayerKind",

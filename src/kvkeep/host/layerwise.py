@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -21,11 +21,41 @@ class LayerStep(Protocol):
         """The output (B, Hq, n, Dv); `position` is int32 (n,) or (B, n) with -1 for padding."""
 
 
+class ChunkStep(LayerStep, Protocol):
+    """What a layer computes with for one chunk.
+
+    Attributes:
+        states: the layer's recurrent states before the chunk by name, (B, ...) each, none before
+            the first token; `Layerwise.layer` replaces them by those after it.
+        shared: the chunk's keys and values, (B, H, n, D) each, of the earlier layer whose slots the
+            layer reads; None: it reads no other layer's.
+    """
+
+    states: dict[str, Tensor]
+    shared: tuple[Tensor, Tensor] | None
+
+
+class Carries(NamedTuple):
+    """What a layer carries from chunk to chunk.
+
+    Args:
+        slots: the index, among the layers of a cache, of the slots that it attends to; None: it
+            does not attend.
+        reads: the index of the earlier layer that writes these slots; None: it writes them itself.
+        stateful: whether it is recurrent.
+    """
+
+    slots: int | None
+    reads: int | None = None
+    stateful: bool = False
+
+
 class Embedded(NamedTuple):
     """The results of a model before its first layer.
 
     `hidden` (B, n, width) is the first layer's input. `calls` has one entry for each layer: its
-    remaining arguments, in nested tuples, lists and dicts, without gradients. `outputs` are further
+    remaining arguments, in nested tuples, lists and dicts, with gradients as `hidden`. `outputs`
+    are further
     results that must receive a gradient of zero in a backward (FSDP2 waits for a gradient of the
     whole model's output).
     """
@@ -49,7 +79,10 @@ class Layerwise(ABC):
 
     Attributes:
         attention_mask: as given; None if no token is padding.
+        carries: what each layer carries.
     """
+
+    carries: Sequence[Carries]
 
     def __init__(
         self,
@@ -64,6 +97,7 @@ class Layerwise(ABC):
         self.layers, self.vocabulary = list(layers), vocabulary
         padded = attention_mask is not None and not bool(attention_mask.bool().all())
         self.attention_mask = attention_mask if padded else None
+        self.carries = [Carries(index) for index in range(len(self.layers))]
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +136,7 @@ class Layerwise(ABC):
 
     @abstractmethod
     def layer(
-        self, index: int, columns: slice, hidden: Tensor, call: Any, step: LayerStep
+        self, index: int, columns: slice, hidden: Tensor, call: Any, step: ChunkStep
     ) -> Tensor:
         """Run one layer on a chunk, with attention by `step`: hidden (B, n, width) -> the same.
 

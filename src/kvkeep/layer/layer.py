@@ -276,6 +276,7 @@ class LayerCache(Drafts):
         with cursor.turn, cursor.moved():
             cursor.slots.adopt_planes(planes, length, history.rows)
             cursor.history, cursor.journal = history, []
+            cursor.forget_readings()
             if empty is not None:
                 self.storage.evict(empty)
 

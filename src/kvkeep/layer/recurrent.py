@@ -35,10 +35,8 @@ class StateSpec(NamedTuple):
 _HAS = "has recurrent layers"
 
 LACKS: Lacks = {
-    **unsupported(_HAS, Feature.COMPILED, Feature.GRAPHED, Feature.NARROWED, Feature.HOLES),
+    **unsupported(_HAS, Feature.GRAPHED, Feature.NARROWED, Feature.HOLES),
     Feature.REREAD: f"{_HAS}, which cannot begin a part of a text anew",
-    Feature.EXPORTED: f"{_HAS}, whose states kvkeep does not export",
-    Feature.TRAINED: f"{_HAS}, through which kvkeep computes no gradients",
     Feature.JOINED: f"{_HAS}, whose states at a text's end cannot be joined",
     Feature.PLACED: f"{_HAS}, which compute tokens in their order, not at given positions",
     Feature.PAIRS: f"{_HAS}, whose states keys and values do not tell",
@@ -131,6 +129,16 @@ class RecurrentStates(ABC):
                 else f"the recurrent layers were fed {self.columns} tokens, but the attention "
                 f"layers {columns}; reset() the cache and feed the tokens again"
             )
+
+    def in_place(self) -> dict[str, Tensor]:
+        """The tensors by name, for a program that reads them and changes them in place: contiguous,
+        and of no inference mode."""
+        held = self.tensors()
+        if any(x.is_inference() or not x.is_contiguous() for x in held.values()):
+            dense = torch.contiguous_format
+            with torch.inference_mode(False), torch.no_grad():
+                self.load({name: x.clone(memory_format=dense) for name, x in held.items()})
+        return self.tensors()
 
     # -- marks ------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host import (
+    ChunkStep,
     Embedded,
     Host,
     LayerKind,
-    LayerStep,
     Layerwise,
     ModelCache,
     Narrowed,
@@ -225,7 +225,7 @@ class _Layerwise(Layerwise):
         return Embedded(embedded(self.model, self.input_ids[:, columns]), [()] * len(self.layers))
 
     def layer(
-        self, index: int, columns: slice, hidden: Tensor, call: Any, step: LayerStep
+        self, index: int, columns: slice, hidden: Tensor, call: Any, step: ChunkStep
     ) -> Tensor:
         position = self.positions(columns)
         steps: list[Any] = [None] * index + [step]

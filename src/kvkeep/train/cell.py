@@ -1,7 +1,5 @@
-"""The attention of one layer for one chunk, in the forward and in the backward of training.
-
-Each class replaces a `LayerCache` as a `LayerStep` (see `kvkeep.host.layerwise`).
-"""
+"""What one layer computes with for one chunk, in the forward and in the backward of training: each
+class is a `ChunkStep` (see `kvkeep.host.layerwise`)."""
 
 from __future__ import annotations
 
@@ -17,15 +15,40 @@ from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
 from kvkeep.train.slots import HeldSlots
 
+Pair = tuple[Tensor, Tensor]
+"""Keys (B, H, n, Dk) and values (B, H, n, Dv) of a chunk, in the precision of slots."""
 
-class Recorder:
+
+class Unattending:
+    """The step of a layer that does not attend.
+
+    Args:
+        states: see `ChunkStep`.
+    """
+
+    shared: Pair | None = None
+    past: HeldSlots | None = None
+    """The slots before the chunk, with gradients."""
+    written: tuple[Tensor, ...] = ()
+    """The chunk's keys and values in the graph, if the layer writes them to its slots."""
+
+    def __init__(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Not called."""
+        raise NotImplementedError("a layer attends that its kind says does not")
+
+
+class Recorder(Unattending):
     """The forward's step. It records evictions, so that the backward can repeat them.
 
     `before` and `after`: positions evicted before and after the chunk's attention, int32
     (B, 1|H, c) each.
     """
 
-    def __init__(self, layer: LayerCache) -> None:
+    def __init__(self, layer: LayerCache, states: dict[str, Tensor]) -> None:
+        super().__init__(states)
         self._layer = layer
 
     def sighted(self, queries: Tensor) -> Sighted:
@@ -35,7 +58,13 @@ class Recorder:
     def run(self, inputs: StepInputs) -> Tensor:
         """As `LayerCache.run`."""
         self.before = self._layer.cursor.evicted = []
+        self._given = inputs.k, inputs.v
         return self._layer.run(inputs, self._attend)
+
+    @property
+    def pair(self) -> Pair:
+        """The chunk's keys and values."""
+        return encoded(self._layer, *self._given)
 
     def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
         """The same operations as in `Cell`, so that both give the same bits; a separate call
@@ -54,10 +83,11 @@ class Captured(Exception):  # noqa: N818 - not an error
         self.found = k, v, position
 
 
-class Capture:
+class Capture(Unattending):
     """Stops a layer before its attention by raising `Captured`."""
 
-    def __init__(self, layer: LayerCache) -> None:
+    def __init__(self, layer: LayerCache, states: dict[str, Tensor]) -> None:
+        super().__init__(states)
         self._layer = layer
 
     def sighted(self, queries: Tensor) -> Sighted:
@@ -70,20 +100,30 @@ class Capture:
         raise Captured(*encoded(self._layer, inputs.k, inputs.v), inputs.position)
 
 
-class Cell:
+class Cell(Unattending):
     """The backward's step: attention to the slots before the chunk and to the chunk's own slots,
     with gradients for both.
-
-    After `run`, `keys` and `values` are the chunk's, in the precision of slots; they are part of
-    the autograd graph.
 
     Args:
         past: the slots before the chunk.
         before: the history before the chunk.
+        states: see `ChunkStep`.
+        shared: the chunk's keys and values, if the layer reads those of an earlier one.
     """
 
-    def __init__(self, layer: LayerCache, past: HeldSlots | None, before: History) -> None:
+    def __init__(
+        self,
+        layer: LayerCache,
+        past: HeldSlots | None,
+        before: History,
+        states: dict[str, Tensor],
+        shared: Pair | None = None,
+    ) -> None:
+        super().__init__(states)
         self._layer, self._before = layer, before
+        if shared is not None:
+            keys, values = (x.detach().requires_grad_() for x in shared)
+            self.shared = keys, values
         self.past = past and past._replace(
             keys=past.keys.detach().requires_grad_(), values=past.values.detach().requires_grad_()
         )
@@ -96,7 +136,9 @@ class Cell:
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, but writes no slots."""
         assert inputs.position is not None
-        self.keys, self.values = keys, values = encoded(self._layer, inputs.k, inputs.v)
+        keys, values = self.shared or encoded(self._layer, inputs.k, inputs.v)
+        if self.shared is None:
+            self.written = keys, values
         rows, n = inputs.k.shape[0], inputs.k.shape[2]
         place = inputs.position.reshape(-1, 1, n).to(torch.int32)
         if self.past is not None:

@@ -8,7 +8,7 @@ works as in one process, and the processes compute different layers at the same 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -295,9 +295,14 @@ def layer_state(message: Message, history: History) -> LayerState:
     return LayerState(history, parts)
 
 
-def of_slots(slots: Slots) -> Message:
-    """A layer's slots after some chunks, from which the backward of the next chunks starts."""
-    return Message({"encoded": slots.encoded}, slots.past._asdict())
+def of_slots(slots: Slots | None) -> Message:
+    """A layer's slots after some chunks, from which the backward of the next chunks starts; None:
+    it has none."""
+    return (
+        Message({}, {})
+        if slots is None
+        else Message({"encoded": slots.encoded}, slots.past._asdict())
+    )
 
 
 def slots_from(message: Message, store: Offload, layer: LayerCache) -> Slots:
@@ -305,6 +310,28 @@ def slots_from(message: Message, store: Offload, layer: LayerCache) -> Slots:
     return Slots(store, layer, HeldSlots(**message.tensors), message.about["encoded"])
 
 
-def of_gradients(slots: Slots) -> Message:
+def of_gradients(slots: Slots | None) -> Message:
     """The gradients of a layer's slots: keys (B, H, S, Dk) and values (B, H, S, Dv)."""
-    return Message({}, dict(zip(("keys", "values"), slots.gradients, strict=True)))
+    found = () if slots is None else zip(("keys", "values"), slots.gradients, strict=True)
+    return Message({}, dict(found))
+
+
+_STATES = "states."
+
+
+def with_states(message: Message, states: Mapping[str, Tensor]) -> Message:
+    """A message with a layer's recurrent states, or their gradients, added."""
+    return message._replace(
+        tensors=message.tensors | {_STATES + name: x for name, x in states.items()}
+    )
+
+
+def without_states(message: Message) -> tuple[Message, dict[str, Tensor]]:
+    """The inverse of `with_states`."""
+    states = {
+        name.removeprefix(_STATES): x
+        for name, x in message.tensors.items()
+        if name.startswith(_STATES)
+    }
+    rest = {name: x for name, x in message.tensors.items() if not name.startswith(_STATES)}
+    return message._replace(tensors=rest), states

@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kvkeep.errors import ShapeError
 from kvkeep.files.offload import Kept, Offload
-from kvkeep.host import Embedded, Host, LayerStep, Layerwise, Specs, per_layer
+from kvkeep.host import Embedded, Host, Layerwise, Specs, per_layer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
-from kvkeep.train.cell import Capture, Captured, Cell, Recorder
-from kvkeep.train.chain import (
-    Chain,
-    Message,
-    layer_state,
-    of_gradients,
-    of_layer,
-    of_slots,
-    slots_from,
-)
+from kvkeep.train.cell import Capture, Captured, Cell, Unattending
+from kvkeep.train.chain import Chain, Message, of_gradients, of_slots, with_states, without_states
+from kvkeep.train.passing import Passing, Reading, Recording, Trace, slots_before
 from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
 
@@ -42,9 +37,12 @@ class Walk:
     chunks.
 
     So only one layer's cache is in memory at a time. Each layer's input for each chunk goes to
-    `store`, and the positions that its policy evicted to host memory; all else is recomputed. With
-    several processes (`chain`), each has some of the chunks, and `chunks` and `outputs` are its
-    own; in the backward, a process with n processes after it holds the slots of up to n + 1 layers.
+    `store`, with the recurrent states before it, and the positions that its policy evicted to host
+    memory; all else is recomputed. A layer that reads an earlier one's slots walks through them as
+    that layer did; the earlier layer's keys and values, and their gradients by its readers, are
+    kept for each chunk. With several processes (`chain`), each has some of the chunks, and `chunks`
+    and `outputs` are its own; in the backward, a process with n processes after it holds the slots
+    of up to n + 1 layers.
 
     After `forward`, `decisions` has each layer's evictions, call by call, for `replaying`.
 
@@ -70,9 +68,14 @@ class Walk:
         self.chain, own, self._all = chain, chain.share(len(chunks)), len(chunks)
         self._numbers, self.chunks = list(own), [chunks[c] for c in own]
         self._caches = host.new_cache([one.differentiable() for one in specs]).layers
+        for cache in self._caches:
+            cache.readers = 0  # it settles at once: readers walk through its slots later
+        self._carries = decoder.carries
+        self._read = {own.reads for own in self._carries if own.reads is not None}
         self._calls: list[Any] = []
-        self._inputs: list[list[Kept]] = []  # by layer that gradients reach, then by chunk
-        self._evicted: list[list[list[Tensor]]] = []
+        self._leaves: list[list[int]] = []  # by layer, tensors of its call that need gradients
+        self._call_gradients: list[dict[tuple[int, int], Kept]] = [{} for _ in self.chunks]
+        self._traces: dict[int, Trace] = {}  # by layer that gradients reach, or that they read
         self.outputs: list[Kept] = []  # outputs of the last layer, by chunk
         self.decisions: Decisions = []
         draws = any(part.training for part in decoder.model.modules())
@@ -82,46 +85,62 @@ class Walk:
 
     def forward(self, *, trained: bool = True) -> None:
         """Compute the last layer's outputs. `trained`: keep the inputs of `backward`."""
-        self._first = self._lowest_trained() if trained else len(self._caches)
+        self._first = self._lowest_trained() if trained else len(self._carries)
         states = []
         for c, columns in enumerate(self.chunks):
             with torch.no_grad(), self._random(c):
                 embedded = self._decoder.embed(columns)
             states.append(self._store.put(embedded.hidden))
             self._calls.append(self._store.put_tree(embedded.calls, {}))
-        for index, cache in enumerate(self._caches):
+        for index in range(len(self._carries)):
             if self.chunks:
-                states = self._layer_forward(index, cache, states)
+                states = self._layer_forward(index, states)
         self.outputs = states
 
-    def _layer_forward(self, index: int, cache: LayerCache, states: list[Kept]) -> list[Kept]:
+    def _layer_forward(self, index: int, inputs: list[Kept]) -> list[Kept]:
         """A layer's inputs -> its outputs, one per chunk."""
-        if not self.chain.first:
-            before = self._decoder.history(self.chunks[0].start)
-            cache.cursor.evicted = []  # while evictions are recorded, rows are not parted
-            cache.restore(layer_state(self.chain.from_previous(), before))
-        evicted: list[list[Tensor]] = [[]]  # before the first chunk, then after each chunk
+        trace, keeps = Trace(inputs), index >= self._first
+        passing = self._passing(index, trace)
         after = []
         for c, columns in enumerate(self.chunks):
-            hidden = self._store.get(states[c])
+            hidden = self._store.get(inputs[c])
             if self._on_layer is not None:
                 self._on_layer(index, hidden, columns)
-            step = Recorder(cache)
+            if keeps:
+                trace.marks.append({n: self._store.put(x) for n, x in passing.states.items()})
+            step = passing.step(c)
             with torch.no_grad():
                 after.append(self._store.put(self._layer(index, c, hidden, step)))
-            evicted[-1] += [x.cpu() for x in step.before]
-            evicted.append([x.cpu() for x in step.after])
-            if index < self._first:
-                self._store.drop(states[c])
+            passing.end(c, step)
+            if not keeps:
+                self._store.drop(inputs[c])
         if self.chain.behind:
-            self.chain.to_next(of_layer(cache.state()))
-        cache.reset()
-        self.decisions.append([x for calls in evicted for x in calls])
-        if index >= self._first:
-            self._inputs.append(states)
-            self._evicted.append(evicted)
+            self.chain.to_next(with_states(passing.message(), passing.states))
+        passing.close()
+        if isinstance(passing, Recording):
+            self.decisions.append([x for calls in trace.evicted for x in calls])
+        if keeps or index in self._read:
+            self._traces[index] = trace
         give_back()
         return after
+
+    def _passing(self, index: int, trace: Trace) -> Passing:
+        """How a layer passes this process's chunks."""
+        own, start = self._carries[index], self.chunks[0].start
+        before = None if self.chain.first else self.chain.from_previous()
+        states: dict[str, Tensor] = {}
+        if before is not None:
+            before, states = without_states(before)
+        if own.slots is None:
+            return Passing(states)
+        cache, store, text = self._caches[own.slots], self._store, self._decoder
+        if own.reads is not None:
+            read = self._traces[own.reads]
+            return Reading(cache, read, store, text, self.chunks, before)
+        passing = Recording(cache, trace, store, states, read=index in self._read)
+        if before is not None:
+            passing.restore(before, text, start)
+        return passing
 
     def backward(self, gradients: list[Kept]) -> None:
         """Add the gradients of all parameters, given the gradients of the last layer's outputs."""
@@ -136,22 +155,21 @@ class Walk:
             with torch.enable_grad(), self._random(c):
                 embedded = self._decoder.embed(columns)
             gradient = self._store.take(gradients[c])
-            if embedded.hidden.requires_grad:
-                self._embedding_backward(embedded, gradient, last=c == len(self.chunks) - 1)
+            self._embedding_backward(c, embedded, gradient, last=c == len(self.chunks) - 1)
 
-    def _with_slots(self) -> Iterator[tuple[int, Slots, Iterable[Tensor]]]:
-        """For each layer, from the last to the first: its index, its slots after this process's
-        chunks, and their gradients from later chunks, (B, H, S, D) for keys and values. When the
-        caller resumes, the slots must be those before these chunks, with their gradients.
+    def _with_slots(self) -> Iterator[tuple[int, Carried, Message | None]]:
+        """For each layer, from the last to the first: its index, what it carries after this
+        process's chunks, and the gradients of that from later chunks. When the caller resumes, it
+        must be what the layer carries before these chunks, with its gradients.
 
         Slots are computed from the first process to the last, gradients from the last to the first.
         So a process with n processes after it computes the slots of n layers ahead. Otherwise every
         layer would wait for a whole pass along the chain.
         """
         chain = self.chain
-        indices = range(len(self._caches) - 1, self._first - 1, -1)
+        indices = range(len(self._carries) - 1, self._first - 1, -1)
         to_come = 0 if chain.first else len(indices)  # messages due from the previous process
-        arrived, waiting, ahead = deque[Message](), iter(indices), deque[Slots]()
+        arrived, waiting, ahead = deque[Message](), iter(indices), deque[Slots | None]()
 
         def compute() -> Message | None:
             """Compute the slots of the next layer; return the message for the next process."""
@@ -168,83 +186,160 @@ class Walk:
                 chain.to_next(message)
         for index in indices:
             message = compute()
-            given = chain.swap_with_next(message).tensors.values() if chain.behind else ()
-            slots = ahead.popleft()
-            yield index, slots, given
+            given = chain.swap_with_next(message) if chain.behind else None
+            carried = Carried(ahead.popleft())
+            yield index, carried, given
             if not chain.first:
-                found = chain.swap_with_previous(of_gradients(slots), bool(to_come))
+                gradients = with_states(of_gradients(carried.slots), carried.states)
+                found = chain.swap_with_previous(gradients, bool(to_come))
                 if found is not None:
                     arrived.append(found)
                     to_come -= 1
 
     def _layer_backward(
-        self, index: int, gradients: list[Kept], slots: Slots, given: Iterable[Tensor]
+        self, index: int, gradients: list[Kept], carried: Carried, given: Message | None
     ) -> list[Kept]:
         """Gradients of a layer's outputs -> gradients of its inputs, one per chunk. Adds the
         gradients of its parameters. The given gradients and the inputs are removed from `store`."""
-        cache, inputs = self._caches[index], self._inputs.pop()
+        trace, slots = self._traces[index], carried.slots
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
-        if self.chain.behind:
-            slots.absorb(*given)
-            own = slots.pop()
+        if given is not None:
+            given, carried.states = without_states(given)
+            if slots is not None:
+                slots.absorb(*given.tensors.values())
+                own = slots.pop()
         for c in reversed(range(len(self.chunks))):
-            hidden = self._store.take(inputs[c]).detach().requires_grad_()
-            before = self._decoder.history(self.chunks[c].start)
-            cell = Cell(cache, slots.past if self.chunks[c].start else None, before)
+            hidden = self._store.take(trace.inputs[c]).detach().requires_grad_()
+            states = {
+                name: self._store.take(x).detach().requires_grad_()
+                for name, x in trace.marks[c].items()
+            }
+            step = self._backward_step(index, c, slots, dict(states))
+            call, leaves = self._call_with_leaves(index, c)
             with torch.enable_grad():
-                out = self._layer(index, c, hidden, cell)
-            results = zip(
-                (out, cell.keys, cell.values), (self._store.take(gradients[c]), *own), strict=False
-            )
-            ends = [(x, g.to(x.dtype)) for x, g in results if x.requires_grad]
+                out = self._layer(index, c, hidden, step, call)
+            ends = [(out, self._store.take(gradients[c]))]
+            ends += [(step.states[name], g) for name, g in carried.states.items()]
+            if step.written:
+                ends += zip(step.written, self._by_readers(trace, c, own), strict=False)
             reduces(self._decoder.layers[index], not c)
-            accumulate([x for x, _ in ends], [g for _, g in ends])
+            _accumulate(ends)
             assert hidden.grad is not None
             found.append(self._store.put(hidden.grad))
-            if cell.past is not None:
-                slots.absorb(cell.past.keys.grad, cell.past.values.grad)
+            carried.states = {name: x.grad for name, x in states.items() if x.grad is not None}
+            for leaf, x in leaves.items():
+                if x.grad is not None:
+                    self._call_gradients[c][index, leaf] = self._store.put(x.grad)
+            if step.shared is not None:
+                self._add_for_owner(index, c, own, step.shared)
+            if step.past is not None:
+                assert slots is not None
+                slots.absorb(step.past.keys.grad, step.past.values.grad)
                 own = slots.pop()
         return found[::-1]
 
-    def _replayed(self, index: int, before: Message | None) -> Slots:
-        """The layer's slots after this process's chunks, or before the text's last chunk, with the
-        records that `pop` needs to undo each chunk. `before`: the previous process's slots."""
-        cache, evicted = self._caches[index], self._evicted.pop()
-        if before is None:
-            slots = Slots(self._store, cache)
-        else:
-            slots = slots_from(before, self._store, cache)
-            slots.evict(evicted[0])
-        inputs = self._inputs[index - self._first]
+    def _backward_step(
+        self, index: int, c: int, slots: Slots | None, states: dict[str, Tensor]
+    ) -> Unattending:
+        """What a layer computes a chunk with, with gradients."""
+        own, start = self._carries[index], self.chunks[c].start
+        if own.slots is None or slots is None:
+            return Unattending(states)
+        pair = None if own.reads is None else self._traces[own.reads].pair(c, self._store)
+        past = slots.past if start else None
+        return Cell(self._caches[own.slots], past, self._decoder.history(start), states, pair)
+
+    def _by_readers(self, trace: Trace, c: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gradients of a chunk's keys and values: from later chunks, and by the layers that read
+        them."""
+        if c not in trace.pair_gradients:
+            return own
+        by_readers = tuple(self._store.take(x) for x in trace.pair_gradients.pop(c))
+        return tuple(map(torch.add, own, by_readers)) if own else by_readers
+
+    def _add_for_owner(
+        self, index: int, c: int, own: tuple[Tensor, ...], shared: tuple[Tensor, Tensor]
+    ) -> None:
+        """Add a reader's gradients of a chunk's keys and values to those of the layer that it
+        reads. `own`: from later chunks."""
+        read = self._carries[index].reads
+        assert read is not None
+        trace = self._traces[read]
+        here = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in shared)
+        here = tuple(map(torch.add, own, here)) if own else here
+        sums = self._by_readers(trace, c, here)
+        trace.pair_gradients[c] = tuple(map(self._store.put, sums))
+
+    def _replayed(self, index: int, before: Message | None) -> Slots | None:
+        """The slots that a layer attends to after this process's chunks, or before the text's last
+        chunk, with the records that `pop` needs to undo each chunk; None: it does not attend.
+        `before`: the previous process's slots."""
+        own = self._carries[index]
+        if own.slots is None:
+            return None
+        cache, written = self._caches[own.slots], index if own.reads is None else own.reads
+        trace = self._traces[written]
+        slots = slots_before(cache, trace, self._store, before)
         for c in range(len(self.chunks) - (not self.chain.behind)):
-            try:
-                with torch.no_grad():
-                    self._layer(index, c, self._store.get(inputs[c]), Capture(cache))
-            except Captured as captured:
-                k, v, position = captured.found
-            slots.push(k, v, position, evicted[c + 1])
+            if trace.pairs:
+                k, v = trace.pair(c, self._store)
+                position = self._decoder.positions(self.chunks[c])
+            else:
+                k, v, position = self._captured(index, c, cache)
+            slots.push(k, v, position, trace.evicted[c + 1])
         return slots
 
-    def _embedding_backward(self, embedded: Embedded, gradient: Tensor, *, last: bool) -> None:
-        """Add the gradients of the parameters before the first layer, given its input's gradient.
-        `last`: no further call follows."""
-        others = embedded.outputs
-        reduces(self._decoder.model, last, recurse=False)
-        accumulate([embedded.hidden, *others], [gradient, *map(torch.zeros_like, others)])
+    def _captured(self, index: int, c: int, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys, values and positions of a chunk, computed again."""
+        trace = self._traces[index]
+        states = {name: self._store.get(x) for name, x in trace.marks[c].items()}
+        try:
+            with torch.no_grad():
+                hidden = self._store.get(trace.inputs[c])
+                self._layer(index, c, hidden, Capture(cache, states))
+        except Captured as captured:
+            return captured.found
+        raise RuntimeError("a layer did not attend")
 
-    def _layer(self, index: int, c: int, hidden: Tensor, step: LayerStep) -> Tensor:
+    def _call_with_leaves(self, index: int, c: int) -> tuple[Any, dict[int, Tensor]]:
+        """A layer's call for a chunk, and its tensors that need gradients, by their numbers."""
+        call = self._store.get_tree(self._calls[c][index])
+        flat, structure = tree_flatten(call)
+        leaves = {leaf: flat[leaf].detach().requires_grad_() for leaf in self._leaves[index]}
+        return tree_unflatten([leaves.get(i, x) for i, x in enumerate(flat)], structure), leaves
+
+    def _embedding_backward(
+        self, c: int, embedded: Embedded, gradient: Tensor, *, last: bool
+    ) -> None:
+        """Add the gradients of the parameters before the first layer, given those of its input and
+        of the layers' calls. `last`: no further call follows."""
+        ends = [(embedded.hidden, gradient), *((x, torch.zeros_like(x)) for x in embedded.outputs)]
+        for (index, leaf), kept in self._call_gradients[c].items():
+            ends.append((tree_flatten(embedded.calls[index])[0][leaf], self._store.take(kept)))
+        reduces(self._decoder.model, last, recurse=False)
+        _accumulate(ends)
+
+    def _layer(
+        self, index: int, c: int, hidden: Tensor, step: Unattending, call: Any = None
+    ) -> Tensor:
         # Autocast may have cached casts of the weights without gradients, or from another graph.
         torch.clear_autocast_cache()
-        call = self._store.get_tree(self._calls[c][index])
+        call = self._store.get_tree(self._calls[c][index]) if call is None else call
         with self._random(c, index):
             return self._decoder.layer(index, self.chunks[c], hidden, call, step)
 
     def _lowest_trained(self) -> int:
-        """Index of the first layer that gradients must reach; 0 if the embedding needs them too."""
+        """Index of the first layer that gradients must reach; 0 if the embedding needs them too.
+        Finds the tensors of the layers' calls that do."""
         with torch.enable_grad(), self._random(0):
-            if self._decoder.embed(slice(0, 1)).hidden.requires_grad:
-                return 0
+            embedded = self._decoder.embed(slice(0, 1))
+        self._leaves = [
+            [i for i, x in enumerate(tree_flatten(call)[0]) if _needs_gradient(x)]
+            for call in embedded.calls
+        ]
+        if embedded.hidden.requires_grad or any(self._leaves):
+            return 0
         trained = [any(p.requires_grad for p in x.parameters()) for x in self._decoder.layers]
         return trained.index(True) if any(trained) else len(trained)
 
@@ -261,6 +356,26 @@ class Walk:
                 seed = torch.manual_seed if self._devices else torch.default_generator.manual_seed
                 seed(self._seed + (layer + 1) * self._all + number)
             yield
+
+
+@dataclass
+class Carried:
+    """What a layer carries between two chunks, in the backward: its slots with their gradients, if
+    it attends, and the gradients of its recurrent states."""
+
+    slots: Slots | None
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _accumulate(ends: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Accumulate the gradients of tensors where they are required."""
+    found = [(x, g.to(x.dtype)) for x, g in ends if x.requires_grad]
+    if found:
+        accumulate([x for x, _ in found], [g for _, g in found])
+
+
+def _needs_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:

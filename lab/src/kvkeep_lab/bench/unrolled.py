@@ -57,12 +57,21 @@ def _through_layer(
             given: Tensor, columns: slice = columns, call: Any = call, held: Any = held
         ) -> Tensor:
             layer.restore(held)  # differentiable copies
-            return decoder.layer(index, columns, given, call, layer)
+            return decoder.layer(index, columns, given, call, _Step(layer))
 
         found.append(_checkpointed(cell, given))
         held = layer.state()
     layer.reset()
     return found
+
+
+class _Step:
+    """The step of a layer that carries slots only."""
+
+    shared: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, layer: LayerCache) -> None:
+        self.run, self.states = layer.run, dict[str, Tensor]()
 
 
 def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:

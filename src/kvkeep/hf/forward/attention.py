@@ -126,6 +126,10 @@ def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
 def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: Tensor) -> Tensor:
     """Run the step of the layer that tagged the keys, or, after it, a reading."""
     again, handed.taken = handed.taken, True
+    if again and torch.compiler.is_compiling():
+        handed.reads += 1
+        assert handed.traced is not None  # `_misused`
+        return handed.traced.read(inputs._replace(position=_parts(mask)[0]))
     if again:
         assert isinstance(handed.layer, ReadLayer)  # `_misused`
         return _in_own_dtype(handed.layer.read, inputs, explicit)
@@ -231,11 +235,18 @@ def _is_positions(mask: Tensor | None) -> bool:
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
     """Why these are not the tensors as the cache returned them, used for the first time, or as
     often as layers share them; empty if they are."""
-    if handed.taken and not (isinstance(handed.layer, ReadLayer) and handed.layer.unread):
+    if handed.taken and not _is_read(handed):
         return "attends more than once to what it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"
     return ""
+
+
+def _is_read(handed: Handed) -> bool:
+    """Whether another layer may read the layer after the step that was made."""
+    if torch.compiler.is_compiling():
+        return handed.traced is not None and handed.reads < handed.traced.readers
+    return isinstance(handed.layer, ReadLayer) and handed.layer.unread > 0
 
 
 def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import unrouted
+from kvkeep.hf.forward.experts import gathering
 from kvkeep.hf.forward.masks import MaskRequest
 from kvkeep.hf.forward.placing import placing
 from kvkeep.hf.interface.layers_cache import LayersCache
@@ -307,7 +308,7 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
             own = module._attn
             yield Replaced(module, "_attn", partial(_core, own, _CORES[known], name, module))
         elif known:
-            found = (change(module) for change in (absorbed, choosing, placing))
+            found = (change(module) for change in (absorbed, choosing, gathering, placing))
             yield from filter(None, found)
 
 

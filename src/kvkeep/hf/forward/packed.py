@@ -3,7 +3,7 @@ row, or, in a compiled step, as rows with one token each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.graph.custom_ops import Ticket
+from kvkeep.graph.custom_ops import Ticket, with_readings
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import ATTACHMENT, changing_ropes, decoder_config, decoder_of, is_routed
 from kvkeep.hf.forward.placing import Placed, takes_positions
@@ -172,13 +172,21 @@ class RowsOf(AttendingLayer):
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of all rows: (rows, Hq, 1, Dv); 0 in spare rows."""
-        layer, q, v = self._layer, inputs.q, inputs.v
+        layer = self._layer
         assert layer is not None
-        count = len(layer)
+        position = layer.next_positions(len(layer), inputs.q.device)
+        return self._of_rows(layer.run, inputs._replace(position=position))
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """A reading of all rows; see `run`."""
+        assert self._layer is not None
+        return self._of_rows(self._layer.read, inputs)
+
+    def _of_rows(self, run: Callable[[StepInputs], Tensor], inputs: StepInputs) -> Tensor:
+        assert self._layer is not None
+        q, v, count = inputs.q, inputs.v, len(self._layer)
         out = q.new_zeros(len(q), q.shape[1], 1, v.shape[3])
-        position = layer.next_positions(count, q.device)
-        several = _several(inputs, count)._replace(position=position)
-        out[:count] = layer.run(several).transpose(0, 2)
+        out[:count] = run(_several(inputs, count)).transpose(0, 2)
         return out
 
 
@@ -186,8 +194,12 @@ class RowsCache(LayersCache):
     """The `cache` argument of a compiled step of several sequences."""
 
     def __init__(self, config: Any) -> None:
-        layers = [RowsOf(kind.window) for kind in layer_kinds(config)]
-        super().__init__(layers, [Ticket(ref(layer)) for layer in layers])
+        kinds = layer_kinds(config)
+        layers = [RowsOf(kind.window) for kind in kinds]
+        pairs = zip(layers, kinds, strict=True)
+        own = [Ticket(ref(layer), kind.readers) for layer, kind in pairs]
+        super().__init__(layers, with_readings(own))
+        self.carried = NoStates()
 
     def use(self, layers: Sequence[PackedLayer | None]) -> None:
         """See `RowsOf.use`."""

@@ -48,22 +48,30 @@ def placing(module: nn.Module) -> Handle | None:
 
 
 def _forward(own: Any, *args: Any, **kwargs: Any) -> Any:
-    compiling = torch.compiler.is_compiling()
-    positions = None if compiling else _PLACED.get()
-    if compiling and kwargs.get("position_ids") is None and isinstance(args[0], Tensor):
-        text, *rest = *args, kwargs.get("cache_length", 0)
-        positions = torch.arange(text.shape[1], device=text.device) + rest[0]
-    return own(*args, **kwargs if positions is None else kwargs | {"position_ids": positions})
+    if not torch.compiler.is_compiling():
+        positions = _PLACED.get()
+        return own(*args, **kwargs if positions is None else kwargs | {"position_ids": positions})
+    # Computed from the columns that the cache holds, which are a tensor in a graph.
+    names = _parameters(type(own.__self__).forward)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    text = given[names[0]]
+    if given.get("position_ids") is None and text is not None:
+        whole = isinstance(text, Tensor)  # or its shape
+        device = text.device if whole else own.__self__.weight.device
+        count = text.shape[1] if whole else text[1]
+        start = given.get("cache_length", 0)
+        given["position_ids"] = torch.arange(count, device=device) + start
+    return own(**given)
 
 
 def takes_positions(module: nn.Module) -> bool:
     """Whether a module's forward takes positions."""
-    return _takes_positions(type(module).forward)
+    return "position_ids" in _parameters(type(module).forward)
 
 
 @cache
-def _takes_positions(forward: Callable[..., Any]) -> bool:  # packed forwards ask in each step
-    return "position_ids" in inspect.signature(forward).parameters
+def _parameters(forward: Callable[..., Any]) -> list[str]:  # packed forwards ask in each step
+    return [*inspect.signature(forward).parameters]
 
 
 def first_position(model: PreTrainedModel) -> int:

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from kvkeep.graph.custom_ops import Ticket
-from kvkeep.hf.handover import Handed, MaskLength, ModelLayer, hand_over
+from kvkeep.hf.handover import Handed, MaskLength, ModelLayer, hand_over, taggable
 
 
 class LayersCache(transformers.Cache):
@@ -37,6 +37,7 @@ class LayersCache(transformers.Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Tag the new keys and values; returns them."""
+        key_states, value_states = taggable(key_states, value_states)
         self.tag(key_states, value_states, layer_idx)
         return key_states, value_states
 

@@ -27,6 +27,7 @@ from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.shared import Shared
 from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
+from kvkeep.hf.kinds.states import PassedStates as PassedStates
 from kvkeep.hf.kinds.states import states_in as states_in
 from kvkeep.hf.kinds.states_alone import StatesAlone
 from kvkeep.hf.kinds.windows import Local, Windows, type_of_all

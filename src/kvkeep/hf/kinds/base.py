@@ -47,11 +47,15 @@ class Kind:
         lacks: the features that models of this kind lack.
         placeless: whether a forward uses no positions but those of slots, and so is given none.
         own: why models of this kind compute attention themselves, as a clause; empty: they do not.
+        narrows: whether later layers compute those tokens only whose logits are asked for.
+        attends: whether some layer attends.
     """
 
     lacks: ClassVar[Lacks] = {}
     placeless: ClassVar[bool] = False
     own: ClassVar[str] = ""
+    narrows: ClassVar[bool] = False
+    attends: ClassVar[bool] = True
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 
@@ -74,6 +78,10 @@ class Kind:
             layers: how each would attend by itself.
         """
         return layers
+
+    def reads(self, text: PreTrainedConfig) -> Mapping[int, int]:
+        """The places of layers that read the slots of an earlier layer, with its place."""
+        return {}
 
     # -- its cache --------------------------------------------------------------------------
 
@@ -104,6 +112,26 @@ class Kind:
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Called before a forward of an attached decoder, with its arguments, which may change."""
+
+    def place(self, given: dict[str, Any], tokens: Tensor, fed: int) -> None:
+        """Add the positions of a forward's tokens, (B, n), after `fed` columns, to its arguments,
+        if the model would count them in another way."""
+
+    def handing(
+        self, given: dict[str, Any], shared: tuple[Tensor, Tensor] | None
+    ) -> dict[str, Any]:
+        """The keyword arguments of a layer that is run by itself.
+
+        Args:
+            given: those that the model gives it.
+            shared: the keys and values, (B, H, n, D) each, of the layer that it reads; None: it
+                reads no other layer.
+        """
+        return given
+
+    def begin_in_graph(self, cache: Any, given: dict[str, Any]) -> None:
+        """Called in place of `begin` where the forward is traced. What depends on the cache is
+        taken from its tickets."""
 
     def unpackable(self, changes: Sequence[Handle]) -> str:
         """Why a packed forward cannot compute an attached model, as a clause about it; empty if it

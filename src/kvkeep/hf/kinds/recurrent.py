@@ -87,10 +87,20 @@ class Recurrent(Kind):
             cache.fed_since.add(decoder, given, cache.fed, marks=not marked)
             cache.mark()
         cache.carried.begin(cache.fed)
+        if tokens is not None:
+            self.place(given, tokens, cache.fed)
+
+    def place(self, given: dict[str, Any], tokens: Tensor, fed: int) -> None:
+        """Bamba would count from 0 in every forward."""
+        if given.get("position_ids") is None:
+            columns = torch.arange(fed, fed + tokens.shape[1], device=tokens.device)
+            given["position_ids"] = columns[None]
+
+    def begin_in_graph(self, cache: Any, given: dict[str, Any]) -> None:
+        tokens = fed_by(given)
         if given.get("position_ids") is None and tokens is not None:
-            # Bamba would count from 0 in every forward.
-            place = torch.arange(cache.fed, cache.fed + n, device=tokens.device)
-            given["position_ids"] = place[None]
+            place = cache.tickets[0].next_positions(tokens.shape[1], tokens.device)
+            given["position_ids"] = place.to(torch.int64)
 
     def end(self, cache: Any) -> None:
         cache.carried.end(cache.fed)

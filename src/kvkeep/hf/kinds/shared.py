@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
@@ -14,6 +16,20 @@ from kvkeep.hf.config import refused
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.host import LayerKind
 
+_SHARED = "shared_kv_states"
+"""The argument by which a layer hands its keys and values to later layers of its type."""
+
+
+class _Pair(UserDict[str, Any]):
+    """The keys and values that one layer reads, whatever its type."""
+
+    def __init__(self, pair: tuple[Tensor, Tensor] | None) -> None:
+        super().__init__()
+        self._pair = pair
+
+    def __missing__(self, name: str) -> Any:
+        return self._pair
+
 
 class Shared(Kind):
     """The layer that has slots makes its step, and then others read them; see `Settling`."""
@@ -21,12 +37,11 @@ class Shared(Kind):
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that reuse the keys and values of others",
         Feature.REREAD,
-        Feature.COMPILED,
         Feature.GRAPHED,
-        Feature.EXPORTED,
-        Feature.TRAINED,
         Feature.NARROWED,
     )
+
+    narrows: ClassVar[bool] = True
 
     def has(self, text: PreTrainedConfig) -> bool:
         return "reuse" in (getattr(text, "kv_sharing_modes", None) or ())
@@ -40,21 +55,38 @@ class Shared(Kind):
             UnsupportedError: a layer reuses those of a layer that comes later, or in another way.
         """
         modes = getattr(text, "kv_sharing_modes", None) or [None] * len(names)
-        found = list(layers)
-        stored: dict[str, int] = {}  # the layer whose keys and values are reused, for each type
-        for place, (mode, name) in enumerate(zip(modes, names, strict=True)):
-            if mode == "reuse" and name in stored:
-                own = found[stored[name]]
+        found, read = list(layers), self._read(modes, names)
+        for place, mode in enumerate(modes):
+            if place in read:
+                own = found[read[place]]
                 if own is not None:
-                    found[stored[name]] = replace(own, readers=own.readers + 1)
+                    found[read[place]] = replace(own, readers=own.readers + 1)
                 found[place] = None
-            elif mode == "store":
-                stored[name] = place
-            elif mode is not None:
+            elif mode not in (None, "store"):
                 raise refused(
                     text, f"layer {place} shares keys and values in an unknown way, {mode}"
                 )
         return found
+
+    def reads(self, text: PreTrainedConfig) -> Mapping[int, int]:
+        modes = getattr(text, "kv_sharing_modes", None) or ()
+        return self._read(modes, getattr(text, "layer_types", None) or [""] * len(modes))
+
+    def _read(self, modes: Sequence[str | None], names: Sequence[str]) -> dict[int, int]:
+        """See `reads`, by each layer's mode and type."""
+        stored: dict[str, int] = {}  # the layer whose keys and values are reused, for each type
+        found: dict[int, int] = {}
+        for place, (mode, name) in enumerate(zip(modes, names, strict=True)):
+            if mode == "store":
+                stored[name] = place
+            elif mode == "reuse" and name in stored:
+                found[place] = stored[name]
+        return found
+
+    def handing(
+        self, given: dict[str, Any], shared: tuple[Tensor, Tensor] | None
+    ) -> dict[str, Any]:
+        return given | {_SHARED: _Pair(shared)} if _SHARED in given else given
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Raise UnsupportedError if a model that drafts is to be given the keys and values that

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 from transformers.cache_utils import (
     DummyLayer,
     LinearAttentionCacheLayerMixin,
@@ -91,13 +95,19 @@ class KeepsStates:
         """The states, for a layer that may change what it is given in place."""
         self._require_running()
         states = self._states()
-        self.carried.change()
+        if not torch.compiler.is_compiling():  # otherwise whoever runs the program notes it
+            self.carried.change()
         return states
 
     def _require_running(self) -> None:
         """Raise UnsupportedError if there are recurrent states, and no forward of an attached model
         has begun."""
         if self.carried and not self.carried.running:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError(
+                    "this model has recurrent layers, whose states torch.compile(model) does not "
+                    "keep; call kvkeep.attach(model, compile=True), which compiles its steps"
+                )
             raise UnsupportedError(
                 "this model has recurrent layers, whose states a cache keeps only for an attached "
                 "model; call kvkeep.attach(model) first"
@@ -139,3 +149,75 @@ class StatesOf(KeepsStates):
 
     def __init__(self, carried: RecurrentStates) -> None:
         self.carried = carried
+
+
+class PassedStates:
+    """The states of one layer in one chunk, as a layer of transformers uses them. Nothing that the
+    caller holds is changed in place, so gradients pass. The layer may change in place what it is
+    given, if it computes within `saved`.
+
+    Args:
+        held: the states before the chunk by name, which are replaced by those after it.
+    """
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self._held = held
+        self._given: dict[int, Tensor] = {}  # to the layer, by their memory, which they keep
+
+    def saved(self) -> AbstractContextManager[Any]:
+        """A context in which autograd saves copies of what the layer may change."""
+        return saved_tensors_hooks(self._copied, lambda x: x)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return x.detach().clone() if _memory(x) in self._given else x
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether there are states."""
+        return bool(self._held)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The convolution state, which the layer may change; None before the first token."""
+        return self._own(f"conv.{state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state, which the layer may change; None before the first token."""
+        return self._own(f"recurrent.{state_idx}")
+
+    def _own(self, name: str) -> Tensor | None:
+        if name in self._held:
+            self._held[name] = own = self._held[name].clone()
+            self._given[_memory(own)] = own
+        return self._held.get(name)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Extend the convolution state by new inputs (B, ..., n); returns both."""
+        name = f"conv.{state_idx}"
+        before, whole = self._held.get(name), conv_states
+        if before is None:
+            width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            whole = pad(whole, (max(0, width - whole.shape[-1]), 0))
+        else:
+            width, whole = before.shape[-1], torch.cat([before, whole], dim=-1)
+        self._held[name] = whole[..., -width:].clone()
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Replace the recurrent state."""
+        name = f"recurrent.{state_idx}"
+        before = self._held.get(name)
+        new = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        self._held[name] = new.clone()
+        return self._held[name]
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

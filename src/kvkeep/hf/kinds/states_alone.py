@@ -24,6 +24,7 @@ class StatesAlone(Kind):
     """All layers are recurrent."""
 
     own: ClassVar[str] = "none of its layers attends"
+    attends: ClassVar[bool] = False
 
     def has(self, text: PreTrainedConfig) -> bool:
         return set(getattr(text, "layer_types", None) or ()) == {_RECURRENT}

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel, modeling_outputs
 
 from kvkeep.graph.custom_ops import Ticket
-from kvkeep.graph.package import Package, PreparedLayer
+from kvkeep.graph.package import Package
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
 from kvkeep.hf.forward.packed import NUMBERS, RowsCache
@@ -67,6 +67,7 @@ class CompiledSteps(ReplacedForward):
             return self.own(*args, **kwargs)
         ids = given["input_ids"]
         check_fed(self.model, {"input_ids": ids}, cache.fed)
+        cache.carried.begin(cache.fed)
         cache.begin(ids.shape[1])
         out = self._run({"input_ids": ids}, cache)
         return self.own(*args, **kwargs) if out is None else out
@@ -78,7 +79,7 @@ class CompiledSteps(ReplacedForward):
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
             return None
-        if drops_weights(self.model) or self.gives_more:
+        if drops_weights(self.model) or self.gives_more or tokens.states.parts:
             return None
         if not self._packing.acquire(blocking=False):  # another thread packs sequences
             return None
@@ -157,9 +158,7 @@ class CompiledSteps(ReplacedForward):
         return True
 
 
-Program = Callable[
-    [Sequence[Tensor], Mapping[int, Ticket], Sequence[PreparedLayer]], Sequence[Tensor] | None
-]
+Program = Callable[[Sequence[Tensor], Sequence[Ticket]], Sequence[Tensor] | None]
 """Computes a step; see `kvkeep.graph.package.Package`."""
 
 
@@ -169,10 +168,11 @@ class Signature(NamedTuple):
     Args:
         weights: the names of the model's parameters and buffers that it reads.
         places: the indices of these weights among the program's inputs, ascending.
-        inputs: the other inputs, in order: the number of an argument, or -1 - layer for a layer's
-            ticket.
+        inputs: the other inputs, in order: the number of an argument, or, after all arguments, of a
+            state, or -1 - index for a ticket of the cache.
         logits: the index of the logits among the results.
         output: the name of the class of the model's output.
+        states: the names of the states of recurrent layers, which it changes in place.
     """
 
     weights: list[str]
@@ -180,6 +180,7 @@ class Signature(NamedTuple):
     inputs: list[int]
     logits: int = -1
     output: str = ""
+    states: Sequence[str] = ()
 
 
 class Step:
@@ -190,12 +191,11 @@ class Step:
     """
 
     def __init__(self, model: PreTrainedModel, program: Program, signature: Signature) -> None:
-        weights, places, self._inputs, self._logits, output = signature
+        weights, places, self._inputs, self._logits, output, self._states = signature
         self._program = program
         self._given: list[Any] = [None] * (len(weights) + len(self._inputs))
         self._output = _output_class(model, output)
         self._cache_field = name_in(self._output) or OF_GENERATE
-        self._layers = [-1 - x for x in self._inputs if x < 0]
         for place, name in zip(places, weights, strict=True):
             self._given[place] = _weight(model, name).detach()
         self._free = [place for place, x in enumerate(self._given) if x is None]
@@ -213,17 +213,32 @@ class Step:
 
     def run(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Any:
         """The model's output for contiguous token ids (B, 1), and positions, int64; None, with
-        nothing changed, while another thread runs the program."""
-        tickets = cache.tickets
+        nothing changed, while another thread runs the program, or for other states."""
+        tickets, states = cache.tickets, cache.carried.in_place()
+        if states.keys() != {*self._states}:
+            return None
+        own = [*own, *map(states.__getitem__, self._states)]
         given = self._given.copy()
         for place, x in zip(self._free, self._inputs, strict=True):
             given[place] = own[x] if x >= 0 else tickets[-1 - x].number
-        used = {layer: tickets[layer] for layer in self._layers}
-        layers = cast(Sequence[PreparedLayer], cache.layers)
-        found = self._program(given, used, layers)
+        used = [tickets[-1 - x] for x in self._inputs if x < 0]
+        found = run_program(self._program, given, used, cache)
         if found is None:
             return None
         return self._output(logits=found[self._logits], **{self._cache_field: cache})
+
+
+def run_program(
+    program: Program, given: Sequence[Tensor], tickets: Sequence[Ticket], cache: Any
+) -> Sequence[Tensor] | None:
+    """Run a program on a cache's layers and states. If it is interrupted, the states are unknown:
+    see `RecurrentStates.require`."""
+    if cache.carried:
+        cache.carried.change()
+    found = program(given, tickets)
+    if cache.carried:
+        cache.carried.end(cache.fed)
+    return found
 
 
 def is_compilable(model: PreTrainedModel) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.graph.custom_ops import next_positions
 from kvkeep.graph.linear_op import route_experts, route_linears
 from kvkeep.graph.package import Package, compile_package, compiler_options
 from kvkeep.hf.cache import Cache
@@ -27,7 +29,7 @@ from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.forward.packed import RowsCache
 from kvkeep.hf.forward.placing import first_position, takes_positions
 from kvkeep.hf.steps import saved_steps
-from kvkeep.hf.steps.compiled import Program, Signature, Step, step_name
+from kvkeep.hf.steps.compiled import Program, Signature, Step, run_program, step_name
 
 _MOST_GRAPHS = 32
 """Most graphs of a model: one for each number of rows, with and without positions."""
@@ -59,12 +61,13 @@ class Compiler:
         def told(**given: Any) -> Any:
             ids, cache = given["input_ids"], cast(Cache | RowsCache, cache_in(given))
             position = cache.tickets[0].next_positions(ids.shape[1], ids.device)
-            asked = {"position_ids": position.to(torch.int64) + first}
+            asked = {"position_ids": position.to(torch.int64) + first} if takes else {}
             return forward(**given, attention_mask=position[:, None, None], **asked)
 
-        first = first_position(model)
+        first, takes = first_position(model), takes_positions(model)
         self._plain, self._told = self._compiled(forward), self._compiled(told)
-        self._tells = False  # models that count positions by Python cannot be compiled otherwise
+        self._tells = False  # models that count positions by Python, or make masks by the number
+        # of columns, cannot be compiled otherwise
         self._progress: Any = None
         self._given: dict[str, Tensor] = {}
         self._cache: Cache | RowsCache | None = None
@@ -77,7 +80,7 @@ class Compiler:
         Raises:
             UnsupportedError: torch cannot compile the step.
         """
-        if "position_ids" in given or not takes_positions(self._model):
+        if "position_ids" in given:
             return self._run(self._plain, given, cache)
         if not self._tells:
             try:
@@ -104,8 +107,12 @@ class Compiler:
             name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()
         }
         self._cache, self._ran = cache, None
+        for x in cache.carried.in_place().values():
+            # Otherwise a graph would hold the state of this cache as its own.
+            vars(x).pop("_dynamo_static_input_type", None)
         try:
-            with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+            limit = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
+            with limit, _undeclared(self._model):
                 out = way(**self._given, **as_cache(self._model, cache), use_cache=True)
             return out, self._learn(out)
         except FailOnRecompileLimitHit:
@@ -130,6 +137,7 @@ class Compiler:
         def run(*given: Any) -> Any:
             nonlocal lowered
             if lowered is None:
+                self._require_unmasked(graph)
                 route_linears(graph, given)
                 route_experts(graph)
                 lowered = self._runs(graph, given)
@@ -138,6 +146,15 @@ class Compiler:
 
         return run
 
+    def _require_unmasked(self, graph: GraphModule) -> None:
+        """Raise UnsupportedError if the model makes a mask of its own: a program reads none."""
+        made = graph.graph.find_nodes(op="call_function", target=next_positions)
+        if any(node.args[2] is not None for node in made):
+            raise UnsupportedError(
+                f"a step of {type(self._model).__name__} makes a mask of its own, which a compiled "
+                "step does not read; attach the model without compile=True"
+            )
+
     def _signature(self, inputs: Sequence[Any]) -> Signature | None:
         """The signature of a graph; None if an input is not a token id tensor, a position tensor, a
         ticket, or a weight in plain memory."""
@@ -145,10 +162,12 @@ class Compiler:
         model = self._model
         if changing_ropes(model.config):
             return None
-        known = Signature([], [], [])
+        states = self._cache.carried.tensors()
+        known = Signature([], [], [], states=[*states])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(self._cache.tickets)}
         names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
-        asked = {id(x): index for index, x in enumerate(self._given.values())}
+        own = [*self._given.values(), *states.values()]
+        asked = {id(x): index for index, x in enumerate(own)}
         for place, x in enumerate(inputs):
             if id(x) in names and type(x) in (Tensor, nn.Parameter):
                 known.places.append(place)
@@ -191,9 +210,9 @@ class Compiler:
             nonlocal content
             signature, tickets = self._signature(given), self._cache.tickets
             assert signature is not None or packaged is None  # its steps need their tickets
-            used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
+            used = [tickets[-1 - x] for x in signature.inputs if x < 0] if signature else []
             detached = [x.detach() for x in given]
-            found = program(detached, used, cast(Any, self._cache.layers))
+            found = run_program(program, detached, used, self._cache)
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
             if signature is not None:
@@ -228,3 +247,17 @@ class Compiler:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
+
+
+@contextmanager
+def _undeclared(model: nn.Module) -> Iterator[None]:
+    """A context in which buffers that were declared by `nn.Buffer` are plain tensors: torch's
+    compiler does not trace that a forward assigns a declared one to its name again."""
+    declared: list[Any] = [x for x in model.buffers() if isinstance(x, nn.Buffer)]
+    for x in declared:
+        del x._is_buffer
+    try:
+        yield
+    finally:
+        for x in declared:
+            x._is_buffer = True
