@@ -58,7 +58,8 @@ def main(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Run a Python file first, e.g. to add a policy; may be given anywhere, and repeatedly.",
+            help="Run a Python file first, e.g. to add a policy; may be given anywhere, and "
+            "repeatedly.",
         ),
     ] = [],  # noqa: B006 (typer needs a list here)
 ) -> None:

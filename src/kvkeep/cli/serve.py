@@ -136,7 +136,8 @@ def serve(
     allow_images_from: Annotated[
         list[str] | None,
         typer.Option(
-            help="Host from which clients' image URLs are fetched; may be repeated, * is all; default: none.",
+            help="Host from which clients' image URLs are fetched; may be repeated, * is all; "
+            "default: none.",
         ),
     ] = None,
 ) -> None:
