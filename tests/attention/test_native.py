@@ -361,7 +361,7 @@ def test_what_it_refuses():
     q, k, v = qkv(slots=20)
     (whole,) = dense(k, v, 1).segments
     secret = View((whole._replace(value_codec=Secret()),), torch.arange(1), False)
-    with pytest.raises(UnsupportedError, match=r"cannot read what Secret\(\) encodes"):
+    with pytest.raises(UnsupportedError, match=r"cannot read codes of Secret\(\)"):
         attend(q, secret, scale=0.2, backend="native")
     with pytest.raises(UnsupportedError, match="gradients"):
         attend(q.requires_grad_(), dense(k, v, 1), scale=0.2, backend="native")

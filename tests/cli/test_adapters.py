@@ -225,7 +225,7 @@ def test_two_adapters(base, adapter, tmp_path):
     data = finetune_inputs.write(tmp_path / "texts.jsonl", *finetune_inputs.texts())
     options = ("--out", tmp_path / "out", "--length", 32, "--steps", 1)
     refused = run("finetune", data, "--model", adapter, *options, code=2)
-    assert "has an adapter already" in refused.stderr
+    assert "already has an adapter" in refused.stderr
 
 
 @pytest.fixture(scope="module")

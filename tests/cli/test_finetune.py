@@ -68,7 +68,7 @@ def test_finetune(base, data, tmp_path):
 
     again = run(base, data, out, *options, *more)
     assert again.exit_code == 2
-    assert "holds a run already (checkpoint-3); resume it with --resume" in again.stderr
+    assert "already holds a run (checkpoint-3); resume it with --resume" in again.stderr
     same = run(base, data, out, *options, *more, "--resume", "--json")
     assert last_line(same) == found
     assert "resuming after step 3" in same.stderr

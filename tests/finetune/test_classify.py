@@ -116,7 +116,7 @@ def test_names_of_classes(tmp_path):
 
 
 def test_models_that_cannot_classify(data, tmp_path):
-    with pytest.raises(OptionError, match=r"LlamaForCausalLM has no head for classes \(score\)"):
+    with pytest.raises(OptionError, match=r"LlamaForCausalLM has no classification head \(score\)"):
         tuned(data, tmp_path / "out", finetune_inputs.model())
     model = finetune_inputs.classifier()
     model.config.pad_token_id = None

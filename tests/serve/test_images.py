@@ -115,8 +115,8 @@ def test_images_in_responses_and_tokens(sighted):
         (data_url(picture(1))[:200], "is not valid"),
         ("https://a.example/a.png", "--allow-images-from"),
         ("http://127.0.0.1/a.png", "--allow-images-from"),
-        ("file:///etc/passwd", "no URL that this server reads"),
-        ("http://[", "no URL that this server reads"),
+        ("file:///etc/passwd", "an unsupported URL"),
+        ("http://[", "an unsupported URL"),
     ],
 )
 def test_what_is_no_image_here_is_refused(sighted, url, reason):

@@ -88,7 +88,7 @@ def test_figures_are_for_those_who_share_or_for_the_operator(model, tokenizer, o
         assert tuple(answer.status_code for answer in given) == statuses
         for answer in given:
             if answer.status_code == 403:
-                assert "key of the name metrics" in answer.json()["error"]["message"]
+                assert "key named metrics" in answer.json()["error"]["message"]
 
 
 def test_figures_name_nobody_and_quote_nothing(model, tokenizer):

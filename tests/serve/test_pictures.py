@@ -149,7 +149,7 @@ def test_an_error_in_a_picture_is_not_the_answers(model, tokenizer, monkeypatch,
             with monkeypatch.context() as patch:
                 patch.setattr(pictures, broken, lambda *_, **__: 1 / 0)
                 assert watched(talk, "Hello.")[:2] == ([], said)
-            assert logged == ["a picture of a cache failed; its answer goes on without"]
+            assert logged == ["a cache picture failed; its answer continues without pictures"]
             logged.clear()
 
 

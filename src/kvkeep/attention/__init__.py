@@ -47,12 +47,13 @@ class Backend:
     Args:
         name: name for the `backend` argument of `attend`.
         run: the implementation.
-        refuses: returns why the backend cannot do a call, or None.
-        limits: one line on the calls that it refuses.
+        refuses: returns the reason why the backend does not support a call, or None.
+        limits: one line about unsupported calls.
         about: a short description.
-        device: device type on which `attend` tries it; None: any. Calls may name it on others too.
+        device: device type on which `attend` tries it; None: any. Calls that name it may use other
+            devices.
         differentiable: whether it supports gradients.
-        missing: returns why the backend cannot run on this machine; empty if it can.
+        missing: returns the reason why the backend cannot run on this machine; empty if it can.
         yields: whether a later backend of the table is faster for a call.
     """
 
@@ -73,7 +74,7 @@ class Backend:
 
     @property
     def reason(self) -> str:
-        """Why it cannot run on this machine; its description if it can."""
+        """The reason why it cannot run on this machine; its description if it can."""
         return self.missing() or self.about
 
 
@@ -170,13 +171,13 @@ def attend(
         sinks: logits (Hq,) added to the softmax's denominator; they have no value vector.
         slopes: bias (Hq,) of each query head: a slot at position p adds slope * (p - t) to its
             score for a query at position t (ALiBi, linear biases). They get no gradients.
-        centre: what the keys of the slots lack; None: nothing.
+        centre: the mean keys that the slots' keys lack; None: keys are complete.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
             row in the chunk; None: all.
-        peak: return as mass the largest probability that each slot received from any of these
-            queries and any query head of the group, instead of the sum.
-        backend: a name from `backends()`; None: the first backend that can do the call.
+        peak: return as mass the largest probability that each slot received from any counted query
+            and any query head of the group, instead of the sum.
+        backend: a name from `backends()`; None: the first backend that supports the call.
 
     Returns:
         out (B, Hq, n, Dv) in q's dtype, zero for padding; and the mass, fp32 (B, H, S): the
@@ -185,7 +186,7 @@ def attend(
 
     Raises:
         ShapeError: q does not fit the view, a segment is malformed, or a number is out of range.
-        UnsupportedError: the named backend cannot do this call.
+        UnsupportedError: the named backend does not support this call.
     """
     if not causal:
         view = view._replace(bounds=unbounded(view.position))
@@ -226,7 +227,8 @@ def dispatch(
 
 
 def several_at_once(q: Tensor) -> bool:
-    """Whether `dispatch_several` is faster than a call of `dispatch` for each query like q."""
+    """Whether one call of `dispatch_several` is faster than a call of `dispatch` per query like
+    q."""
     return q.is_cuda and not triton.reason()
 
 

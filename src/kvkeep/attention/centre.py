@@ -1,13 +1,13 @@
-"""Centres: the mean key of each head, which is taken out of keys before they are encoded.
+"""Centres: the mean key of each head, which is subtracted from keys before they are encoded.
 
 Before the rotary embedding R, the keys of a head are a constant m plus a little, and after it they
 are R(p) m plus a little. With a centre, the slot of a token at position p holds k - R(p) m, whose
-range is smaller, so that the same number of bits encodes it more precisely. Attention adds
-q . R(p) m to the score of q for the slot. It is the sum over the frequencies f of
-a_f cos(p f) + b_f sin(p f), where a and b depend on q and m alone.
+range is smaller, so that the same number of bits encodes it more precisely. Attention adds q . R(p)
+m to the score of q for the slot. It is the sum over the frequencies f of a_f cos(p f) + b_f sin(p
+f), where a and b depend on q and m alone.
 
 Encoding, attention and decoding use the same cosines and sines. So frequencies other than the
-model's, or an error of m, make codes less precise but no result wrong.
+model's, or an error of m, make codes less precise, but no result wrong.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvkeep.planes import LAST
 from kvkeep.rotary import Rotary
 
 _FEWEST_ROWS, _MOST_ROWS = 8192, 1 << 20
-"""Rows of a table. Greater positions use its last row."""
+"""Rows of a table. Higher positions use its last row."""
 _NEAR = 32  # half a KV_BLOCK of native/kernel.h
 _SINKS = 4
-"""How many first tokens do not count: their keys are unlike those of all others."""
+"""Number of first tokens that do not count: their keys differ from all other keys."""
 _FEWEST_TOKENS = 8
-"""The fewest tokens of which a mean is better than none."""
+"""The fewest tokens for which a mean is an advantage."""
 
 
 class Turns(NamedTuple):
@@ -37,8 +37,8 @@ class Turns(NamedTuple):
             the sines.
         near: float32 (2 F, 32), cosines and sines of 0.5 f, 1.5 f, ... 31.5 f, for the native
             library.
-        pairs: how many frequencies belong to a pair of dimensions. One more frequency, 0, belongs
-            to the dimensions that are not rotated, if there are any.
+        pairs: number of frequencies that rotate a pair of dimensions. One more frequency, 0, stands
+            for the dimensions that are not rotated, if there are any.
         interleaved: pairing of dimensions; see `Rotary`.
     """
 
@@ -49,10 +49,10 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, rotary: Rotary | None, width: int, rows: int, device: torch.device) -> Turns:
-        """The turns of keys of a width, with at least `rows` rows, or as many as tables have.
+        """The turns for keys of a width, with at least `rows` rows, up to the most rows of a table.
 
         Args:
-            rotary: by which keys are rotated; None: not at all.
+            rotary: the keys' rotary embedding; None: keys are not rotated.
         """
         inv_freq = torch.empty(0) if rotary is None else rotary.inv_freq.detach().cpu().double()
         interleaved = rotary is not None and rotary.interleaved
@@ -79,12 +79,12 @@ class Turns(NamedTuple):
         return cls(table, near.T.contiguous(), len(inv_freq), interleaved)
 
     def covers(self, rows: int) -> bool:
-        """Whether the table has so many rows, or as many as tables have."""
+        """Whether the table has `rows` rows, or the most rows of a table."""
         return self.most >= rows
 
     @property
     def most(self) -> int:
-        """How many positions it covers."""
+        """The number of positions in the table."""
         return LAST if len(self.table) >= _MOST_ROWS else len(self.table)
 
     def at(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class Turns(NamedTuple):
         return turning[..., : self.pairs], turning[..., self.pairs :]
 
     def unpaired(self, first: Tensor, second: Tensor) -> Tensor:
-        """The inverse of `paired`, for the dimensions that are rotated."""
+        """The inverse of `paired`, for the rotated dimensions."""
         if self.interleaved:
             return torch.stack([first, second], dim=-1).flatten(-2)
         return torch.cat([first, second], dim=-1)
@@ -112,7 +112,7 @@ _MOST_TABLES = 64
 
 
 class Centre(NamedTuple):
-    """The mean key of each head of a layer, and how it turns.
+    """The mean key of each head of a layer, and its rotation.
 
     Attributes:
         mean: m, float32 (B, H, Dk), before the rotary embedding.
@@ -132,19 +132,19 @@ class Centre(NamedTuple):
         return torch.cat([turned, rest], dim=-1)
 
     def without(self, keys: Tensor, position: Tensor) -> Tensor:
-        """Keys (B, H, n, Dk) at positions (n,) or (B, n), or expanded over heads (B, 1|H, n), less
-        the turned mean; in at least float32."""
+        """Keys (B, H, n, Dk) at positions (n,) or (B, n), or expanded over heads (B, 1|H, n), minus
+        the rotated mean; in at least float32."""
         if position.dim() < 3:
             position = position.reshape(-1, 1, position.shape[-1])
         return keys.to(torch.promote_types(keys.dtype, torch.float32)) - self.at(position)
 
     def added(self, keys: Tensor, position: Tensor) -> Tensor:
-        """The inverse of `without`, for positions (B|1, 1|H, S) and in the dtype of the keys."""
+        """The inverse of `without`, for positions (B|1, 1|H, S) and in the keys' dtype."""
         dtype = torch.promote_types(keys.dtype, torch.float32)
         return (keys.to(dtype) + self.at(position)).to(keys.dtype)
 
     def of_rows(self, index: Tensor) -> Centre:
-        """Row i is row index[i]."""
+        """The centre with row index[i] as row i."""
         return self._replace(mean=self.mean.index_select(0, index.to(self.mean.device)))
 
     def of_head(self, head: int) -> Centre:
@@ -154,11 +154,11 @@ class Centre(NamedTuple):
 
 def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
     """The mean key of each row and head before the rotary embedding, float32 (B, H, Dk), over the
-    first `tokens` tokens without the very first; 0 for a row with too few tokens.
+    first `tokens` tokens except the very first; 0 for a row with too few tokens.
 
     Args:
         k: the first keys, (B, H, n, Dk), after the rotary embedding.
-        position: their positions, (n,) or (B, n); negative where there is no token.
+        position: their positions, (n,) or (B, n); negative for empty slots.
     """
     rows, heads, n, width = k.shape
     position = position.to(k.device).reshape(-1, n).expand(rows, n)
@@ -170,7 +170,7 @@ def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
     if not last:
         return total
     cos, sin = (x[..., : turns.pairs] for x in turns.at(position[:, None, :last]))
-    # Contiguous, so that sums are rounded alike whatever the strides.
+    # Contiguous, so that rounding does not depend on strides.
     keys = k[:, :, :last].detach().float().contiguous()
     a, b = turns.paired(keys)
     turned = torch.cat(

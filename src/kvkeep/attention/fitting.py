@@ -27,7 +27,7 @@ from kvkeep.planes import LAST, POSITION, Reach, joined
 
 
 def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Options]:
-    """The same call, with all tensors in a form that kernels can read; see `checks.resolved`."""
+    """The same call with all tensors in a form that kernels can read; see `checks.resolved`."""
     q = resolved(q)
     sinks, slopes = (x if x is None else resolved(x) for x in (options.sinks, options.slopes))
     segments = list(view.segments)
@@ -98,8 +98,8 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
 
 
 def _check_parts(view: View, rows: int) -> None:
-    """Check that all segments are parts or none is, and that parts hold each row of each head
-    exactly once."""
+    """Check that either all segments are parts or none is, and that parts hold each row of each
+    head exactly once."""
     segments = view.segments
     held: dict[int | None, list[int]] = {}
     for segment in segments:

@@ -38,13 +38,13 @@ _CENTRE = Struct("=13q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
-    """Why the kernel cannot do this call, or None."""
+    """The reason why the kernel does not support this call, or None."""
     if not q.is_cpu:
         return "the native kernel runs on the CPU only"
     if q.dtype not in TYPES:
         return f"the native kernel computes in float32, less precise than {q.dtype}"
     if view.chosen is not None:
-        return "the native kernel takes no choice of slots for each query"
+        return "the native kernel does not support a choice of slots per query"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, and tensors have none while tracing"
     for segment in view.segments:
@@ -55,13 +55,13 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
 
 
 def _unread(q: Tensor, segment: Segment) -> str | None:
-    """Why the kernel cannot read a segment, or None."""
+    """The reason why the kernel cannot read a segment, or None."""
     planes = unsliced(segment.planes)
     k, v = planes["k"], planes[segment.value_name]
     for codec, plane in ((segment.key_codec, k), (segment.value_codec, v)):
         layout = codec.layout
         if layout is None or not PACKINGS[layout.packing].native:
-            return f"the native kernel cannot read what {codec} encodes"
+            return f"the native kernel cannot read codes of {codec}"
         if layout.packing == "plain" and plane.dtype not in TYPES:
             return f"the native kernel cannot read {plane.dtype}"
     return "the native kernel has no gradients" if wants_gradients(q, k, v) else None
@@ -79,7 +79,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     assert LIBRARY is not None
     rows, query_heads, n, _ = q.shape
     heads, value_width = heads_and_width(view.segments[-1])
-    # Stored as (B, n, Hq, Dv), the layout that models use next; for one token both layouts agree.
+    # Stored as (B, n, Hq, Dv), the layout that models read next; for one token both layouts agree.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
     else:
@@ -138,10 +138,9 @@ def _shape(q: Tensor, heads: int, value_width: int) -> tuple[int, ...]:
 def call_of_step(
     q: Tensor, heads: int, value_width: int, segments: int, options: Options, centre: int
 ) -> tuple[float, ...]:
-    """The fields of a KvCall for one token a row that sees all slots; the fields of `out` and of
+    """The fields of a KvCall for one token per row that sees all slots; the fields of `out` and of
     the segments are 0. `options` must have no sinks and no mass; its slopes, contiguous float32,
-    must stay alive as long as the call. `centre`: the address of a packed
-    KvCentre, or 0."""
+    must stay alive as long as the call. `centre`: the address of a packed KvCentre, or 0."""
     return (
         *(0,) * 7,
         0 if options.slopes is None else options.slopes.data_ptr(),
@@ -158,8 +157,8 @@ def call_of_step(
 
 
 def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
-    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors that it points
-    to, to `kept`."""
+    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors it points to to
+    `kept`."""
     mean, turns = centre.mean.contiguous(), centre.turns
     kept += [mean, turns.table, turns.near]
     return _CENTRE.pack(
@@ -184,7 +183,7 @@ def heads_and_width(segment: Segment) -> tuple[int, int]:
 def pack_segments(
     segments: Sequence[Segment], q: Tensor, kept: list[Tensor], *, placed: bool = True
 ) -> bytes:
-    """Pack segments as KvSegments, with their positions if `placed`; append temporary tensors that
+    """Pack segments as KvSegments, with their positions if `placed`; append the temporary tensors
     they point to to `kept`."""
     before: list[Segment | None] = [None, *segments]
     return b"".join(

@@ -13,11 +13,11 @@ class Options(NamedTuple):
     """`scale` multiplies q.k; `softcap` c turns scores x into c tanh(x / c); `sinks` (Hq,): logits.
     `slopes` (Hq,): the bias of each query head, added to scores for each position by which a slot
     follows the query (so a positive slope lowers the scores of older slots); no gradients.
-    `centre`: what the keys of all slots lack; see `Centre`.
+    `centre`: the mean keys that all slots' keys lack; see `Centre`.
 
     `need_mass`: return the mass. It counts the newest `observed` real queries (position >= 0) of
-    each row in the chunk; None: all. With `peak` it is the largest weight from any of these queries
-    and any query head of the group, instead of their sum averaged over the group.
+    each row in the chunk; None: all. With `peak` it is the largest weight from any counted query
+    and any query head of the group, instead of the sum averaged over the group.
     """
 
     scale: float

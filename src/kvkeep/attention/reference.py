@@ -1,4 +1,4 @@
-"""The reference backend: simple, with every feature, on every device, float64 included."""
+"""The reference backend: simple, all features, all devices, float64 included."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SCORES_PER_BLOCK = 1 << 24
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
-    """None: the reference backend can do every call."""
+    """None: the reference backend supports every call."""
     return None
 
 
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention over all segments at once, computed as it is defined.
+    """Softmax attention over all segments at once, by definition.
 
     Scores and sums are float32 (float64 for float64 input). Source: arXiv 1706.03762; grouped
-    queries arXiv 2305.13245; soft capping Gemma 2 (arXiv 2408.00118); sink logits gpt-oss
-    (arXiv 2508.10925); slopes ALiBi (arXiv 2108.12409).
+    queries arXiv 2305.13245; soft capping Gemma 2 (arXiv 2408.00118); sink logits gpt-oss (arXiv
+    2508.10925); slopes ALiBi (arXiv 2108.12409).
     """
     rows, query_heads, n, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)

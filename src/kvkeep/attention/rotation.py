@@ -22,7 +22,7 @@ class Rotation:
     Args:
         offset: d, in positions: position of use minus position of rotation; may be negative.
         inv_freq: (R/2,) angular frequencies of the model's rotary embedding; see `Rotary`.
-        interleaved, first: the dimensions that are rotated; see `Rotary`.
+        interleaved, first: which dimensions are rotated; see `Rotary`.
     """
 
     offset: int
@@ -50,7 +50,7 @@ _moved = WeakTensorKeyDictionary()  # frequencies -> their copies by device
 
 
 def _there(inv_freq: Tensor, device: torch.device) -> Tensor:
-    """Frequencies on a device, copied once: each step would wait for the copy."""
+    """Frequencies on a device, copied once: otherwise each step would wait for the copy."""
     if inv_freq.device == device:
         return inv_freq
     if inv_freq not in _moved:

@@ -33,13 +33,13 @@ class Partial(NamedTuple):
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
-    """Why torch's kernels cannot do this call, or None."""
+    """The reason why torch's kernels do not support this call, or None."""
     if options.softcap is not None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
     if options.slopes is not None and not _gives_lse(q, view):
-        return "a bias of its own for each head is slow but on the CPU for Dk = Dv"
+        return "a bias per head is slow, except on the CPU with Dk = Dv"
     parts = view.in_runs() if q.is_cpu else view  # other devices decode it as a whole
     if not _gives_lse(q, view) and (len(parts.segments) > 1 or options.sinks is not None):
         return "torch's log-sum-exp, needed to merge segments, exists only on the CPU for Dk = Dv"
@@ -55,7 +55,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, None]:
     if not _gives_lse(q, view):
         return _whole(q, view, options), None
     view = view.in_runs()
-    if options.slopes is not None:  # which every score needs, so nothing is unmasked
+    if options.slopes is not None:  # every score needs its slope, so nothing is unmasked
         view = view._replace(ragged=True)
     planes = [s.planes[name] for s in view.segments for name in ("k", s.value_name) if s.plain]
     sinks = [] if options.sinks is None else [options.sinks]
@@ -107,7 +107,8 @@ def _attended(
 
 def _split(view: View, segment: Segment) -> tuple[int, int]:
     """For a segment of a dense view: the number of slots that all queries see, and the number of
-    the chunk's own slots, where attention is causal. A single query sees its own slot unmasked."""
+    the chunk's own slots, where attention is causal. A single query sees its own slot without a
+    mask."""
     own = view.chunk if view.chunk > 1 and segment is view.segments[-1] else 0
     return segment.slots - own, own
 
@@ -229,7 +230,7 @@ def _kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, m, D) -> out (B, H, m, D), lse (B, H, m); the public function returns no lse."""
-    # The kernel assumes, unchecked, a stride of 1 along the width.
+    # The kernel assumes, without a check, a stride of 1 along the width.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale

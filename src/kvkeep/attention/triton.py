@@ -30,7 +30,7 @@ _MOST_REACHES = 3
 _MOST_PAIRS = 65535
 _OLDEST = (8, 0)  # first compute capability with bfloat16 and asynchronous copies
 _STORED_WEIGHTS = 64
-"""Most queries of a kv head (n * G) whose weights are stored for the mass, as in decode steps; the
+"""Most queries per kv head (n * G) whose weights are stored for the mass, as in decode steps; the
 weights of more queries are computed a second time."""
 
 _MOST_ROWS = 128  # rows of one matrix product
@@ -48,15 +48,15 @@ _NO_REACH = Reach(LAST)
 
 @cache
 def reason() -> str:
-    """Why the kernels cannot run on this machine; empty if they can."""
+    """The reason why the kernels cannot run on this machine; empty if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton, or a torch that brings it"
+        return "Triton is not installed: pip install triton, or a torch that includes it"
     if interpreted():
         return ""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.version.hip is not None:
-        return "the kernels contain NVIDIA PTX instructions, and this is ROCm"
+        return "the kernels contain NVIDIA PTX instructions, which ROCm does not run"
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST:
         own, least = (".".join(map(str, c)) for c in (capability, _OLDEST))
@@ -70,11 +70,11 @@ def interpreted() -> bool:
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
-    """Why the kernels cannot do this call, or None."""
+    """The reason why the kernels do not support this call, or None."""
     if not q.is_cuda and not (q.is_cpu and interpreted()):
         return "the Triton kernels run on CUDA only"
     if view.chosen is not None:
-        return "the Triton kernels take no choice of slots for each query"
+        return "the Triton kernels do not support a choice of slots per query"
     if torch.compiler.is_compiling():
         return "the Triton kernels cannot be traced; call them through a custom operation"
     if q.dtype not in _TYPES:
@@ -95,9 +95,9 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
 
 
 def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
-    """The layout of a codec's planes if the kernels can read it; None: decode them first. Scales by
-    channel multiply the queries, one tile at a time, so only keys can have them, and tiles must
-    divide the blocks."""
+    """The layout of a codec's planes if the kernels can read it; None: the planes must be decoded
+    first. Scales by channel multiply the queries, one tile at a time, so only keys can have them,
+    and tiles must divide the blocks."""
     layout = codec.layout
     if layout is None:
         return None
@@ -106,13 +106,14 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
 
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
-    """Whether torch's fused attention can do the call; it is faster for a prompt's first chunk."""
+    """Whether torch's fused attention supports the call; it is faster for a prompt's first
+    chunk."""
     odd = options.softcap is not None or options.sinks is not None or options.slopes is not None
     return not odd and not options.need_mass and view.square
 
 
 class Coded(NamedTuple):
-    """A plane of keys or values, as a kernel reads it."""
+    """A plane of keys or values in the form that a kernel reads."""
 
     plane: Tensor
     scale: Tensor
@@ -127,8 +128,8 @@ class Coded(NamedTuple):
     block: int
     """Slots that share scales by channel; 1: scales by slot."""
     planes: tuple[int, ...] = (0, 0)
-    """The bits of a code in each of two planes; `code` and `parts` are then those of the codes that
-    the kernels spread them to."""
+    """Bits of a code in each of two planes; `code` and `parts` then describe the codes that the
+    kernels expand them to."""
 
     @classmethod
     def plain(cls, plane: Tensor) -> Coded:
@@ -160,11 +161,11 @@ class Coded(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Number of groups of elements with a scale each; 1 for scales by channel."""
+        """Number of groups of elements, each with a scale; 1 for scales by channel."""
         return -(-self.width // self.size)
 
     def shape(self, name: str) -> dict[str, Any]:
-        """The constants for compiling a kernel."""
+        """The constants with which a kernel is compiled."""
         low, high = self.planes
         return {
             f"{name}_CODE": self.code, f"{name}_LOW": low, f"{name}_HIGH": high,
@@ -234,7 +235,7 @@ class _Piece(NamedTuple):
     position: Tensor
     shared: bool
     rotated: bool
-    """Whether its sums of values must be rotated back."""
+    """Whether the sums of values must be rotated back."""
     slots: int
     before: int
     kind: torch.dtype
@@ -303,7 +304,7 @@ class _Call:
         kind = self.q.dtype if plain <= {self.q.dtype} else torch.float32
         lines = self.n * self.group * (self.rows if shared else 1)  # queries of a kv head
         few, many = sorted((power_of_two(k.groups), power_of_two(v.groups)))
-        exact = kind == torch.float32  # without tensor cores, so with few queries at a time
+        exact = kind == torch.float32  # no tensor cores, so few queries at a time
         most = min(16 if exact else 64, _MOST_ROWS // many)
         block_m = max(16 // few, min(power_of_two(lines), most), 1)
         coded = bool(k.code and v.code) and block_m * many <= 16
@@ -360,7 +361,7 @@ class _Call:
             piece.splits,
             self.heads * (1 if piece.shared else self.rows),
         )
-        # Multiplying queries by the scales of each tile takes the registers of more threads.
+        # Multiplying queries by the scales of each tile needs the registers of more threads.
         few = k.block == 1 and piece.block_m * power_of_two(k.groups) <= 64
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
@@ -419,7 +420,7 @@ def coded_tile(k: Coded, v: Coded, mass: bool) -> tuple[int, int]:
     With the mass, kernels over 8-bit codes need so many registers that only three programs fit a
     multiprocessor; two waves of them are used.
     """
-    # Spread codes take a register each.
+    # Expanded codes take a register each.
     widest = max(
         x.width if x.planes[0] else x.plane.shape[3] * x.plane.element_size() for x in (k, v)
     )

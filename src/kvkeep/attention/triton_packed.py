@@ -1,8 +1,8 @@
 """Attention for one token of each of several sequences, in one launch of a Triton kernel.
 
 The launch has a table of work items. An item is a range of slots of one segment, and all sequences
-that share this segment; its slots are read once for all of them. Items have nearly equal length, so
-that a long sequence does not delay the rest.
+that share this segment; its slots are read once for all of them. Items have nearly equal lengths,
+so that a long sequence does not delay the others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvkeep.attention.view import Segment, View
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import unsliced
 
-_FEWEST_TILES = 4  # tiles of an item, unless its segment has fewer
-_ITEMS = 2  # items for each program that runs at once
+_FEWEST_TILES = 4  # tiles per item, unless its segment has fewer
+_ITEMS = 2  # items per program that runs at once
 _MOST_SLOTS = 1 << 30
 
 
 def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | None:
-    """Why one launch cannot serve all sequences, or None.
+    """The reason why one launch cannot serve all sequences, or None.
 
     Args:
         q: (1, Hq, sequences, Dk).

@@ -39,10 +39,10 @@ class Decoder(Protocol):
 
     @property
     def of_keys(self) -> bool:
-        """Whether it decodes values from the planes of keys."""
+        """Whether values are decoded from the planes of keys."""
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:
-        """The planes of one slot, for a tensor of width `dim`."""
+        """The planes of one slot for a tensor of width `dim`."""
 
     def width(self, planes: Planes) -> int:
         """The width D of the tensor encoded in these planes."""
@@ -74,8 +74,8 @@ class Segment(NamedTuple):
     rows: Tensor | None = None
     """The segment's rows, int64 (b,), if rows have different lengths; None: all rows."""
     part: bool = False
-    """Whether its rows and head attend to this segment only, and the view's other segments hold
-    other rows or heads."""
+    """Whether its rows and head attend to this segment only; the view's other segments hold other
+    rows or heads."""
     used: Tensor | None = None
     """Upper bound of the slots in use, int32 () on the slots' device: slots from this index on are
     empty and need not be read. None: unknown."""
@@ -111,18 +111,18 @@ class Segment(NamedTuple):
         """(B|1, H, S, Dk); a view of the planes where the codec allows it.
 
         Args:
-            centre: what the slots' keys lack, for the segment's rows and heads.
+            centre: the mean keys that the slots' keys lack, for the segment's rows and heads.
         """
         if centre is None:
             return self.key_codec.decode(part(self.planes, "k"), dtype)
         position = self.position
-        if self.rotation is not None:  # the keys are still rotated for the positions before
+        if self.rotation is not None:  # the keys are still rotated for the earlier positions
             position = position - self.rotation.offset
         wide = torch.promote_types(dtype, torch.float32)
         return centre.added(self.key_codec.decode(part(self.planes, "k"), wide), position).to(dtype)
 
     def own(self, centre: Centre | None) -> Centre | None:
-        """The centre of this segment's rows and heads, of that of all."""
+        """The part of a centre for this segment's rows and heads."""
         if centre is not None and self.rows is not None:
             centre = centre.of_rows(self.rows)
         return centre if centre is None or self.head is None else centre.of_head(self.head)
@@ -146,8 +146,8 @@ class Segment(NamedTuple):
         return self.key_codec.layout == self.value_codec.layout == PLAIN
 
     def follows(self, previous: Segment | None) -> bool:
-        """Whether this segment and `previous` are read as one: the result then equals, bit for bit,
-        that of a single segment with the slots of both."""
+        """Whether this segment and `previous` are read as one segment: the result then equals, bit
+        for bit, the result of a single segment with the slots of both."""
         if previous is None or previous.rotation is not None or self.rotation is not None:
             return False
         a, b = unsliced(previous.planes), unsliced(self.planes)
@@ -163,7 +163,7 @@ class Segment(NamedTuple):
 
     def runs(self, own: int = 0) -> list[Segment]:
         """This segment divided into runs short enough to decode at once; the last run holds at
-        least the newest `own` tokens. Not divided if nothing must be decoded."""
+        least the newest `own` tokens. Segments that need no decoding are not divided."""
         block = self.key_codec.block
         slots, step = slot_count(self.planes), max(1, _DECODED_AT_ONCE // block)
         last = slots - -(-own // block)
@@ -258,7 +258,7 @@ class View(NamedTuple):
         position: the queries' positions, (n,) if all rows share them, else (B, n).
         ragged: whether a slot may be empty or a query may see nothing. False asserts that every
             slot is live and that all slots before the chunk's own are older than all queries.
-        reaches: limits on what a query sees; limits that exclude nothing may be left out.
+        reaches: limits on the slots that a query sees; limits that exclude nothing may be omitted.
         bounds: the first and the last position that each query sees, integers (2, n) or (B, 2, n).
             None: 0 and the query's own.
         chosen: the only positions that each query sees, if these limits allow them: int32 (B, n,
@@ -321,7 +321,7 @@ class View(NamedTuple):
         """All slots, decoded; sorted by position if slots were `moved` or the view has parts.
 
         Args:
-            centre: what the slots' keys lack.
+            centre: the mean keys that the slots' keys lack.
         """
         if self.in_parts:
             parts = [
@@ -397,7 +397,7 @@ class View(NamedTuple):
         return seen & (chosen.gather(-1, at) == slot)
 
     def distances(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
-        """By how many positions each of the slots at `position`, int32 (B|1, 1|H, S), follows each
+        """How many positions each of the slots at `position`, int32 (B|1, 1|H, S), follows each
         query: int32 (B|1, 1|H, len(queries), S), negative for older slots."""
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
         return position[:, :, None, :] - query.to(position.dtype)

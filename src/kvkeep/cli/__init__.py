@@ -1,5 +1,5 @@
-"""The command line, which parses options, calls the library and prints results; `app.py` has the
-list of commands. Each imports what it needs when it runs."""
+"""The command line: parses options, calls the library and prints results. `app.py` lists the
+commands. Each command imports its dependencies when it runs."""
 
 from kvkeep.extras import needed_by
 

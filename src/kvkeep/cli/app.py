@@ -1,4 +1,4 @@
-"""The command `kvkeep`: its subcommands, and those of other packages."""
+"""The command `kvkeep`: its own subcommands, and subcommands of other packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     name="kvkeep",
     help="The KV cache for PyTorch language models.",
     cls=Commands,
-    rich_markup_mode=None,  # rich would cut long words
+    rich_markup_mode=None,  # rich would truncate long words
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # errors.py prints errors
     epilog=examples('kvkeep generate "Why is the sky blue?" --cache window:1024,sinks=4'),
@@ -49,7 +49,7 @@ def main(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show the traceback of an error; may stand anywhere."),
+        typer.Option("--debug", help="Show the traceback of an error; may be given anywhere."),
     ] = False,
     imports: Annotated[
         list[Path],
@@ -58,8 +58,8 @@ def main(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Run a Python file first, e.g. one that adds a policy; may stand anywhere, and be "
-            "repeated.",
+            help="Run a Python file first, e.g. to add a policy; may be given anywhere, and "
+            "repeatedly.",
         ),
     ] = [],  # noqa: B006 (typer needs a list here)
 ) -> None:
@@ -89,7 +89,7 @@ app.add_typer(store, name="store")
 for entry in entry_points(group="kvkeep.commands"):
     try:
         entry.load()(app)
-    except Exception as error:  # in another package; the other commands still work
+    except Exception as error:  # e.g. a broken import; the other commands still work
         typer.echo(f"warning: the commands of {entry.value} cannot be loaded: {error}", err=True)
 
 __all__ = ["app"]

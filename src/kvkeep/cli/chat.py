@@ -1,4 +1,4 @@
-"""`kvkeep chat`: a conversation in the terminal that can be continued later."""
+"""`kvkeep chat`: a conversation in the terminal that can be resumed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def chat(
     device: DeviceName = None,
     reread: Annotated[
         bool,
-        typer.Option("--reread", help="Compute the conversation's cache again, with this model."),
+        typer.Option("--reread", help="Recompute the conversation's cache with this model."),
     ] = False,
 ) -> None:
     """Chat with a model. A named session continues from its saved cache without a new prefill."""
@@ -122,7 +122,7 @@ def _converse(talk: Session, **options: Any) -> None:
             typer.echo(f"{sign}{message['content']}\n")
     say(f"{_status(talk)}; /help lists commands\n", err=True)
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # require_utf8 reports wrong lines
+        sys.stdin.reconfigure(errors="surrogateescape")  # require_utf8 reports the lines at fault
     while sys.stdin is not None:
         try:
             text = input("> ").strip()

@@ -1,4 +1,4 @@
-"""`kvkeep compile`: a model's decode steps, compiled for all later processes."""
+"""`kvkeep compile`: compile a model's decode steps for later processes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def compile_if_it_pays(
 
     Args:
         asked: the option --compile or --no-compile; None: not given.
-        tokens: the most tokens that the command generates.
-        sequences: the number of answers that it generates at once.
+        tokens: most tokens that the command generates.
+        sequences: number of answers that the command generates at once.
     """
     from kvkeep.errors import UnsupportedError
     from kvkeep.hf.compile_ahead import compile_steps, note_tokens, pays

@@ -36,7 +36,7 @@ def models(incomplete: str) -> list[str]:
 
 
 def adapters(incomplete: str) -> list[str]:
-    """Directories with an adapter."""
+    """Directories that contain an adapter."""
     return _directories(incomplete, _MODEL_FILES[-1:])
 
 
@@ -48,12 +48,12 @@ def sessions(incomplete: str) -> list[str]:
 
 
 def one_of(*values: str) -> Completion:
-    """Completes to one of the values."""
+    """Complete to one of the values."""
     return lambda incomplete: _matching(incomplete, values)
 
 
 def several_of(*values: str) -> Completion:
-    """Completes the last of several comma-separated values."""
+    """Complete the last of several comma-separated values."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")

@@ -1,4 +1,4 @@
-"""`kvkeep doctor`: this machine's versions and devices, and which attention backends it can use."""
+"""`kvkeep doctor`: versions, devices, and usable attention backends of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a command: one line for errors and interrupts, and the exit code."""
+"""The end of a command: errors and interrupts on one line, and exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from kvkeep.errors import KVKeepError, MissingPackageError
 
 OWN, OTHER = 2, 1
-"""Exit codes of kvkeep's own errors and wrong usage, and of any other error."""
+"""Exit code of kvkeep's own errors and of wrong usage, and of all other errors."""
 
 _INTERRUPTED, _NOT_READ = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 _LAB_COMMANDS = ("bench", "calibrate", "eval", "inspect")
@@ -97,7 +97,7 @@ def reported(*, debug: bool) -> Iterator[None]:
     except (KeyboardInterrupt, typer.Abort):
         typer.echo(err=True)  # ends the line with ^C
         raise typer.Exit(_INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of the output has ended, such as `head`
+    except BrokenPipeError:  # the reader of stdout has exited, e.g. `head`
         _discard_output()
         raise typer.Exit(_NOT_READ) from None
     except Exception as error:
@@ -125,7 +125,7 @@ def _message(error: Exception) -> tuple[str, int]:
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(usage.message, err=True)
         return "", OWN
-    own = isinstance(error, typer.BadParameter) and usage.param is None  # a command raised it
+    own = isinstance(error, typer.BadParameter) and usage.param is None  # raised by a command
     if own or usage.ctx is None:
         return usage.message, OWN
     usage.message = _with_value(usage)
@@ -135,8 +135,8 @@ def _message(error: Exception) -> tuple[str, int]:
 
 
 def _with_value(usage: Any) -> str:
-    """The message of wrong usage. Newer versions of typer call the value "Input"; pydantic's error
-    has it."""
+    """The message of a usage error. Newer versions of typer call the value "Input"; pydantic's
+    error has the value itself."""
     found: list[Any] = getattr(usage.__cause__, "errors", list)()
     if not found:
         return str(usage.message)
@@ -144,7 +144,7 @@ def _with_value(usage: Any) -> str:
 
 
 def _with_globals_first(args: Sequence[str]) -> list[str]:
-    """The arguments with --debug and each --import moved to the beginning, --debug first."""
+    """Move --debug and each --import to the beginning of the arguments, --debug first."""
     args = list(args)
     end = args.index("--") if "--" in args else len(args)
     debug, imports, others = list[str](), list[str](), list[str]()
@@ -162,7 +162,7 @@ def _with_globals_first(args: Sequence[str]) -> list[str]:
 
 
 def _discard_output() -> None:
-    """Discard what Python still writes to stdout at exit."""
+    """Discard output that Python still writes to stdout at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

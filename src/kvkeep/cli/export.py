@@ -1,4 +1,4 @@
-"""`kvkeep export`: a model's decode step and its cache, as one .pt2 file."""
+"""`kvkeep export`: a model's decode step and its cache in one .pt2 file."""
 
 from __future__ import annotations
 

@@ -118,12 +118,12 @@ def finetune(
                 for file in (data, *([] if evaluation is None else [evaluation])):
                     (labelled if classify else formed)(file)
                 labels = labels_of(data) if classify else None
-                torch.manual_seed(options.seed)  # a new head for classes is drawn
+                torch.manual_seed(options.seed)  # a new classification head is random
                 loaded, tokenizer = load_model(
                     model,
                     _dtype(dtype, options.full, options.offload and place.type != "cpu"),
                     host=host,
-                    # The shards are moved afterwards.
+                    # The shards are moved later.
                     device="cpu" if options.full or options.offload else str(place),
                     progress=working,
                     labels=labels,
@@ -202,8 +202,8 @@ def _dtype(name: str, full: bool, offload: bool) -> str:
 
 @contextmanager
 def _ended() -> Iterator[None]:
-    """A context at whose end a process of torchrun exits immediately, without freeing its group:
-    Python would wait for gloo's thread, which may wait for Python's lock to free a tensor."""
+    """A context that ends a process of torchrun immediately, without freeing its process group:
+    Python would wait for gloo's thread, which may wait for the GIL to free a tensor."""
     if "RANK" not in os.environ:
         yield
         return
@@ -216,7 +216,7 @@ def _ended() -> Iterator[None]:
     except SystemExit as error:
         code = int(error.code or 0)
     except BaseException:
-        traceback.print_exc()  # Python would print it after the end
+        traceback.print_exc()  # Python does not print it after os._exit
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -224,7 +224,7 @@ def _ended() -> Iterator[None]:
 
 
 def _chunks(text: str | None) -> tuple[int | None, int | None]:
-    """The least number of tokens in a chunk (None: the size is fixed), and the greatest."""
+    """The least number of tokens in a chunk (None: fixed size), and the greatest."""
     if text is None:
         return None, None
     found = re.fullmatch(r"(?:([1-9][0-9]*)-)?([1-9][0-9]*)", text.strip())

@@ -131,7 +131,7 @@ def generate(
         if keep_until is not None:  # the spec that `run` used
             used = str(spec_keeping(spec, result.prompt, keep_until, tokenizer))
     held, tokens = result.stats, len(result.tokens)
-    assert held is not None  # it is complete
+    assert held is not None  # the answer is complete
     if json:
         print_json(
             {
@@ -165,7 +165,7 @@ def given_prompt(prompt: str, prompt_file: Path | None) -> str:
     the argument is "-", only stdin.
 
     Raises:
-        BadParameter: there is no text, or it is not UTF-8; or "-" and a file are given.
+        BadParameter: the prompt is empty or not UTF-8, or both "-" and a file are given.
     """
     if prompt == "-" and prompt_file is not None:
         raise typer.BadParameter("give - for stdin or --prompt-file, not both")
@@ -187,16 +187,16 @@ def _is_piped() -> bool:
     """Whether stdin is a pipe or a file, not a terminal or a device such as /dev/null."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # closed, or not a file of the operating system
+    except (OSError, ValueError):  # closed, or no file descriptor
         return not sys.stdin.closed and not sys.stdin.isatty()
     return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
 
 
 def require_utf8(text: str, source: str) -> None:
-    """Check that a text was valid UTF-8 before Python decoded it (to surrogates where not).
+    """Check that a text was valid UTF-8; Python decodes invalid bytes to surrogates.
 
     Raises:
-        BadParameter: it was not valid.
+        BadParameter: the text was not valid UTF-8.
     """
     _decoded(text.encode("utf-8", "surrogateescape"), source)
 

@@ -1,4 +1,4 @@
-"""The option --import: a Python file that runs before a command, such as one that adds a policy."""
+"""The option --import: a Python file that runs before a command, e.g. to add a policy."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ AnyModel = Annotated[
 
 @models.callback()
 def default(context: typer.Context, json: JsonFlag = False) -> None:
-    """List the models when no command is given."""
+    """List the models if no command is given."""
     if context.invoked_subcommand is None:
         list_models(json)
 
@@ -75,10 +75,10 @@ def list_models(json: JsonFlag = False) -> None:
     epilog=examples("kvkeep models fetch smollm2-135m", "kvkeep models fetch Qwen/Qwen3-0.6B")
 )
 def fetch(name: AnyModel, json: JsonFlag = False) -> None:
-    """Download a model unless it is on this machine, check it, and print its path.
+    """Download a model unless it is on this machine, verify it, and print its path.
 
-    A model from the hub goes to the hub's own cache. For an adapter, the base model is downloaded
-    and checked, too.
+    Models from the hub are stored in the hub's cache. For an adapter, the base model is downloaded
+    and verified, too.
     """
     with Working(f"fetching {name}") as working:
         from kvkeep.hf.models import obtain

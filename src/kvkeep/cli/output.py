@@ -1,4 +1,4 @@
-"""Shared by the commands: common options, parsing of lists and sizes, and printing."""
+"""Common options of commands, parsing of lists and sizes, and printing."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")
 ]
 
-_UNITS = " KMGT"  # of powers of 1000, or of 1024 with an i
+_UNITS = " KMGT"  # powers of 1000, or of 1024 with an "i"
 
 
 def model_for(model: str | None, adapter: str | None) -> str | None:
-    """The given model, or the default one; None means the base model of the adapter."""
+    """The given model or the default model; None: the adapter's base model."""
     return model if model or adapter else DEFAULT_MODEL
 
 
@@ -99,7 +99,7 @@ def whole_numbers(text: str, option: str, least: int = 1) -> list[int]:
 
 
 def listed(text: str, separator: str) -> list[str]:
-    """Split an option's text; empty parts are left out."""
+    """Split an option's text; drop empty parts."""
     return [part.strip() for part in text.split(separator) if part.strip()]
 
 

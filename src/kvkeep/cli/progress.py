@@ -1,4 +1,4 @@
-"""The progress of a command on stderr."""
+"""Progress of a command on stderr."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Working:
-    """Shows the current activity on stderr: on a terminal with a bar, the elapsed time and, if the
-    completed share is known, the time left; otherwise as one line per activity.
+    """Shows the current activity on stderr: on a terminal as a bar with the elapsed time and, if
+    the completed share is known, the time left; otherwise as one line per activity.
 
     Args:
         doing: the first activity, shown on terminals only.
@@ -58,14 +58,14 @@ class Working:
             self._show(doing, share)
 
     def reading(self, cache: ModelCache, tokens: int) -> None:
-        """Show the share of a prompt's `tokens` that a cache has been fed, from now on."""
+        """From now on, show the share of a prompt's `tokens` that a cache has been fed."""
         layers = max(1, len(cache.layers)) * max(1, tokens)
         with self._lock:
             self(f"reading {tokens:,} tokens", 0.0)
             self._asked = lambda: min(1.0, sum(layer.fed for layer in cache.layers) / layers)
 
     def stop(self) -> None:
-        """Remove the bar, before other output."""
+        """Remove the bar before other output."""
         self._bar.stop()
 
     def _ask(self) -> None:
@@ -79,7 +79,7 @@ class Working:
 
     def _show(self, doing: str, share: float | None) -> None:
         total = None if share is None else 1.0
-        if self._bar.tasks[0].total != total:  # begin a task with new times
+        if self._bar.tasks[0].total != total:  # a new task resets the times
             self._bar.remove_task(self._task)
             self._task = self._bar.add_task(doing, total=total)
         self._bar.update(self._task, description=doing, completed=share or 0.0)
@@ -90,7 +90,7 @@ class Working:
 
 
 class _Bar(Progress):
-    """A progress bar that asks for the completed share whenever it is drawn."""
+    """A progress bar that reads the completed share whenever it is drawn."""
 
     def __init__(self, ask: Callable[[], None], console: Console, *, disable: bool) -> None:
         self._ask = ask

@@ -93,7 +93,7 @@ def serve(
         ),
     ] = None,
     queue: Annotated[
-        int, typer.Option(min=0, help="Most waiting requests; further ones get 429.")
+        int, typer.Option(min=0, help="Most waiting requests; further requests get 429.")
     ] = 64,
     wait: Annotated[
         float, typer.Option(min=1, help="Seconds a request may wait; then it gets 503.")
@@ -114,13 +114,13 @@ def serve(
         typer.Option(min=1, help="Seconds for a client to send a request, and to read its answer."),
     ] = 30,
     connections: Annotated[
-        int, typer.Option(min=1, help="Most open connections; further ones get 503.")
+        int, typer.Option(min=1, help="Most open connections; further connections get 503.")
     ] = 512,
-    sequences: Annotated[int, typer.Option(min=1, help="Most answers at once.")] = 16,
+    sequences: Annotated[int, typer.Option(min=1, help="Most answers generated at once.")] = 16,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Most memory for the caches of all answers at once, e.g. 8GB; default: no limit."
+            help="Most memory for the caches of all running answers, e.g. 8GB; default: no limit."
         ),
     ] = None,
     responses: Annotated[
@@ -131,13 +131,13 @@ def serve(
         ),
     ] = None,
     image_bytes: Annotated[
-        str, typer.Option(help="Most bytes of a request's images, for models that see.")
+        str, typer.Option(help="Most bytes of a request's images, for vision-language models.")
     ] = "20MB",
     allow_images_from: Annotated[
         list[str] | None,
         typer.Option(
-            help="Host from which images are fetched that clients name by URL; may be repeated, * "
-            "is all; default: none.",
+            help="Host from which clients' image URLs are fetched; may be repeated, * is all; "
+            "default: none.",
         ),
     ] = None,
 ) -> None:
@@ -241,7 +241,7 @@ def _bytes(given: str | None, option: str) -> int | None:
 
 def _announce(served: str, url: str) -> None:
     say(f"{served} at {url}")
-    say(f"a page to talk to it, and to see its cache: {url.removesuffix('v1')}")
+    say(f"chat page, with a view of the cache: {url.removesuffix('v1')}")
 
 
 __all__ = ["serve"]

@@ -23,7 +23,7 @@ from kvkeep.cli.progress import Working
 if TYPE_CHECKING:
     from kvkeep.store import Backend, Label, StoredBlock
 
-_PAGE = 64  # keys per request
+_PAGE = 64  # keys per listing request
 
 StorePlace = Annotated[
     str,

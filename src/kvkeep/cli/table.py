@@ -1,4 +1,4 @@
-"""Tables that fit a terminal. Headings and cells are never cut, but may take several lines."""
+"""Tables that fit a terminal. Headings and cells are never truncated, but may be wrapped."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # characters between columns
-_TEXT = 14  # least characters of a column with longer texts
+_TEXT = 14  # least width of a column with longer texts
 
 
 def tables(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
-    """Rows with the same keys as a table; numbers have three significant digits, None is "-".
+    """Format rows with the same keys as a table; numbers have three significant digits, None is
+    "-".
 
-    Wide headings are folded between words, wide texts after punctuation. If the table is still too
-    wide, the columns are divided into several tables, each with the first column.
+    Wide headings are wrapped between words, wide texts after punctuation. A table that is still too
+    wide is divided into several tables, each with the first column.
 
     Args:
-        width: the terminal's, in characters.
+        width: the terminal's width in characters.
     """
     first, *others = (_Column(key, [row[key] for row in rows]) for key in rows[0])
     groups = [[first]]
@@ -47,7 +48,7 @@ class _Column:
 
 
 def _total(columns: Sequence[_Column]) -> int:
-    """The least width of columns, in characters."""
+    """The least total width of columns, in characters."""
     return sum(column.least for column in columns) + _GAP * (len(columns) - 1)
 
 
@@ -78,7 +79,7 @@ def _table(title: str, columns: Sequence[_Column], width: int) -> Table:
 
 
 def _folded(text: str, width: int) -> str:
-    """A text on lines of at most `width` characters, broken after punctuation if possible."""
+    """Wrap a text to lines of at most `width` characters, after punctuation if possible."""
     lines = [""]
     for piece in re.findall(r"(?:(?!\.\.)[^\s;,+@/(=])*(?:\.\.|[\s;,+@/(=])?", text):
         for start in range(0, len(piece), width):

@@ -88,7 +88,7 @@ def _new_partial(path: Path, private: bool) -> FileIO:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove partial files left behind by killed processes: the files that are not locked."""
+    """Remove partial files left behind by killed processes, which are the unlocked ones."""
     for partial in directory.glob(f".*{PARTIAL}"):
         with suppress(OSError), open_file(partial, follow=False) as handle:
             if _locked(handle):
@@ -96,7 +96,7 @@ def _sweep(directory: Path) -> None:
 
 
 def _locked(handle: int) -> bool:
-    """Try to lock a file until it is closed; return whether that succeeded."""
+    """Try to lock a file until it is closed; return whether it was locked."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -41,8 +41,7 @@ class Offload:
     Args:
         host_bytes: most bytes in host memory; further tensors go to a file. None: half of the
             memory available now.
-        directory: directory of that file, which has no name; None: the system's directory for
-            temporary files.
+        directory: directory of the unnamed file; None: the system's directory for temporary files.
 
     Raises:
         MissingPackageError: no limit is given, the system is not Linux, and psutil is missing.

@@ -1,9 +1,9 @@
 """Saves a cache to a safetensors file with a versioned JSON header, and loads it again.
 
-Planes are written in their encoded form, so a loaded cache gives the same results, bit for bit, as
-the cache that was saved. Tensors are named `layer.part.plane`. The file's metadata entry `kvkeep`
-is the header: it describes the tensors and has a checksum of each. The entry `kvkeep_checksum` is
-the header's checksum. Nothing is unpickled.
+Planes are written in their encoded form, so a loaded cache gives bit-identical results. Tensors are
+named `layer.part.plane`. The file's metadata entry `kvkeep` is the header: it describes the tensors
+and has a checksum of each. The entry `kvkeep_checksum` is the header's checksum. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Saved:
     def _carried(
         self, tensors: Mapping[str, Tensor], specs: Mapping[str, StateSpec]
     ) -> dict[str, Tensor]:
-        """The recurrent states, after a check against the model's."""
+        """The recurrent states, checked against the model's specs."""
         start = f"{_CARRIED}."
         found = {
             name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)
@@ -243,7 +243,7 @@ class Saved:
             ) from error
 
     def _read_again(self, names: list[str]) -> dict[str, Tensor]:
-        """Read tensors from the file again; raise if the file has changed since."""
+        """Read tensors from the file again; raise if the file has changed since it was opened."""
         with self._opened() as (handle, layout):
             if layout.metadata != self._metadata or not set(names) <= set(layout.entries):
                 raise SavedCacheError(f"{self.path} has changed since it was opened; open it again")
@@ -307,7 +307,7 @@ class Saved:
         return state
 
     def _history(self, index: int, header: LayerHeader, tensors: Planes) -> History:
-        """A layer's history, after checking its numbers."""
+        """A layer's history, with its numbers checked."""
         where, history = f"{self.path}, layer {index}", History()
         history.columns, history.floor = header.columns, header.floor
         history.joined, history.embedded = header.apart, header.embedded
@@ -427,7 +427,7 @@ def _require_parts(
 ) -> None:
     """Check a layer's parts against its spec."""
     known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
-    # In chunked attention a layer holds no slot when a chunk has just begun.
+    # In chunked attention, a layer holds no slot at the start of a chunk.
     if (
         (not parts and not layer.chunked)
         or parts.keys() - known - {"aside", "bulk"}
@@ -443,7 +443,7 @@ def _require_tokens(
     block = {"bulk": layer.key_codec.block}
     counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
     held = counts if layer.policy.ragged else [sum(counts)]
-    # All tokens must be there if nothing was evicted and no empty slot was freed.
+    # If nothing was evicted and no empty slot was freed, all tokens must be present.
     bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget
     whole = not header.floor or not (bounded or padded)
     if max(held) > header.columns or (whole and min(held) < header.columns):

@@ -37,13 +37,13 @@ MOST_HEADER = 1 << 24
 """Longest header written, in bytes, and the default limit for reading."""
 
 _ALIGNED = 8
-_PART_BYTES = 16  # each list or object of a valid header takes more; bounds the parsing time
+_PART_BYTES = 16  # each list or object of a valid header is longer; bounds the parsing time
 _MOST_AXES = 8
 _MOST_BYTES = 1 << 48  # more than any file
 
 
 class Entry(NamedTuple):
-    """A tensor's dtype, shape and byte range, relative to the end of the header."""
+    """A tensor's dtype, shape, and byte range relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

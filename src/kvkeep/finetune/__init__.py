@@ -1,4 +1,4 @@
-"""Fine-tuning on long texts through the cache that a model will be served with."""
+"""Fine-tuning on long texts through the cache that will serve the model."""
 
 from __future__ import annotations
 

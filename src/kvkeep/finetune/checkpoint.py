@@ -1,8 +1,8 @@
 """Checkpoints of a run: written atomically, verified before use, and never unpickled.
 
-A checkpoint is a directory in the Trainer's layout, but for the optimizer's state, which is a
-safetensors file, and a list of the files with their checksums. They hold whole tensors, whatever
-the number of processes, so a run may go on with another number.
+A checkpoint is a directory in the Trainer's layout, with two differences: the optimizer's state is
+a safetensors file, and a list of the files records their checksums. Tensors are saved whole, so a
+run may resume with another number of processes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ STATE = "trainer_state.json"  # as the Trainer names it
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter."""
+"""AdamW's state for a parameter."""
 
 
 class CheckpointError(KVKeepError, ValueError):
-    """A directory that a run cannot write to or resume from."""
+    """A run cannot write to a directory or resume from it."""
 
 
 @dataclass
 class Contents:
-    """What a checkpoint is of: the step after which it was written, the options that its weights
-    depend on, the fingerprint of the model as it was given, and the checksum of each file."""
+    """A checkpoint's step, the options that its weights depend on, the fingerprint of the original
+    model, and the checksum of each file."""
 
     step: int
     options: dict[str, str | int | float | None]
@@ -66,10 +66,10 @@ class Checkpoints:
 
     Attributes:
         out: the directory.
-        kind: what is trained.
-        options: all that the weights depend on, but for the model.
-        fingerprint: of the model.
-        keep: how many of the newest checkpoints to keep.
+        kind: the kind of training.
+        options: all options that the weights depend on.
+        fingerprint: the model's fingerprint.
+        keep: number of newest checkpoints to keep.
         processes: the processes of the run.
     """
 
@@ -85,7 +85,7 @@ class Checkpoints:
         """Create and lock the directory, so that no other run writes to it.
 
         Raises:
-            CheckpointError: it cannot be written, or another process holds the lock.
+            CheckpointError: the directory cannot be written, or another process holds the lock.
         """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -99,14 +99,14 @@ class Checkpoints:
             except BlockingIOError as error:
                 what = f"another process is fine-tuning into {self.out}"
                 raise CheckpointError(f"{what}; wait, or give another directory") from error
-            for left in self.out.glob(f".*{PARTIAL}"):  # left by a run that was killed
+            for left in self.out.glob(f".*{PARTIAL}"):  # from a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             yield
         finally:
             os.close(handle)
 
     def at(self, step: int) -> Path:
-        """The checkpoint after a step."""
+        """The directory of the checkpoint after a step."""
         return self.out / f"checkpoint-{step}"
 
     def _steps(self) -> list[int]:
@@ -115,22 +115,21 @@ class Checkpoints:
         return sorted(int(name[1]) for name in found if name)
 
     def _result(self) -> list[str]:
-        """The names of the files of a result that are there."""
+        """The names of the result's files that exist."""
         return [x for x in (self.kind.weights_file, self.kind.mark) if (self.out / x).exists()]
 
     def require_unused(self) -> None:
-        """Raise CheckpointError if the directory holds a run already."""
+        """Raise CheckpointError if the directory already holds a run."""
         held = [self.at(step).name for step in self._steps()[-1:]] or self._result()
         if held:
-            what = f"{self.out} holds a run already ({held[0]})"
+            what = f"{self.out} already holds a run ({held[0]})"
             raise CheckpointError(f"{what}; resume it with --resume, or give another directory")
 
     def newest(self) -> int:
-        """The step of the newest checkpoint, which is complete and of a run with these options; 0
-        if there is none.
+        """The step of the newest complete checkpoint; 0 if there is none.
 
         Raises:
-            CheckpointError: it is damaged, or it belongs to another run.
+            CheckpointError: the checkpoint is damaged, or belongs to a run with other options.
         """
         steps = self._steps()
         if not steps:
@@ -141,7 +140,7 @@ class Checkpoints:
         path = self.at(steps[-1])
         contents = _read(path)
         if contents.step != steps[-1]:
-            raise _damaged(path / CONTENTS, f"it is of step {contents.step}")
+            raise _damaged(path / CONTENTS, f"it is from step {contents.step}")
         differ = [
             f"{name} is {self.options.get(name)}, was {contents.options.get(name)}"
             for name in sorted({*self.options, *contents.options})
@@ -161,22 +160,23 @@ class Checkpoints:
         return steps[-1]
 
     def restore_weights(self, path: Path, model: Any) -> None:
-        """Load the weights of a checkpoint. Of what is sharded, each process reads its own part.
+        """Load the weights of a checkpoint. Of a sharded tensor, each process reads only its own
+        shard.
 
         Raises:
-            CheckpointError: the checkpoint is of something else, or damaged; nothing was changed.
+            CheckpointError: the checkpoint has other tensors, or is damaged; nothing was changed.
         """
         with _opened(path / self.kind.weights_file) as held:
             self._fill(self.kind.weights(model), held, path / self.kind.weights_file)
 
     def restore_optimizer(self, path: Path, model: Any, optimizer: Any) -> None:
-        """Load the optimizer's state of a checkpoint; see `restore_weights`."""
+        """Load the optimizer's state from a checkpoint; see `restore_weights`."""
         with _opened(path / OPTIMIZER) as held:
             names = set(held.keys())
             states = {
                 name: {_STEP: torch.zeros(()), **{key: torch.zeros_like(p) for key in _MOMENTS}}
                 for name, p in _trained(model)
-                if f"{name}.{_STEP}" in names  # a parameter without it had no gradient
+                if f"{name}.{_STEP}" in names  # others had no gradient
             }
             tensors = {f"{name}.{key}": x for name in states for key, x in states[name].items()}
             self._fill(tensors, held, path / OPTIMIZER)
@@ -190,13 +190,13 @@ class Checkpoints:
             fill(x, held, name)
 
     def save(self, model: Any, optimizer: Any, state: Any) -> None:
-        """Write a checkpoint, and delete all but the newest `keep`.
+        """Write a checkpoint, and delete all but the newest `keep` checkpoints.
 
         Args:
             state: the Trainer's state.
 
         Raises:
-            CheckpointError: it cannot be written; the other checkpoints are unchanged.
+            CheckpointError: the checkpoint cannot be written; other checkpoints are unchanged.
         """
         target, work = self.at(state.global_step), self.out / f".{os.getpid()}{PARTIAL}"
         weights, leads = self.kind.weights(model), self.processes.leads
@@ -222,7 +222,7 @@ class Checkpoints:
                 shutil.rmtree(work, ignore_errors=True)
 
     def _finish(self, work: Path, step: int) -> None:
-        """Make a complete directory the checkpoint of a step, and delete old ones."""
+        """Turn a complete directory into the checkpoint of a step, and delete old checkpoints."""
         files = {path.name: _checksum(path) for path in sorted(work.iterdir())}
         contents = Contents(step, self.options, self.fingerprint, files)
         (work / CONTENTS).write_text(json.dumps(asdict(contents), indent=1))
@@ -232,16 +232,17 @@ class Checkpoints:
         work.rename(self.at(step))
         sync_to_disk(self.out)
         for old in self._steps()[: -self.keep]:
-            gone = self.out / f".{old}{PARTIAL}"  # renamed first: no incomplete one has the name
+            # Rename first: no incomplete checkpoint keeps the name.
+            gone = self.out / f".{old}{PARTIAL}"
             self.at(old).rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 
     def copy_result(self, step: int) -> None:
-        """Copy what the checkpoint of the last step holds beside the run's state; the file by which
-        the result is recognised is written last.
+        """Copy the result's files from the checkpoint of the last step; the file by which loaders
+        recognise the result is written last.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: a file cannot be written.
         """
         with self._writing(self.out):
             if not self.processes.leads:
@@ -253,7 +254,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, what: Path) -> Iterator[None]:
-        """A context that all processes leave alike.
+        """A context in which an error of one process raises in all processes.
 
         Raises:
             CheckpointError: `what` cannot be written.
@@ -272,11 +273,11 @@ def _trained(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _read(path: Path) -> Contents:
-    """What a checkpoint is of; its files are not verified yet."""
+    """Read a checkpoint's `Contents`, without verifying its files."""
     try:
         fields = json.loads(read_file(path / CONTENTS, _MOST_CONTENTS))
         if fields["version"] != VERSION:
-            what = f"{path} is of version {fields['version']}, this kvkeep reads {VERSION}"
+            what = f"{path} has version {fields['version']}, this kvkeep reads {VERSION}"
             raise CheckpointError(f"{what}; resume with the kvkeep that wrote it")
         return typed(Contents, fields)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -292,7 +293,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, from which tensors are read one by one."""
+    """Open a safetensors file to read single tensors."""
     try:
         with safe_open(path, "pt") as file:
             yield file

@@ -1,4 +1,5 @@
-"""Texts and their classes: a head on the last token's hidden state learns which is which."""
+"""Text classification: a head learns to predict a text's class from its last token's hidden
+state."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvkeep.finetune.task import Task
 
 
 def labelled(path: Path) -> list[tuple[str, str]]:
-    """The texts of a file, with their labels.
+    """The texts and labels in a file.
 
     Raises:
         DataError: the file cannot be read, or a line has another form.
@@ -27,7 +28,7 @@ def labels_of(path: Path) -> list[str]:
     """The names of the classes in a file: numbers in ascending order, other names sorted.
 
     Raises:
-        DataError: the file cannot be read, a line has another form, or there is one class only.
+        DataError: the file cannot be read, a line has another form, or there is only one class.
     """
     found = labelled(path)
     names = {label for _, label in found}
@@ -39,11 +40,10 @@ def labels_of(path: Path) -> list[str]:
 
 
 class Classes(Task):
-    """The classes of texts, by the names in the model's config.
+    """Classification, with the class names from the model's config.
 
-    The label of a text is at its last token, where the model's head (`score`) reads the hidden
-    state; the other labels are -100. So the result works in transformers, which looks at the same
-    token.
+    The label of a text is at its last token, whose hidden state the model's head (`score`) reads;
+    all other labels are -100. transformers reads the same token, so the result works there.
 
     Raises:
         OptionError: the model has no `score`, or no padding token.
@@ -52,10 +52,10 @@ class Classes(Task):
     def __init__(self, model: Any, tokenizer: Any, length: int) -> None:
         super().__init__(model, tokenizer, length)
         if not hasattr(model, "score"):
-            what = f"{type(model).__name__} has no head for classes (score)"
+            what = f"{type(model).__name__} has no classification head (score)"
             raise OptionError(f"{what}; load it with AutoModelForSequenceClassification")
         if model.config.pad_token_id is None:
-            what = "the model's config has no pad_token_id, which shows where a text ends"
+            what = "the model's config has no pad_token_id, which marks the end of a text"
             raise OptionError(f"{what}; set it to the tokenizer's")
         names = model.config.id2label
         self._labels = {str(names[index]): index for index in range(len(names))}
@@ -76,7 +76,7 @@ class Classes(Task):
             raise DataError(f"{len(ids)} tokens; texts with labels are not cut, so {most}")
         if int(ids[-1]) == self._pad:
             what = f"the text ends with the padding token {self._pad}"
-            raise DataError(f"{what}, which a classifier does not look at; remove it")
+            raise DataError(f"{what}, which a classifier ignores; remove it")
         labels = torch.full_like(ids, IGNORED)
         labels[-1] = self._labels[label]
         return Tokens(ids, labels)
@@ -103,7 +103,7 @@ class Classes(Task):
 
 
 def _labelled(given: dict[str, Any]) -> tuple[str, str]:
-    """The text and the label of a line."""
+    """The text and the label in a line."""
     if given.keys() != {"text", "label"}:
         raise DataError(f'an object of {sorted(given)}; give one with "text" and "label"')
     label = given["label"]

@@ -16,34 +16,34 @@ from kvkeep.errors import KVKeepError
 from kvkeep.finetune.options import seed_of
 
 IGNORED = -100
-"""The label of a token that is not learned."""
+"""The label of a token without a loss."""
 
 
 Made = TypeVar("Made")
 
 
 class DataError(KVKeepError, ValueError):
-    """A file of texts, or a line of it, that cannot be trained on."""
+    """A file of texts, or a line of it, cannot be used for training."""
 
 
 class Tokens(NamedTuple):
-    """A text or a piece of one: token ids (n,), and labels (n,), a token's own id or -100."""
+    """A text or a piece of a text: token ids (n,), and labels (n,): a token's own id, or -100."""
 
     ids: Tensor
     labels: Tensor
 
     @property
     def learned(self) -> int:
-        """How many labels are learned; the first token is not predicted."""
+        """The number of labels with a loss; the first token is not predicted."""
         return int((self.labels[1:] != IGNORED).sum())
 
 
 def read(path: Path, tokenizer: Any) -> list[Tokens]:
-    """The documents of a JSON Lines file. Each line is `{"text": ...}`, `{"messages": [...]}` or
-    `{"prompt": ..., "completion": ...}`; the last two also with `tools`.
+    """Read the documents of a JSON Lines file. Each line is `{"text": ...}`, `{"messages": [...]}`
+    or `{"prompt": ..., "completion": ...}`; the last two may also have `tools`.
 
-    All tokens of a text are learned, of a conversation the tokens of the assistant's messages whose
-    `weight` is not 0, and of a prompt with its completion the completion's.
+    All tokens of a text are learned; of a conversation, the tokens of the assistant's messages
+    unless their `weight` is 0; of a prompt with a completion, the completion.
 
     Raises:
         DataError: the file cannot be read or is empty, or a line has another form.
@@ -52,11 +52,11 @@ def read(path: Path, tokenizer: Any) -> list[Tokens]:
 
 
 def objects(path: Path, made: Callable[[dict[str, Any]], Made]) -> list[Made]:
-    """What is made of the object on each line of a JSON Lines file.
+    """Apply `made` to the object on each line of a JSON Lines file.
 
     Raises:
-        DataError: the file cannot be read or is empty, or a line is no object; and what `made`
-            raises, with the number of the line.
+        DataError: the file cannot be read or is empty, a line is not an object, or `made` raises an
+            error, to which the line number is added.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -76,8 +76,8 @@ def objects(path: Path, made: Callable[[dict[str, Any]], Made]) -> list[Made]:
 
 
 def pieces(documents: Iterable[Tokens], length: int) -> list[Tokens]:
-    """Documents cut into pieces of at most `length` tokens. Pieces with nothing to learn, such as
-    single tokens, are left out."""
+    """Documents cut into pieces of at most `length` tokens. Pieces without a label to learn, such
+    as single tokens, are dropped."""
     found = []
     for ids, labels in documents:
         cut = zip(torch.split(ids, length), torch.split(labels, length), strict=True)
@@ -110,9 +110,9 @@ class Chat(NamedTuple):
     """A conversation.
 
     Args:
-        messages: as a chat template takes them, without weights; arguments of calls are objects.
+        messages: messages for a chat template, without weights; arguments of calls are objects.
         learned: whether each message is learned.
-        tools: the functions that the model may call, as a chat template takes them; None: none.
+        tools: functions that the model may call, for a chat template; None: none.
     """
 
     messages: list[dict[str, Any]]
@@ -121,14 +121,14 @@ class Chat(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A text, and its continuation, which is learned."""
+    """A text and its continuation; the continuation is learned."""
 
     prompt: str
     completion: str
 
 
 def formed(path: Path) -> list[str | Chat | Pair]:
-    """The documents of a file, for a check of it that needs no tokenizer.
+    """The documents of a file before tokenisation, to check the file without a tokenizer.
 
     Raises:
         DataError: see `read`.
@@ -141,14 +141,14 @@ _FORMS = (
     ({"messages"}, {"tools", "parallel_tool_calls"}),
     ({"prompt", "completion"}, {"tools"}),
 )
-"""The keys that a line must have, and further keys that it may have."""
+"""The required keys of a line, and its optional keys."""
 
 
 def _formed(given: dict[str, Any]) -> str | Chat | Pair:
-    """A line's document. Unknown keys are refused, so that nothing is dropped in silence."""
+    """A line's document. Unknown keys raise an error, so that no data is silently ignored."""
     needed, more = next((form for form in _FORMS if form[0] <= given.keys()), (set(), set()))
     if not needed or (unknown := given.keys() - needed - more):
-        extra = f" ({', '.join(sorted(unknown))} cannot be trained on)" if needed else ""
+        extra = f" (not supported: {', '.join(sorted(unknown))})" if needed else ""
         raise DataError(
             f'an object of {sorted(given)}{extra}; give an object with either "text" or "messages" '
             'or "prompt" and "completion", the last two also with "tools"'
@@ -162,7 +162,7 @@ def _formed(given: dict[str, Any]) -> str | Chat | Pair:
     prompt, completion = given["prompt"], given["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if tools:
-            raise DataError('"tools" beside texts; give "prompt" and "completion" as messages')
+            raise DataError('"tools" with texts; give "prompt" and "completion" as messages')
         return Pair(_valid(prompt, '"prompt"'), text_of(completion, '"completion"'))
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise DataError('"prompt" and "completion" are not both texts or both lists of messages')
@@ -191,7 +191,7 @@ def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
     prompt, ids = (
         encoded(tokenizer, text, special=False) for text in (found.prompt, "".join(found))
     )
-    # A token may hold the end of the prompt and the start of the completion; it is learned.
+    # A token that spans the end of the prompt and the start of the completion is learned.
     same = ids[: len(prompt)] == prompt[: len(ids)]
     first = int(same.cumprod(0).sum())
     labels = ids.clone()
@@ -200,10 +200,10 @@ def _document(given: dict[str, Any], tokenizer: Any) -> Tokens:
 
 
 def text_of(value: Any, name: str) -> str:
-    """A field of a line, if it is text that is not empty.
+    """A field of a line, which must be a text that is not empty.
 
     Raises:
-        DataError: it is anything else.
+        DataError: the field is not such a text.
     """
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{name} is {value!r:.40}; give text that is not empty")
@@ -220,11 +220,11 @@ def _valid(value: str, name: str) -> str:
 
 
 _KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id", "reasoning_content"}
-"""The keys of a message. Which of them are shown to the model is up to its chat template."""
+"""The keys of a message. The chat template decides which of them the model sees."""
 
 
 def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Messages as a chat template takes them, and which of them are learned."""
+    """Messages for a chat template, and whether each message is learned."""
     if not isinstance(value, list) or not value:
         wanted = 'give a list of {"role": ..., "content": ...}'
         raise DataError(f'"messages" is {value!r:.40}; {wanted}')
@@ -234,7 +234,7 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
         if not isinstance(message, dict):
             raise DataError(f'{name} is {message!r:.40}; give {{"role": ..., "content": ...}}')
         if unknown := sorted(message.keys() - _KEYS):
-            raise DataError(f"{name} has {', '.join(unknown)}, which cannot be trained on; remove")
+            raise DataError(f"{name} has unsupported keys: {', '.join(unknown)}; remove them")
         role = text_of(message.get("role"), f'"role" of {name}')
         kept = {key: x for key, x in message.items() if key != "weight" and x is not None}
         calls = message.get("tool_calls")
@@ -244,7 +244,7 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
             kept["tool_calls"] = [_call(call, f"a call of {name}") for call in calls]
             kept.setdefault("content", "")
         content = kept.get("content")
-        if isinstance(content, str) and (role != "assistant" or calls):  # it may be empty
+        if isinstance(content, str) and (role != "assistant" or calls):  # content may be empty
             _valid(content, f'"content" of {name}')
         else:
             text_of(content, f'"content" of {name}')
@@ -261,7 +261,8 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which templates expect. OpenAI writes text."""
+    """A call with its arguments as an object, as templates expect; OpenAI's format has a JSON
+    text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f'{name} is {call!r:.40}; give {{"function": {{"name": ...}}}}')
@@ -307,22 +308,22 @@ def _rendered(
         text = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=prompt, tokenize=False
         )
-    except Exception as error:  # templates are programs
+    except Exception as error:  # templates are programs that raise errors of all classes
         what = f"the model's chat template refuses the first {len(messages)} messages"
         raise DataError(f"{what}: {' '.join(str(error).split())}; change them") from error
     return encoded(tokenizer, text, special=False)
 
 
 def encoded(tokenizer: Any, text: str, *, special: bool) -> Tensor:
-    """The token ids of a text, (n,); `special`: with the tokens that the tokenizer puts around
-    texts."""
-    # verbose=False: no warning about a text longer than the model's context; it will be cut.
+    """The token ids of a text, (n,); `special`: with the tokenizer's special tokens around the
+    text."""
+    # verbose=False: no warning that a text exceeds the model's context; it will be cut.
     ids = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
     return torch.tensor(ids, dtype=torch.int64)
 
 
 class Batch(NamedTuple):
-    """Pieces padded on the right, (B, T)."""
+    """Texts padded on the right, (B, T)."""
 
     ids: Tensor
     labels: Tensor
@@ -339,8 +340,8 @@ def batched(texts: list[Tokens], rows: int) -> Iterator[Batch]:
 
 
 def equalised(batches: list[Batch], count: int) -> list[Batch]:
-    """`count` batches of one shape, which learn the same: rows and columns of padding are added,
-    and batches with nothing to learn."""
+    """`count` batches of equal shape with the same labels to learn: rows and columns of padding are
+    added, and batches without labels."""
     rows = max(len(batch.ids) for batch in batches)
     columns = max(batch.ids.shape[1] for batch in batches)
 
@@ -351,7 +352,7 @@ def equalised(batches: list[Batch], count: int) -> list[Batch]:
         if learned:
             own = batch.labels
             labels[: own.shape[0], : own.shape[1]] = own
-        # What fills the rows is text as well, since a row of padding alone has no first token.
+        # Padding rows repeat a text, because a row of padding alone has no first token.
         fill = [0] * (rows - len(ids))
         return Batch(torch.cat([ids, ids[fill]]), labels, torch.cat([mask, mask[fill]]))
 

@@ -1,4 +1,4 @@
-"""All of a model's weights are trained; the result is a model directory."""
+"""Full training: all weights of a model are trained; the result is a model directory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvkeep.host.tensors import named_weights
 
 
 class Full(Trained):
-    """A whole model, in the files from which transformers loads it.
+    """Trains a whole model; the result has the files from which transformers loads it.
 
     Args:
-        tokenizer: the model's tokenizer, which is saved beside it.
+        tokenizer: the model's tokenizer, saved with the model.
     """
 
     noun = "model"
@@ -38,7 +38,7 @@ class Full(Trained):
         if odd or getattr(model.config, "quantization_config", None) is not None:
             what = f"{type(model).__name__} has quantized weights, which have no gradients"
             raise OptionError(f"{what}; train an adapter, or load it without quantization")
-        # Sharding changes the class of the model, so its name is taken now.
+        # Sharding changes the model's class, so the class name is saved now.
         self._config = copy.deepcopy(model.config)
         self._config.architectures = [type(model).__name__]
         self._config.dtype = next(model.parameters()).dtype
@@ -47,7 +47,7 @@ class Full(Trained):
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         once: dict[int, tuple[str, Tensor]] = {}
         for name, x in named_weights(model).items():
-            once.setdefault(id(x), (name, x))  # weights that are tied have several names
+            once.setdefault(id(x), (name, x))  # tied weights have several names
         return dict(once.values())
 
     def describe(self, model: Any, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""LitGPT's LoRA: an adapter is trained, and the model's own weights do not change."""
+"""LitGPT's LoRA: an adapter is trained, the model's own weights do not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.litgpt.lora import ADAPTER, PICKLE, adapted, adapter_weights, descri
 
 
 class LitGPTLora(Trained):
-    """An adapter in LitGPT's files, and its tensors as safetensors."""
+    """Trains a LitGPT adapter; the result has LitGPT's files, and the tensors as safetensors."""
 
     noun = "adapter"
     weights_file = ADAPTER
@@ -25,7 +25,7 @@ class LitGPTLora(Trained):
         assert options.alpha is not None
         targets = options.named_targets
         if options.offload:
-            what = "LitGPT's file of an adapter cannot be written from shards"
+            what = "LitGPT's adapter file cannot be written from shards"
             raise OptionError(f"{what}; leave out --offload, or use --host transformers")
         try:
             return adapted(

@@ -1,4 +1,5 @@
-"""LongContext: transformers' Trainer, and trainers built on it, with gradients through a cache."""
+"""LongContext: transformers' Trainer, and trainers derived from it, with gradients through a
+cache."""
 
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ from kvkeep.files.offload import Offload
 from kvkeep.host import Specs
 from kvkeep.train.gradient import Way, backward, loss
 
-_Trainer: Any = object  # the trainer comes later in the method resolution order
+_Trainer: Any = object  # the trainer follows in the method resolution order
 
 _TEXT = frozenset({"input_ids", "attention_mask", "labels"})
 
 
 class LongContext(_Trainer):  # type: ignore[misc]
     """A mixin for a trainer: `class LongTrainer(LongContext, Trainer): pass`, or with TRL's
-    `SFTTrainer`. Gradients and losses are computed by `kvkeep.train`; all else is the trainer's.
+    `SFTTrainer`. `kvkeep.train` computes losses and gradients; the trainer does everything else.
 
     Args:
         cache, chunk, offload: see `kvkeep.train.backward`.
 
     Raises:
-        UnsupportedError: a loss other than cross entropy; in training or evaluation, inputs other
-            than texts, labels and padding (such as the positions of packed texts), and metrics
-            that need logits.
+        UnsupportedError: the loss is not cross entropy; or, in training or evaluation, there are
+            inputs other than texts, labels and padding (such as the positions of packed texts), or
+            metrics that need logits.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LongContext(_Trainer):  # type: ignore[misc]
         }
         if any(other.values()):
             names = ", ".join(name for name in other if other[name])
-            raise UnsupportedError(f"{names}: only cross entropy has gradients here; leave it out")
+            raise UnsupportedError(f"{names}: only cross entropy is supported; leave it out")
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None

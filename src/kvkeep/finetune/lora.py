@@ -1,4 +1,4 @@
-"""PEFT's LoRA: an adapter is trained, and the model's own weights do not change."""
+"""PEFT's LoRA: an adapter is trained, the model's own weights do not change."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ with needed_by("kvkeep.finetune", "finetune"):
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 LABELS = "labels.json"
-"""The file beside an adapter with the names of classes, by number; PEFT's config has none."""
+"""The file beside an adapter with the class names by number, which PEFT's config lacks."""
 
 _TASKS = {"text": "CAUSAL_LM", "classify": "SEQ_CLS"}
-_NAME = "default"  # PEFT's, for an adapter that is not named
+_NAME = "default"  # PEFT's name for an unnamed adapter
 
 
 class Lora(Trained):
-    """An adapter in PEFT's files."""
+    """Trains a PEFT adapter; the result has PEFT's files."""
 
     noun = "adapter"
     weights_file = "adapter_model.safetensors"
@@ -35,7 +35,7 @@ class Lora(Trained):
 
     def prepare(self, model: Any, options: Options) -> Any:
         if adapter_layers(model):
-            raise OptionError("the model has an adapter already; give its base model")
+            raise OptionError("the model already has an adapter; give its base model")
         assert options.rank is not None
         assert options.alpha is not None
         assert options.dropout is not None
@@ -49,7 +49,7 @@ class Lora(Trained):
         self._labels = model.config.id2label if options.task == "classify" else None
         try:
             with warnings.catch_warnings():
-                # Raised by how PEFT uses transformers.
+                # Incompatible versions of PEFT and transformers raise these.
                 warnings.simplefilter("ignore", FutureWarning)
                 return get_peft_model(model, config)
         except ValueError as error:
@@ -58,7 +58,7 @@ class Lora(Trained):
             raise OptionError(f"{what}; use all-linear, or names of linear modules") from error
 
     def weights(self, model: Any) -> dict[str, Tensor]:
-        # The default of save_embedding_layers would ask the hub for the base model's vocabulary.
+        # By default, save_embedding_layers asks the hub for the base model's vocabulary.
         found: dict[str, Tensor] = get_peft_model_state_dict(
             model, named_weights(model), save_embedding_layers=False
         )

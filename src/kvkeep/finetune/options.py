@@ -1,6 +1,7 @@
-"""The options of a fine-tuning run, and whether they fit each other, the model and the data.
+"""The options of a fine-tuning run, and checks that they fit each other, the model and the data.
 
-`kvkeep finetune` makes its own options of these; so nothing here imports torch before a check.
+`kvkeep finetune` derives its own options from them, so this module does not import torch before a
+check.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ LENGTH = 8192
 
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "dropout": 0.0, "targets": "all-linear"}
 _RATES = {False: 2e-4, True: 1e-5}
-"""The default learning rates of an adapter, and of all weights."""
+"""The default learning rates for an adapter, and for all weights."""
 
 
 class OptionError(KVKeepError, ValueError):
-    """Options that do not fit each other, the data or the model."""
+    """Options do not fit each other, the data or the model."""
 
 
 def _option(
@@ -39,52 +40,52 @@ def _option(
     """An option of a run.
 
     Args:
-        help: what the command's help says.
+        help: the command's help text.
         least: the least number.
-        choices: all values.
-        matters: whether the trained weights depend on it.
+        choices: the allowed values.
+        matters: whether the trained weights depend on the option.
     """
     metadata = {"help": help, "least": least, "choices": choices, "matters": matters}
     return field(default=default, metadata=metadata)
 
 
 _aside = partial(_option, matters=False)
-"""An option on which the trained weights do not depend."""
+"""An option that does not affect the trained weights."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to fine-tune.
+    """The options of fine-tuning.
 
     Attributes:
-        task: what is learned, "text" (the next token) or "classify".
-        cache: what is kept while training; use the spec that the model will be served with.
+        task: "text" (predict the next token) or "classify".
+        cache: the cache's spec in training; use the spec that will serve the model.
         chunk: tokens computed at once; None: 1,024, or the cache's budget or step if that is less.
-        least_chunk: the least number of tokens computed at once: each step draws one between this
-            and `chunk`, so that the weights do not depend on one size. None: always `chunk`.
+        least_chunk: the least number of tokens computed at once: each step draws a number between
+            this and `chunk`, so that the weights do not depend on one size. None: always `chunk`.
         length: most tokens of a piece; None: 8,192, or the model's context if that is less.
         batch: pieces computed together.
         accumulate: batches whose gradients are summed for one step.
-        full: whether all weights are trained; otherwise an adapter (LoRA) is.
-        rank, alpha, dropout: LoRA's; None: 16, 32 and 0.
-        targets: names of modules, comma-separated, or "all-linear"; None: the latter.
+        full: train all weights; otherwise an adapter (LoRA).
+        rank, alpha, dropout: LoRA's rank, alpha and dropout; None: 16, 32 and 0.
+        targets: names of modules, comma-separated, or "all-linear" (the default, None).
         lr: the learning rate of AdamW. It rises over the first `warmup` steps, then falls to 0.
             None: 2e-4, or 1e-5 with `full`.
-        decay: how it falls, "linear" or "cosine".
+        decay: how the learning rate falls, "linear" or "cosine".
         clip: greatest norm of a step's gradients, to which they are clipped; 0: no limit.
-        steps, epochs: how long to train; None for both: one epoch.
+        steps, epochs: length of the training; None for both: one epoch.
         seed: determines initial weights, the order of the pieces, and dropout.
         eval_every, save_every: steps between evaluations and checkpoints; 0: at the end only.
-        keep: how many of the newest checkpoints to keep.
-        offload: whether weights, gradients and the optimizer's state are held in host memory.
-        context_parallel: how many processes share each text.
+        keep: number of newest checkpoints to keep.
+        offload: keep weights, gradients and optimizer state in host memory.
+        context_parallel: number of processes that share each text.
         host_bytes, spill: see `kvkeep.files.offload.Offload`; `spill` is its directory.
-        report_to: where the figures of each step are sent, comma-separated: integrations of
-            transformers' Trainer, such as "tensorboard" or "wandb".
+        report_to: receivers of each step's metrics, comma-separated: integrations of transformers'
+            Trainer, such as "tensorboard" or "wandb".
     """
 
-    task: str = _option("text", "What is learned: text, or classify.", choices=("text", "classify"))
-    cache: str = _option("h2o:1024", "Cache spec, the one to serve the result with.")
+    task: str = _option("text", "Task to learn: text, or classify.", choices=("text", "classify"))
+    cache: str = _option("h2o:1024", "Cache spec that will serve the result.")
     chunk: int | None = _option(None, "Tokens in each chunk.", least=1)
     least_chunk: int | None = _option(None, "Least tokens in a chunk.", least=1)
     length: int | None = _option(
@@ -109,17 +110,17 @@ class Options:
     eval_every: int = _aside(0, "Steps between evaluations; 0: at the end only.", least=0)
     save_every: int = _aside(0, "Steps between checkpoints; 0: at the end only.", least=0)
     keep: int = _aside(2, "Newest checkpoints to keep.", least=1)
-    offload: bool = _aside(False, "Hold weights, gradients and optimizer in host memory (FSDP2).")
+    offload: bool = _aside(False, "Keep weights, gradients and optimizer in host memory (FSDP2).")
     context_parallel: int = _aside(1, "Processes that share each text, under torchrun.", least=1)
     host_bytes: int | None = _aside(None, "Most host memory for the layers' stored inputs.")
     spill: str | None = _aside(None, "Directory for the inputs that exceed it.")
-    report_to: str | None = _aside(None, "Send figures to, e.g., tensorboard,wandb.")
+    report_to: str | None = _aside(None, "Report metrics to, e.g., tensorboard,wandb.")
 
     def checked(self) -> Options:
-        """These options, validated, with their defaults and the cache's spec in full.
+        """Validate the options; return them with their defaults and the cache's spec in full.
 
         Raises:
-            OptionError: a value out of range, or two options that exclude each other.
+            OptionError: a value is out of range, or two options exclude each other.
             SpecError: the cache's spec does not exist.
         """
         from kvkeep.spec import parse_specs
@@ -154,8 +155,9 @@ class Options:
         """These options, with chunk and length set.
 
         Raises:
-            OptionError: pieces longer than the model's context, or a least chunk above `chunk`.
-            ShapeError: a chunk above the cache's budget or step.
+            OptionError: pieces are longer than the model's context, or the least chunk exceeds
+                `chunk`.
+            ShapeError: a chunk exceeds the cache's budget or step.
         """
         from kvkeep.host import per_layer
         from kvkeep.train.walk import fitting
@@ -171,7 +173,7 @@ class Options:
         return replace(self, chunk=chunk, length=self.length or min(LENGTH, most or LENGTH))
 
     def for_data(self, count: int) -> Options:
-        """These options, with the number of steps that `count` pieces take.
+        """These options, with the number of steps for `count` pieces.
 
         Raises:
             OptionError: the warm-up takes all steps.
@@ -195,14 +197,14 @@ class Options:
 
     @property
     def named_targets(self) -> str | list[str]:
-        """`targets` in the form that PEFT takes."""
+        """`targets` in PEFT's form."""
         assert self.targets is not None
         if self.targets == "all-linear":
             return self.targets
         return [name.strip() for name in self.targets.split(",") if name.strip()]
 
     def that_matter(self) -> dict[str, str | int | float | None]:
-        """The options that the trained weights depend on."""
+        """The options that affect the trained weights."""
         matter = [one.name for one in fields(self) if one.metadata["matters"]]
         return {name: value for name, value in asdict(self).items() if name in matter}
 
@@ -221,6 +223,6 @@ class Options:
 
 
 def seed_of(*what: int | str) -> int:
-    """A whole number of 63 bits that looks random and depends on `what` alone."""
+    """A pseudo-random 63-bit number that depends only on `what`."""
     found: int = xxhash.xxh3_64_intdigest(" ".join(map(str, what)).encode()) >> 1
     return found

@@ -1,7 +1,7 @@
-"""The processes of a run: what each computes, what they share, and how they end together.
+"""The processes of a run: division of work, reductions, sharding, and a common end.
 
-A step's batches are divided among the processes. Each process has the whole model and gradients are
-summed, or FSDP2 shards weights, gradients and optimizer state over the processes.
+The processes divide each step's batches. Each process has the whole model and gradients are summed,
+or FSDP2 shards weights, gradients and optimizer state over the processes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Processes:
     """This process and the other processes of `torch.distributed`, if it is initialised.
 
     Args:
-        device: where this process computes.
-        options: of the run: how many processes share each text (context parallelism), whether a
-            sharded model is held in host memory, and the batches in a step.
+        device: this process's device.
+        options: the run's options: number of processes per text (context parallelism), host memory
+            for a sharded model, and batches per step.
 
     Raises:
-        OptionError: the number of processes does not fit, or nothing can be offloaded.
+        OptionError: the number of processes does not fit, or offloading is impossible.
 
     Attributes:
-        count: how many batches are computed at the same time.
-        group: the processes that share this process's texts; None: it is alone.
+        count: number of batches computed at the same time.
+        group: the processes that share this process's texts; None: no other process does.
         sharded: whether FSDP2 shards the model; see `shard`.
     """
 
@@ -66,7 +66,7 @@ class Processes:
             raise OptionError(f"{what}; {remedy}")
         self.device, self.sharded, self._offload = device, False, options.offload
         self._size = size
-        self._data: Any = None  # the processes with other texts
+        self._data: Any = None  # group of the processes with other texts
         self.group: dist.ProcessGroup | None = None
         if here:
             mesh = init_device_mesh(
@@ -77,15 +77,14 @@ class Processes:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that reports and writes files."""
+        """Whether this process reports and writes files."""
         return not self._rank
 
     def share(self, batches: list[Batch]) -> Iterator[tuple[int, Batch]]:
         """The batches that this process computes, with their indices.
 
-        All processes of a sharded model must gather its layers equally often. So batches that are
-        computed at the same time have the same shape, and a process may get one with nothing to
-        learn.
+        All processes of a sharded model must gather its layers equally often. So batches computed
+        at the same time have equal shapes, and a process may receive a batch without labels.
         """
         for start in range(0, len(batches), self.count):
             some = batches[start : start + self.count]
@@ -95,8 +94,8 @@ class Processes:
                 yield start + self._place, some[self._place]
 
     def shard(self, model: Any) -> None:
-        """Shard a model's parameters by FSDP2, layer by layer. Their gradients and the optimizer's
-        state are sharded alike, and lie where the parameters lie."""
+        """Shard a model's parameters by FSDP2, layer by layer. Gradients and optimizer state are
+        sharded in the same way, on the parameters' device."""
         policy = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         probe = torch.zeros(1, 1, dtype=torch.int64, device=host_of(model).device)
         with host_of(model).layerwise(probe, None) as decoder:
@@ -107,18 +106,18 @@ class Processes:
 
     @property
     def scale(self) -> float:
-        """The factor of a process's gradients by which their sum is that of all texts: FSDP2
-        averages them."""
+        """The factor for a process's gradients so that they sum over all texts: FSDP2 averages
+        them."""
         return float(self.count) if self.sharded else 1.0
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of a model that is not sharded over the processes."""
+        """Sum the gradients of an unsharded model over the processes."""
         if self.sharded or self.count == 1:
             return
         sum_gradients(parameters, self._data.get_group())
 
     def sum(self, number: float, *, of_all: bool = False) -> float:
-        """The sum of a number over the processes with other texts, or over all."""
+        """The sum of a number over the processes with other texts, or over all processes."""
         if (self._size if of_all else self.count) == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.device)
@@ -126,23 +125,23 @@ class Processes:
         return float(found)
 
     def together(self) -> AbstractContextManager[None]:
-        """A context that all processes leave alike; see `kvkeep.train.chain`."""
+        """A context in which an error of one process raises in all; see `kvkeep.train.chain`."""
         return together(dist.group.WORLD if self._size > 1 else None, self.device)
 
     def apart(self) -> AbstractContextManager[None]:
-        """The same for processes that compute batches of their own. Where they compute together, a
-        process that fails cannot wait for the rest, and must exit."""
+        """`together` for processes that compute separate batches. A process that fails in a joint
+        computation cannot wait for the others, and must exit."""
         joint = self.sharded or self.group is not None
         return nullcontext() if joint else self.together()
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write a safetensors file: all processes make each tensor whole, the leading one writes
-        it. One whole tensor is in memory at a time.
+        """Write a safetensors file: all processes gather each tensor, the leading process writes
+        it. Only one whole tensor is in memory at a time.
 
         torch.distributed.checkpoint is not used, because it unpickles its metadata.
 
         Raises:
-            OSError: it cannot be written; in the leading process only.
+            OSError: the file cannot be written; in the leading process only.
         """
         left = iter(tensor_file.order(tensors))
 
@@ -154,24 +153,24 @@ class Processes:
             if self.leads:
                 tensor_file.write(path, tensors, metadata, sync=False, whole=one)
         finally:
-            for name in left:  # also if it could not be written, for the others do not know
+            for name in left:  # also after a failed write, which other processes do not know
                 full_tensor(tensors[name])
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """A tensor of which each process holds a part, in each process; other tensors are unchanged."""
+    """A sharded tensor gathered in each process; other tensors are unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def fill(x: Tensor, file: Any, name: str) -> None:
-    """Set a tensor to one of a safetensors file (`safe_open`). Of a tensor that is sharded, only
-    this process's part is read."""
+    """Fill a tensor from a safetensors file (`safe_open`). Of a sharded tensor, only this process's
+    shard is read."""
     with torch.no_grad():
         if not isinstance(x, DTensor):
             x.copy_(file.get_tensor(name))
             return
         (placement,) = x.placements
-        assert placement == Shard(0)  # as torch.chunk divides it
+        assert placement == Shard(0)  # divided as by torch.chunk
         most = -(-x.shape[0] // x.device_mesh.size())
         own = x.to_local()
         start = min(x.device_mesh.get_local_rank() * most, x.shape[0])
@@ -181,14 +180,14 @@ def fill(x: Tensor, file: Any, name: str) -> None:
 
 @contextmanager
 def launched(device: torch.device, *, offload: bool = False) -> Iterator[torch.device]:
-    """Join the processes that torchrun started, if it did; yields this process's device.
+    """Join the processes that torchrun started, if any; yields this process's device.
 
-    If one fails, it alone reports why; the others exit quietly, and torchrun ends those that wait
-    for it.
+    If one process fails, it alone reports the reason; the others exit quietly, and torchrun ends
+    processes that wait for it.
 
     Args:
         device: where to compute; of several accelerators, each process takes its own.
-        offload: FSDP2 is needed, which takes a group of processes, if only of one.
+        offload: FSDP2 is needed, which requires a process group, even of one process.
     """
     several = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not several and not offload:

@@ -1,4 +1,4 @@
-"""Rollouts: answers for reinforcement learning with TRL, many at once."""
+"""Rollouts: batched answers for reinforcement learning with TRL."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _UNKNOWN = ("generation_kwargs", "cache_implementation")
 
 
 class Rollouts:
-    """A `rollout_func` for TRL's `GRPOTrainer`: the answers to all prompts of a step are computed
-    in one `Batch`. Equal prompts are read once, and their answers share its slots.
+    """A `rollout_func` for TRL's `GRPOTrainer`: one `Batch` computes the answers to all prompts of
+    a step. Equal prompts are read once, and their answers share its slots.
 
-    What the trainer's arguments say of sampling applies: temperature, top_p, top_k, min_p,
-    repetition_penalty and max_completion_length. The log probabilities are those at the trainer's
-    temperature, as its loss takes them. Random numbers are drawn from torch's generator.
+    The trainer's sampling arguments apply: temperature, top_p, top_k, min_p, repetition_penalty and
+    max_completion_length. Log probabilities are computed at the trainer's temperature, as its loss
+    expects. Random numbers come from torch's generator.
 
     Args:
-        spec: what caches keep. A policy that evicts computes answers that the trained model, which
-            sees whole texts, would give other probabilities.
-        options: of `Batch`.
+        spec: the spec of the caches. With a policy that evicts, the trained model, which sees whole
+            texts, would give the answers other probabilities.
+        options: options of `Batch`.
     """
 
     def __init__(self, spec: Specs = DEFAULT_SPEC, **options: Any) -> None:
@@ -42,7 +42,7 @@ class Rollouts:
             their `logprobs`.
 
         Raises:
-            UnsupportedError: the trainer's arguments ask for something that a batch cannot do.
+            UnsupportedError: a batch does not support the trainer's arguments.
             CapacityError, ShapeError: a prompt and its answer are too long.
         """
         args = trainer.args
@@ -96,7 +96,7 @@ class Rollouts:
 
 
 def _ids(prompt: Any, trainer: Any) -> list[int]:
-    """The token ids of a text or a conversation, as the trainer makes them."""
+    """The token ids of a text or a conversation, computed like the trainer's."""
     processing = trainer.processing_class
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = [part for one in contents if isinstance(one, list | tuple) for part in one]

@@ -36,17 +36,18 @@ def finetune(
     device: torch.device | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Train a LoRA adapter, or all weights, on long texts, through the cache that the model will be
-    served with.
+    """Train a LoRA adapter, or all weights, on long texts, through the cache that will serve the
+    model.
 
-    The loss on other texts is evaluated before and after training, through the same cache. The
-    result depends only on data, options, model and machine: a run that was interrupted and resumed
-    gives the same weights, on the CPU bit for bit.
+    The loss on held-out texts is evaluated before and after training, through the same cache. The
+    result depends only on data, options, model and machine: an interrupted and resumed run gives
+    the same weights, on the CPU bit for bit.
 
     Where `torch.distributed` is initialised, all its processes must call this function with the
     same arguments. They divide each step's batches, and the result is the same up to rounding. All
-    of them must see the files; the first one writes and reports. If one raises an error while it
-    computes with a sharded model or a shared text, it must exit, because the others wait for it.
+    processes must see the files; the first process writes and reports. A process that raises an
+    error while it computes with a sharded model or a shared text must exit, because the others wait
+    for it.
 
     Args:
         model: the base model; it is changed: the adapter stays in it, or its weights are trained.
@@ -54,11 +55,11 @@ def finetune(
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
         out: the directory of the result and of the checkpoints, `checkpoint-STEP`.
         evaluation: a file like `data`, to evaluate on.
-        holdout: if there is no such file, the number of documents at the end of `data` to evaluate
-            on instead of training on them; None: one if there are several. 0: no evaluation.
+        holdout: without `evaluation`, the number of last documents of `data` that are used for
+            evaluation instead of training; None: one if there are several. 0: no evaluation.
         resume: resume from the newest checkpoint in `out`, if there is one.
-        device: where to compute; None: where the model lies. A model that will be sharded may lie
-            in host memory.
+        device: where to compute; None: the model's device. A model that will be sharded may be in
+            host memory.
         progress: called during and after each step, in the first process.
 
     Returns:
@@ -69,8 +70,8 @@ def finetune(
         means over texts.
 
     Raises:
-        OptionError: options that do not fit each other, the data or the model.
-        DataError: a file of texts that cannot be trained on; no step was taken.
+        OptionError: options do not fit each other, the data or the model.
+        DataError: a file of texts cannot be used for training; no step was taken.
         CheckpointError: `out` cannot be written or resumed from, or holds a run and `resume` is
             not set.
         PeerError: another process raised an error.
@@ -128,7 +129,7 @@ def finetune(
 
 
 def _adapter_of(host: Host) -> Trained:
-    """LoRA for a model: of its library, or PEFT's."""
+    """LoRA for a model: LitGPT's for its models, otherwise PEFT's."""
     if host.library == "LitGPT":
         return cast(Trained, import_module("kvkeep.finetune.litgpt_lora").LitGPTLora())
     return Lora()

@@ -1,4 +1,4 @@
-"""What is learned of texts, and how it is measured: the next token here, classes in classify.py."""
+"""Tasks and their losses: next-token prediction here, classification in classify.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class Task(ABC):
         length: most tokens of a text or a piece of one.
 
     Attributes:
-        right: how many texts got their class since this was last set to 0; None: there are no
-            classes.
+        right: number of correctly classified texts since this was last set to 0; None: no classes.
     """
 
     right: int | None = None
@@ -38,15 +37,15 @@ class Task(ABC):
 
     @abstractmethod
     def pieces(self, documents: list[Tokens]) -> list[Tokens]:
-        """What is computed at once: documents, or pieces of them that have something to learn."""
+        """Training samples: the documents, or pieces of them that have a label to learn."""
 
     @abstractmethod
     def items(self, texts: list[Tokens]) -> int:
-        """The divisor of the summed losses of some texts."""
+        """The divisor of the summed losses of texts."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch, items: int, *, everywhere: bool) -> dict[str, Any]:
-        """The arguments of `train.backward` that say what the loss is.
+        """Arguments of `train.backward` that define the loss.
 
         Args:
             everywhere: whether every chunk must have a loss, if only zero.
@@ -56,12 +55,12 @@ class Task(ABC):
 def divided(
     task: Task, data: Path, evaluation: Path | None, holdout: int | None
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """The pieces to train on, and those to evaluate on: of another file, or of the last `holdout`
-    documents, by default one if there are several.
+    """The pieces for training, and the pieces for evaluation: of another file, or of the last
+    `holdout` documents (default: one if there are several).
 
     Raises:
-        DataError: a file cannot be read, or has nothing to learn.
-        OptionError: there are fewer documents than `holdout` and one.
+        DataError: a file cannot be read, or has no label to learn.
+        OptionError: there are not more documents than `holdout`.
     """
     documents = task.read(data)
     if evaluation is not None:

@@ -1,4 +1,4 @@
-"""What a run trains of a model, and the files that it is written to."""
+"""Trained: which weights of a model are trained, and the files they are saved to."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvkeep.finetune.options import Options
 
 
 class Trained(ABC):
-    """A kind of training: which weights of a model are trained, and in which form they are saved.
+    """A kind of training: which weights are trained, and in which form they are saved.
 
-    The weights go to a safetensors file, which checkpoints share with the result. So each
-    checkpoint can be loaded like the result.
+    Checkpoints and the result have the same safetensors file of weights, so each checkpoint can be
+    loaded like the result.
     """
 
     noun: ClassVar[str]
-    """What the result is called in messages, such as "adapter"."""
+    """The result's name in messages, such as "adapter"."""
 
     weights_file: ClassVar[str]
-    """The name of the safetensors file of `weights`."""
+    """The name of the safetensors file for `weights`."""
 
     mark: ClassVar[str]
-    """The name of the file by which a loader recognises the result; it is written last."""
+    """The name of the file by which loaders recognise the result; it is written last."""
 
     @abstractmethod
     def prepare(self, model: Any, options: Options) -> Any:
@@ -37,9 +37,9 @@ class Trained(ABC):
 
     @abstractmethod
     def weights(self, model: Any) -> dict[str, Tensor]:
-        """The tensors to save, by their names in the file. They share the model's memory: to write
+        """The tensors to save, by their names in the file. They share the model's memory: writing
         to them sets the model's weights."""
 
     @abstractmethod
     def describe(self, model: Any, directory: Path) -> None:
-        """Write everything but the weights to a directory: the config that a loader needs."""
+        """Write all files but the weights to a directory: the config that a loader needs."""

@@ -1,7 +1,8 @@
-"""transformers' Trainer for a run: its loop, schedule, state and callbacks; losses are kvkeep's.
+"""transformers' Trainer for a run: the Trainer's loop, schedule, state and callbacks with kvkeep's
+losses.
 
-A batch of the Trainer is all that a step learns, in all processes, which divide it as `Processes`
-says. accelerate takes each process for the only one, so nothing wraps the model or moves it.
+One batch of the Trainer is all data of a step; `Processes` divides it among the processes.
+accelerate sees a single process, so it neither wraps nor moves the model.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class FineTuner(Trainer):
     """A run in progress.
 
     Args:
-        model: the model to train; the parameters that require gradients are trained.
-        checkpoints: where checkpoints are written to.
-        texts: the pieces to train on, and those to evaluate on.
+        model: the model; the parameters that require gradients are trained.
+        checkpoints: the run's checkpoints.
+        texts: the pieces for training, and the pieces for evaluation.
         resumed: whether `train` will resume from a checkpoint.
         progress: called during and after each step, in the leading process.
     """
@@ -94,8 +95,8 @@ class FineTuner(Trainer):
         self.accelerator.device_placement = False
 
     def _learned_at(self, places: list[int]) -> dict[str, Any]:
-        """The `texts` of a step: the pieces at some places of the run. Each epoch has an order of
-        its own, and a step may have the last pieces of one and the first of the next."""
+        """The `texts` of a step: the pieces at some places of the run. Each epoch has its own
+        order, and a step may contain the last pieces of one epoch and the first of the next."""
         found, count = [], len(self._texts)
         for place in places:
             epoch, index = divmod(place, count)
@@ -107,7 +108,7 @@ class FineTuner(Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute the gradients of a step; returns its loss. Both are sums over all processes."""
+        """Compute the gradients of a step; return its loss. Both are sums over all processes."""
         begun, step, texts = time.monotonic(), self.state.global_step, inputs["texts"]
         model.train()
         way = {"chunk": self._options.chunk_of(step), "scale": self._processes.scale}
@@ -128,8 +129,8 @@ class FineTuner(Trainer):
         return norm
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """transformers' schedule, one step later, because its first rate is 0; from the step on
-        that was resumed from."""
+        """transformers' schedule shifted by one step, because its first rate is 0; it starts at the
+        resumed step."""
         scheduler: Any = super().create_scheduler(num_training_steps + 1, optimizer)
         scheduler.last_epoch = done = self.state.global_step + 1
         groups = scheduler.optimizer.param_groups
@@ -143,10 +144,10 @@ class FineTuner(Trainer):
         return 0
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """It stays where it lies."""
+        """Leave the model on its device."""
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The mean loss of the texts to evaluate on, and the share of them that got their class."""
+        """The mean loss of the evaluation texts, and the share of correctly classified texts."""
         model: Any = self.model
         step, task = self.state.global_step, self._task
         self._say("evaluating")
@@ -179,7 +180,7 @@ class FineTuner(Trainer):
             for index, batch in processes.share(batches):
                 if compute is backward:
                     self._say(self._said, index / len(batches))
-                # So that dropout is the same in whichever process the batch is computed.
+                # So that dropout does not depend on which process computes the batch.
                 torch.manual_seed(seed_of(self._options.seed, step, index))
                 try:
                     found = compute(
@@ -197,16 +198,16 @@ class FineTuner(Trainer):
                 total += float(found)
         return processes.sum(total)
 
-    # -- what is told and kept --------------------------------------------------------------
+    # -- reports and checkpoints ------------------------------------------------------------
 
     def _say(self, doing: str, part: float = 0.0) -> None:
-        """Report what is being done; `part` is the share of the next step that is done."""
+        """Report the current activity; `part` is the completed share of the next step."""
         self._said = doing
         if self._processes.leads:
             self._progress(doing, (self.state.global_step + part) / self.args.max_steps)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """See `Trainer.log`. The seconds of the run are noted too."""
+        """See `Trainer.log`. Also record the seconds of the run."""
         before = self.state.log_history[-1]["seconds"] if self.state.log_history else 0.0
         now = time.monotonic()
         logs["seconds"], self._clock = before + now - self._clock, now
@@ -216,7 +217,8 @@ class FineTuner(Trainer):
             self._say(f"{step}, loss {self._loss:.4f}, {self._rate:,.0f} tokens/s")
         super().log(logs, start_time)
 
-    # The Trainer would pickle the optimizer's state and the random numbers', and its own arguments.
+    # The Trainer would pickle the optimizer's state, the random numbers' state and its own
+    # arguments.
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._checkpoints.save(self.model, self.optimizer, self.state)
@@ -228,19 +230,19 @@ class FineTuner(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.state.compute_steps(self.args, self.state.max_steps)  # which may have changed
+        self.state.compute_steps(self.args, self.state.max_steps)  # the arguments may have changed
         self._say(f"resuming after step {self.state.global_step}")
         with self._processes.together():
             self._checkpoints.restore_optimizer(Path(checkpoint), self.model, self.optimizer)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """There is none."""
+        """Nothing to load."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """There is none: random numbers are drawn from the seed, the step and the batch."""
+        """Nothing to load: random numbers depend only on the seed, the step and the batch."""
 
     def report(self) -> dict[str, Any]:
-        """What `finetune` returns, but for the directory."""
+        """The return value of `finetune`, except the directory."""
         history = [x for x in self.state.log_history if "loss" in x or "eval_loss" in x]
         names = ["loss"] if self._task.right is None else ["loss", "accuracy"]
         evaluated = [
@@ -263,8 +265,7 @@ class FineTuner(Trainer):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hide from accelerate the processes that torchrun started, and its warning that it sees
-    none."""
+    """Hide torchrun's processes from accelerate, and suppress its warning that it sees none."""
     hidden = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

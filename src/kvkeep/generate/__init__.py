@@ -1,4 +1,4 @@
-"""Text generation with any host's model: sampling, batches, and streams of one answer."""
+"""Text generation for all hosts: sampling, batches, and streams of one answer."""
 
 from kvkeep.generate.answer import Answer, Likely
 from kvkeep.generate.batch import Batch, NewToken

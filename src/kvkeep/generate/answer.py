@@ -47,14 +47,14 @@ class Prompt:
         spec: the spec of their caches.
         queue: queues are served in turn.
         namespace: the namespace of the store to read from and write to; None: use no store.
-        reuse: begins its caches from a store, and stores them.
+        reuse: starts its caches from a store, and stores them.
 
     Attributes:
         scores: the scores of its read tokens except the first, if requested.
         own_bytes: the most bytes that each answer may hold by itself.
         shared_bytes: the bytes that its answers hold together: its tokens but the last, if they
             can be shared, and the copies of recurrent states for a store.
-        fetched: done when the store has asked its backend; None: not begun.
+        fetched: future of the store's request to its backend; None: not begun.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class Prompt:
         self.ids, self.params, self.answers, self.spec = ids, params, answers, spec
         self.queue, self.namespace, self.reuse = queue, namespace, reuse
         self.own_bytes = self.shared_bytes = 0
-        self._unfilled = set(range(answers))  # answers whose caches do not hold it yet
-        self.frozen: Frozen[ModelCache] | None = None  # all but the last token
+        self._unfilled = set(range(answers))  # indices of answers whose caches lack the prompt
+        self.frozen: Frozen[ModelCache] | None = None  # the prompt except its last token
         self.fetched: Future[None] | None = None
         self.scores: list[Score] = []
 
     @property
     def fetching(self) -> bool:
-        """Whether its store is asking its backend."""
+        """Whether a request to the store's backend is in progress."""
         return self.fetched is not None and not self.fetched.done()
 
     @property
     def awaited(self) -> bool:
-        """Whether some answer's cache does not hold it yet."""
+        """Whether the cache of some answer lacks the prompt."""
         return bool(self._unfilled)
 
     def filled(self, index: int) -> None:
-        """Note that an answer's cache holds it, or needs it no more."""
+        """Record that an answer's cache holds the prompt, or no longer needs it."""
         self._unfilled.discard(index)
         if not self._unfilled:
             self.frozen = None
@@ -95,7 +95,7 @@ class Prompt:
 
 @dataclass
 class _Choice:
-    """The progress of choosing an answer's next token, so that an interrupted choice can go on.
+    """The progress of choosing an answer's next token, with which an interrupted choice can resume.
 
     Attributes:
         index: the token's index in the answer.
@@ -111,8 +111,8 @@ class _Choice:
 
 
 class Answer:
-    """One answer of a batch. After an interrupt it continues from its tokens and the numbers of
-    tokens fed and reported; each of these changes in one statement.
+    """One answer of a batch. After an interrupt it resumes from its tokens and its counts of fed
+    and reported tokens; each of these changes in one statement.
 
     Attributes:
         prompt: the prompt's token ids, int64 (n,).
@@ -125,10 +125,10 @@ class Answer:
             incomplete character are held back.
         reason: why it ended: "stop", "length", "cancelled" or "error"; empty before.
         error: the exception, if the reason is "error". (A panic of a tokenizer written in Rust is
-            no Exception.)
-        cached: tokens of the prompt that were found in a store.
+            not an Exception.)
+        cached: prompt tokens that were found in a store.
         stats: the statistics of its cache at a regular end; otherwise None.
-        fed: the number of its tokens that its cache holds between steps.
+        fed: its tokens that the cache holds between steps.
         logits: (V,) of the last token fed, until the next token is chosen.
     """
 
@@ -143,7 +143,7 @@ class Answer:
         self.error: BaseException | None = None
         self.stats: CacheStats | None = None
         self.cache: ModelCache | None = None  # None: waiting, preempted or ended
-        self.begun = False  # whether the store was asked for its prompt
+        self.begun = False  # whether the store was asked for the prompt
         self.preempted: Any = None  # the copy of its cache while it is preempted
         given = origin.reuse.given
         self.fed = 0 if given is None else given.fed
@@ -157,7 +157,7 @@ class Answer:
         )
         self._processors = [*self.params.processors]
         self._processors += [make() for make in self.params.own_processors]
-        self._told = 0  # tokens reported by steps
+        self._told = 0  # number of tokens reported by steps
         self._added = self._first = self._last = perf_counter()
         self._choice = _Choice(-1, None)
         self._host, self._device = host, host.device
@@ -177,12 +177,12 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from when it was added to its first token; 0 before that."""
+        """Seconds from `Batch.add` to the first token; 0 before the first token."""
         return self._first - self._added
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed after the first token; 0 before the second."""
+        """Tokens per second after the first token; 0 before the second token."""
         return (self._told - 1) / (self._last - self._first) if self._told > 1 else 0.0
 
     @property
@@ -191,17 +191,18 @@ class Answer:
         return bool(self.reason)
 
     def cancel(self) -> None:
-        """End it: the batch frees its slots before the next step. Its tokens and text stay."""
+        """End the answer: the batch frees its slots before the next step. Its tokens and text
+        remain."""
         if not self.reason:
             self.reason = CANCELLED
 
     def fail(self, error: BaseException) -> None:
-        """End it because of an error."""
+        """End the answer because of an error."""
         self.reason, self.error = self.reason or ERROR, error
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether its cache lacks tokens of the prompt, the last one not counted."""
+        """Whether its cache lacks prompt tokens, not counting the last one."""
         return (0 if self.cache is None else self.cache.fed) < len(self.prompt) - 1
 
     @property
@@ -211,12 +212,12 @@ class Answer:
 
     @property
     def forks(self) -> bool:
-        """Whether it can begin with a fork of another answer's cache."""
+        """Whether it can start with a fork of another answer's cache."""
         return self.origin.frozen is not None and self.reads_prompt
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sorts answers by priority, then age."""
+        """Sort key: priority, then age."""
         return -self.params.priority, self.order
 
     @property
@@ -226,7 +227,7 @@ class Answer:
 
     @property
     def unfed(self) -> int:
-        """The number of its tokens that its cache does not hold."""
+        """The number of its tokens that the cache lacks."""
         fed = 0 if self.cache is None else self.cache.fed
         return len(self.prompt) + len(self.tokens) - fed
 
@@ -238,7 +239,7 @@ class Answer:
 
     @property
     def media(self) -> Mapping[str, Tensor]:
-        """What its next tokens need beside their ids: the prompt, if it has images."""
+        """Inputs of the next forward besides the ids: the prompt, if it has images."""
         return {} if self.cache is None or self.cache.fed else self.origin.reuse.media
 
     def next_piece(self, count: int) -> Piece:
@@ -254,8 +255,8 @@ class Answer:
         return Piece(ids, self.cache)
 
     def feed_alone(self, ids: Tensor) -> Tensor:
-        """Feed its next tokens (n,) in a forward of their own; returns the logits (1, V) of the
-        last one."""
+        """Feed its next tokens (n,) in a forward of their own; return the last token's logits (1,
+        V)."""
         assert self.cache is not None
         host, given = self._host, ids[None].to(self._device)
         if self.media:
@@ -267,23 +268,23 @@ class Answer:
         return logits[-1:]
 
     def next_count(self, chunk: int) -> int:
-        """The number of tokens to feed next, if its prompt is read in chunks of `chunk` tokens."""
+        """The number of tokens to feed next; the prompt is read in chunks of `chunk` tokens."""
         assert self.cache is not None
         fed, activation = self.cache.fed, self.cache.activation
         # Of a shared prompt, each answer feeds the last token itself.
         whole = self.unfed - self.reads_for_all
         borders = [whole, whole if self.media else chunk - fed % chunk]
         if activation is not None and activation.start > fed:
-            borders.append(activation.start - fed)  # a forward is with or without the adapter
+            borders.append(activation.start - fed)  # the adapter is on or off for a whole forward
         return min(borders)
 
     def begin(self) -> None:
-        """Begin with the tokens of its prompt that the store holds."""
+        """Start with the prompt tokens that the store holds."""
         self.hold(self.origin.reuse.begin(self))
         self.share()
 
     def fork(self) -> None:
-        """Begin with a fork of the cache of another answer to the prompt."""
+        """Start with a fork of the cache of another answer to the prompt."""
         assert self.origin.frozen is not None
         self.hold(self.origin.frozen.fork())
         self.origin.filled(self.index)
@@ -299,7 +300,7 @@ class Answer:
                 origin.frozen = cache.freeze()
 
     def undo(self, error: BaseException) -> bool:
-        """Return its cache to the state before the step. Returns whether that was possible; if not,
+        """Restore the cache to its state before the step; return whether this was possible. If not,
         the answer ends with the error."""
         assert self.cache is not None
         try:
@@ -314,7 +315,7 @@ class Answer:
         self.cache, self.fed, self.begun = cache, cache.fed, True
 
     def advance(self, logits: Tensor) -> None:
-        """Note that a forward has fed its cache; logits (V,) of the last token fed."""
+        """Record that a forward has fed the cache; logits (V,) of the last token fed."""
         assert self.cache is not None
         self.fed, self.logits = self.cache.fed, logits.to(self._device)
 
@@ -340,7 +341,7 @@ class Answer:
         self.tokens.append(token)
 
     def _processed(self, logits: Tensor, choice: _Choice) -> Tensor:
-        """Logits (1, V), after the processors."""
+        """Logits (1, V) after the logits processors."""
         row, processors = logits[None], self._processors
         if choice.logits is not None or not processors:
             return row if choice.logits is None else choice.logits
@@ -358,12 +359,12 @@ class Answer:
 
     @property
     def untold(self) -> bool:
-        """Whether its newest token was not reported."""
+        """Whether the newest token is not yet reported."""
         return self._told < len(self.tokens)
 
     @property
     def text_offset(self) -> int:
-        """Characters of its text before the newest token, including characters held back; 0 without
+        """Characters of the text before the newest token, including held-back characters; 0 without
         a tokenizer."""
         return 0 if self._text is None else self._text.offset
 
@@ -398,7 +399,7 @@ class Answer:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its next tokens are prompt tokens to score."""
+        """Whether its next tokens are prompt tokens that need scores."""
         return self.params.prompt_logprobs and self.fed < len(self.prompt) - 1
 
     def score(self, logits: Tensor) -> None:

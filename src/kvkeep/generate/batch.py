@@ -49,17 +49,16 @@ class Batch:
     sequence. If the model's rotary embedding depends on the length of the text, one answer runs at
     a time.
 
-    Threads may add and cancel answers while one thread calls `step`. Before it is admitted, an
-    answer waits until its store has heard from its backend; other answers do not wait for it.
+    Threads may add and cancel answers while one thread calls `step`. An answer is admitted after
+    its store's backend has replied; other answers do not wait for it.
 
     Args:
-        model: attached to pack sequences; sequences of other models run one by one.
+        model: the model; its sequences are packed only while it is attached.
         tokenizer: encodes text prompts and decodes answers; None: prompts are token ids, and
             answers have no text.
         spec: the default spec of the answers' caches.
-        store: where prefixes of prompts are looked up, and prompts and answers are stored; None: no
-            store.
-        sequences: most answers that run at once; further ones wait; None: no limit. If it is 1,
+        store: prefix store for prompts and answers; None: no store.
+        sequences: most answers that run at once; further answers wait; None: no limit. With 1,
             steps are the model's own forwards.
         max_bytes: most bytes that running answers may hold, in slots (by their specs) and in
             recurrent states with their copies; None: no limit.
@@ -68,8 +67,8 @@ class Batch:
             prompt.
         step_tokens: most tokens of a step; a step always has one token of each answer that
             generates, and one chunk.
-        offload: where caches of answers preempted by a higher priority are held; it must hold
-            nothing else. None: host memory.
+        offload: memory for the caches of preempted answers; it must hold nothing else. None: host
+            memory.
         on_end: called in `step` with each ended answer before its cache is freed; after an
             interrupt, it may be called again.
 
@@ -100,7 +99,7 @@ class Batch:
             if value is not None and value < 1:
                 raise SpecError(f"{name} is {value}; give at least 1")
         self.spec = spec
-        # If a model's frequencies change, a forward changes them for the next forward, too.
+        # If a model's rotary frequencies change, a forward changes them for the next forward, too.
         self.sequences = 1 if self._host.changing_rotary else sequences
         self.max_bytes, self.step_tokens = max_bytes, step_tokens
         self.chunk = sys.maxsize if chunk is None else chunk
@@ -112,7 +111,7 @@ class Batch:
         self._reuse = Reuse(model, store)
         self._orders = count()
         self._admitted, self._read = Turns(), Turns()
-        self._suspects: set[Answer] = set()  # their common forward failed; each runs alone
+        self._suspects: set[Answer] = set()  # their common forward failed; each now runs alone
         self._answers: list[Answer] = []  # in order of arrival; an answer with a cache runs
         # The last step's ended answers and new tokens, and whether it was interrupted.
         self._ended: list[Answer] = []
@@ -135,7 +134,7 @@ class Batch:
         namespace: str | None = "",
         reuse: Reuse | None = None,
     ) -> list[Answer]:
-        """Add a prompt. Its answers begin with the next step that has room for them.
+        """Add a prompt. Its answers start in the next step that has room for them.
 
         Args:
             prompt: text, or token ids (n,).
@@ -146,7 +145,7 @@ class Batch:
             queue: among answers of one priority, queues are served in turn. The batch remembers
                 every queue name, so use few, such as client names.
             namespace: the store's namespace to read from and write to; None: use no store.
-            reuse: begins and stores the caches; None: the batch's store does.
+            reuse: starts and stores the caches; None: as the batch's store says.
 
         Returns:
             The n answers, in order.
@@ -314,8 +313,9 @@ class Batch:
         return logits
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
-        """Handle a failed forward: end answers that cannot be undone; then preempt an answer if
-        memory ran out, end the answer if it was alone, or run each alone from now on."""
+        """Handle a failed forward: end answers that cannot be undone; then, if memory ran out,
+        preempt an answer; otherwise end the answer if it ran alone, or else run each answer alone
+        from now on."""
         undone = [answer.undo(error) for answer, _ in group if answer.cache is not None]
         running = self._running()
         left = [answer for answer in running if not answer.ended]
@@ -339,7 +339,7 @@ class Batch:
 
     def _take(self, answer: Answer) -> None:
         if not answer.tokens and not answer.reads_prompt and answer.origin.frozen is None:
-            answer.origin.reuse.keep(answer)  # now, so that other answers find it soon
+            answer.origin.reuse.keep(answer)  # now, so that other answers find it early
         answer.choose()
         if answer.untold:
             token, text, reason = answer.newest()
@@ -366,20 +366,20 @@ class Batch:
             if self._on_end is not None:
                 self._on_end(answer)
         except Exception:
-            self._ended.append(answer)  # once is enough
+            self._ended.append(answer)  # must be appended only once
             raise
 
     def _fits(self, answers: Sequence[Answer]) -> bool:
-        if len(answers) == 1:  # `add` has compared its bytes
+        if len(answers) == 1:  # `add` has checked its bytes
             return True
         if self._most is not None and len(answers) > self._most:
             return False
         return self._limit is None or promised(answers) <= self._limit
 
     def _admit(self) -> None:
-        """Admit answers while the promised bytes of all fit: the highest priority first, queues in
-        turn. An answer of higher priority preempts the youngest of the lowest priority, but not
-        while it waits for its store."""
+        """Admit answers while the promised bytes of all running answers fit: the highest priority
+        first, queues in turn. An answer of higher priority preempts the youngest answer of the
+        lowest priority, except while it waits for its store."""
         waiting = [x for x in self._answers if x.cache is None and not x.ended]
         fetching = {x.origin for x in waiting if x.origin.fetching}
         if not self._running():
@@ -417,7 +417,7 @@ class Batch:
             self._admitted.took(first)
 
     def _await_stores(self) -> None:
-        """Wait briefly for stores, when there is nothing to compute."""
+        """Wait briefly for stores if there is nothing to compute."""
         with self._lock:
             asked = {answer.origin.fetched for answer in self._answers if answer.origin.fetching}
         if asked:
@@ -437,7 +437,7 @@ class Batch:
         ready = [answer for answer in running if answer.begun and answer.unfed == 1]
         planned = [_Planned(answer, 1) for answer in ready]
         generating, tokens = len(planned), len(planned)
-        reading: set[Prompt] = set()  # prompts that one answer reads for all
+        reading: set[Prompt] = set()  # prompts that one answer reads for all answers
         for answer in self._read.in_order([x for x in running if x not in ready]):
             origin = answer.origin
             if answer.forks:
@@ -462,7 +462,7 @@ class Batch:
         return planned
 
     def _try(self, answer: Answer, change: Callable[[Answer], None]) -> bool:
-        """Change an answer; returns whether it goes on. An error ends only this answer."""
+        """Change an answer; return whether it continues. An error ends only this answer."""
         try:
             change(answer)
         except _INTERRUPTS:
@@ -480,7 +480,8 @@ class _Planned(NamedTuple):
 
 
 class _Begun:
-    """A context for a step; true while the step has not returned, which an error leaves so."""
+    """A context that is true from the start of a step until the step returns; an error leaves it
+    true."""
 
     def __init__(self) -> None:
         self._is = False

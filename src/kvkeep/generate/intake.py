@@ -92,9 +92,9 @@ class Intake:
         _require_one_reading(cache)
         shares = origin.answers > 1 and not any(layer.policy.evicts for layer in cache.layers)
         shared = self._bytes_of(cache, tokens - 1) if shares else 0
-        # Recurrent states are copied for a failed step to return to. For a store, they are also
-        # copied after each chunk of the prompt and at its end, until the store has the copies. The
-        # copy at an answer's end comes when the prompt's copies are gone.
+        # Recurrent states are copied so that a failed step can be undone. For a store, they are
+        # also copied after each chunk of the prompt and at its end, until the store has the copies.
+        # The copy at an answer's end is made after the prompt's copies are freed.
         copies = tokens // self._chunk + 1 if origin.reuse.stores(origin) else 0
         origin.shared_bytes = shared + copies * self._state_bytes
         origin.own_bytes = self._bytes_of(cache, longest) - shared + 2 * self._state_bytes
@@ -118,7 +118,7 @@ class Intake:
             ) from error
 
     def _bytes_of(self, cache: ModelCache, tokens: int) -> int:
-        """The most bytes that a cache takes while `tokens` tokens are fed."""
+        """The most bytes that a cache allocates while `tokens` tokens are fed."""
         if self._geometries is None:
             return 0
         if any(layer.policy.share is not None for layer in cache.layers):

@@ -1,4 +1,4 @@
-"""generate_many: the answers to many prompts, with a progress bar."""
+"""generate_many: answers to many prompts, with a progress bar."""
 
 from __future__ import annotations
 

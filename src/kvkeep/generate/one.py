@@ -22,12 +22,12 @@ def stream(
     tokenizer: Any = None,
     chunk: int | None = None,
 ) -> Iterator[NewToken]:
-    """Continue a prompt, and yield each token when it is chosen. To stop early, call
+    """Continue a prompt; yield each token when it is chosen. To stop early, call
     `new.answer.cancel()`. If a forward fails, the cache returns to its state before the forward,
     unless it evicted tokens.
 
     Args:
-        model: attached.
+        model: an attached model.
         prompt: text, or token ids, (n,) or (1, n). The cache may hold its first tokens.
         params: sampling parameters; None: the defaults.
         cache: from `Host.new_cache`, of one row. At the end it holds the whole text except the last

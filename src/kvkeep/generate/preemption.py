@@ -1,4 +1,4 @@
-"""Preemption: move caches out of the way of answers with higher priority, and back."""
+"""Preemption: move the caches of preempted answers out of memory, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Preemption:
     """Copies the caches of preempted answers to host memory or a file.
 
     Args:
-        offload: for this purpose only; None: host memory.
+        offload: memory used for nothing else; None: host memory.
     """
 
     def __init__(self, offload: Offload | None) -> None:
@@ -43,13 +43,13 @@ class Preemption:
 
     @property
     def offload(self) -> Offload:
-        """Holds the tensors."""
+        """The memory that holds the tensors."""
         if self._offload is None:
             self._offload = Offload()
         return self._offload
 
     def preempt(self, answer: Answer) -> None:
-        """Move an answer's cache away. If that fails, nothing has changed."""
+        """Copy an answer's cache away and free it. If this fails, nothing has changed."""
         cache = answer.cache
         assert cache is not None
         if not cache.fed:
@@ -75,7 +75,7 @@ class Preemption:
         answer.preempted, answer.cache = Preempted(snapshot, cache.activation), None
 
     def resume(self, answer: Answer) -> None:
-        """Give an answer its cache back, or an empty one if it has not begun."""
+        """Restore an answer's cache, or give it an empty one if it has not started."""
         origin, preempted = answer.origin, answer.preempted
         cache = origin.reuse.new_cache(origin.spec)
         if preempted is not None:
@@ -101,12 +101,12 @@ class Preemption:
             self.offload.drop(tensor)
 
     def retain(self, answers: Iterable[Answer]) -> None:
-        """Free every tensor that none of the answers holds, after an interrupt."""
+        """After an interrupt, free every tensor that none of the answers holds."""
         if self._offload is not None:
             found = [answer.preempted for answer in answers if answer.preempted is not None]
             self._offload.retain(tensor for one in found for tensor in one.tensors())
 
 
 def _each(parts: Any, change: Callable[[Any], Any]) -> Any:
-    """Change every plane of a layer's state."""
+    """Apply `change` to every plane of a layer's state."""
     return {part: {name: change(planes[name]) for name in planes} for part, planes in parts.items()}

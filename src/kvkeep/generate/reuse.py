@@ -1,4 +1,4 @@
-"""Reuse: begin the answers of a batch from a prefix store, and store their prompts and texts."""
+"""Reuse: start the answers of a batch from a prefix store, and store their prompts and texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reusing(Protocol):
 
 
 class Reuse:
-    """Begins the caches of answers from a store. If the store fails or refuses a prompt, the prompt
+    """Starts the caches of answers from a store. If the store fails or refuses a prompt, the prompt
     is computed.
 
     Args:
@@ -56,7 +56,7 @@ class Reuse:
     given: ModelCache | None = None
     """The caller's cache for the only answer to a prompt."""
     media: Mapping[str, Tensor] = {}
-    """What a prompt has beside its token ids; see `Host.read`."""
+    """Model inputs of a prompt besides its token ids; see `Host.read`."""
 
     def __init__(self, model: Any, store: PrefixStore | None) -> None:
         self._model, self._host, self._store = model, host_of(model), store
@@ -71,7 +71,7 @@ class Reuse:
 
     def ready(self, answer: Reusing, *, ask: bool) -> bool:
         """Whether `begin` can run without waiting for the store's backend. If not, and if `ask`, a
-        thread of the store starts to ask the backend."""
+        thread of the store starts the request to the backend."""
         origin = answer.origin
         if self._store is None or origin.namespace is None:
             return True
@@ -89,11 +89,11 @@ class Reuse:
         return {"tokens": ids[:-1], "prompt": ids, **place}
 
     def begin(self, answer: Reusing) -> ModelCache:
-        """A cache for an answer, with the stored beginning of its prompt. Sets `answer.cached`. It
-        does not wait for a backend, see `ready`.
+        """A cache for an answer, with the stored prefix of its prompt. Sets `answer.cached`. It
+        does not wait for a backend; see `ready`.
 
         Raises:
-            UnsupportedError: an activated adapter and other adapters are active.
+            UnsupportedError: other adapters are active beside an activated adapter.
         """
         ids, origin = answer.prompt, answer.origin
         if self._store is not None and origin.namespace is not None:
@@ -142,7 +142,7 @@ class Reuse:
 
 @final
 class WithMedia(Reuse):
-    """Begins the answers to a prompt with images, for which no store is asked.
+    """Starts the answers to a prompt with images, without a store.
 
     Args:
         media: further arguments of the model's forward for the prompt, as its processor makes them.
@@ -155,12 +155,12 @@ class WithMedia(Reuse):
 
 @final
 class Given(Reuse):
-    """Begins the only answer to a prompt with the caller's cache.
+    """Starts the only answer to a prompt with the caller's cache.
 
     Args:
         cache: holds the first tokens of the prompt, or nothing. With the policy `kvzip`, the prompt
             except its last token is compressed.
-        chunk: tokens that are read at once before compression; None: the whole prompt.
+        chunk: tokens read at once before compression; None: the whole prompt.
     """
 
     def __init__(self, model: Any, cache: ModelCache, chunk: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Sampling: how a token is chosen from a model's logits, and how long an answer may be."""
+"""Sampling: the choice of a token from logits, and the limits of an answer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class SamplingParams:
         logprobs: record each token's log probability, by the logits before processors and sampling.
         top_logprobs: also record the log probabilities of this many likeliest tokens.
         prompt_logprobs: record log probabilities of the prompt's tokens, too; the prompt is then
-            not taken from a store.
+            computed, not read from a store.
         logprob_temperature: divides the logits of log probabilities.
         priority: answers of higher priority are admitted first, and may preempt others.
 
     Raises:
-        SpecError: a number out of its range.
+        SpecError: a number is out of range.
     """
 
     max_new_tokens: int = 256
@@ -80,9 +80,9 @@ class SamplingParams:
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Sampling probabilities, float32 (B, V), of logits (B, V), at a temperature above 0. As in
+    """Sampling probabilities, float32 (B, V), from logits (B, V), at a temperature above 0. As in
     transformers, temperature, top_k, top_p and min_p apply in this order, and the likeliest token
-    always stays."""
+    always remains."""
     x = logits.float() / params.temperature
     if 0 < params.top_k < x.shape[-1]:
         x = x.masked_fill(x < x.topk(params.top_k).values[:, -1:], -math.inf)
@@ -100,10 +100,10 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The token of the largest logit, the first among equals, int64 (B, 1), from logits (B, V)."""
+    """The token of the largest logit, the first of equal ones, int64 (B, 1), from logits (B, V)."""
     if not logits.is_cpu:
         return logits.argmax(dim=-1, keepdim=True)
-    # On the CPU numpy takes a tenth of torch's time, or less in half precision.
+    # On the CPU, numpy takes at most a tenth of torch's time; even less in half precision.
     return torch.from_numpy(logits.detach().float().numpy().argmax(axis=-1))[:, None]
 
 
@@ -117,7 +117,7 @@ def sample(
 
 
 def penalty(prompt: int, *, presence: float = 0.0, frequency: float = 0.0) -> Processor:
-    """A processor of OpenAI's penalties: lowers the logit of each token in the answer by
+    """A processor of OpenAI's penalties: it lowers the logit of each token in the answer by
     `presence`, and by `frequency` times its count.
 
     Args:
@@ -134,7 +134,7 @@ def penalty(prompt: int, *, presence: float = 0.0, frequency: float = 0.0) -> Pr
 
 
 def bias(added: Mapping[int, float]) -> Processor:
-    """A processor that adds a number to the logit of each given token."""
+    """A processor that adds a bias to the logit of each given token."""
     tokens, values = torch.tensor(list(added)), torch.tensor(list(added.values()))
 
     def biased(ids: Tensor, logits: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ def bias(added: Mapping[int, float]) -> Processor:
 
 
 def repetition(penalty: float) -> Processor:
-    """A processor that lowers the logits of tokens in the text, as in transformers: divides
-    positive and multiplies negative logits by `penalty`."""
+    """A processor that penalises tokens of the text as in transformers: it divides positive and
+    multiplies negative logits by `penalty`."""
 
     def lowered(ids: Tensor, logits: Tensor) -> Tensor:
         had = logits.gather(1, ids)

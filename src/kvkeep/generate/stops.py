@@ -8,9 +8,9 @@ from typing import final
 
 @final
 class Stops:
-    """Passes on text that arrives in pieces, up to the first complete stop string.
+    """Returns text that arrives in pieces, up to the first complete stop string.
 
-    Characters that may begin a stop string are held back until the next pieces decide.
+    Characters that may start a stop string are held back until later pieces decide.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -19,7 +19,7 @@ class Stops:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Add a piece of text; returns the text to pass on now, "" once `found`."""
+        """Add a piece of text; return the text that is now certain, "" once `found`."""
         if self.found:
             return ""
         text = self._held + text
@@ -33,7 +33,7 @@ class Stops:
         return text[:given]
 
     def rest(self) -> str:
-        """The held-back characters; call it at the end of the text."""
+        """The held-back characters; call at the end of the text."""
         held, self._held = self._held, ""
         return held
 

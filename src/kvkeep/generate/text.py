@@ -11,8 +11,8 @@ _INCOMPLETE = "\ufffd"
 """The replacement character, which a tokenizer returns for an incomplete character."""
 
 _LONGEST_PIECE = 16
-"""Most tokens of a piece. No character has more, so a replacement character then belongs to the
-text."""
+"""Most tokens in a piece. No character has more tokens, so a replacement character in a longer
+piece belongs to the text."""
 
 
 class _Pieces:
@@ -33,7 +33,7 @@ class _Pieces:
         self._new: list[int] = []  # the ids after it
 
     def push(self, token: int) -> str:
-        """Take the next token id. Returns the next piece, or "" while it is not complete."""
+        """Add the next token id. Return the next piece, or "" while it is incomplete."""
         if token in self._shown:
             before, shown = self.rest(), str(self._decode([token]))
             self._last, self._new = [], []
@@ -54,7 +54,7 @@ class _Pieces:
 
 class TokenTexts:
     """The text of each token of a growing text, special tokens included. A character of several
-    tokens belongs to the last of them; the others have "". Joined, they are the text."""
+    tokens belongs to its last token; the other tokens have "". Joined, they are the text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._pieces = _Pieces(tokenizer, clean_up_tokenization_spaces=False)
@@ -84,7 +84,7 @@ class TextStream:
     def _begin(self) -> None:
         self._pieces = _Pieces(self._tokenizer, self._shown, skip_special_tokens=True)
         self._stops = Stops(self._stop)
-        self._taken = 0  # tokens; -1 while a token is being taken
+        self._taken = 0  # number of tokens; -1 while a token is being taken
         self._offset = self._length = 0
 
     @property
@@ -98,11 +98,11 @@ class TextStream:
         return self._offset
 
     def take(self, tokens: Sequence[int], *, last: bool, ends: bool = False) -> str:
-        """Take the newest token. After an interrupt it may be called again with the same tokens.
+        """Add the newest token. After an interrupt it may be called again with the same tokens.
 
         Args:
-            tokens: all tokens of the answer; all but the newest have been taken.
-            last: whether no token follows; an incomplete character is then dropped.
+            tokens: all tokens of the answer; all but the newest have been added.
+            last: whether the answer is complete; an incomplete character is then dropped.
             ends: whether the newest token is an end token, which is not part of the text.
 
         Returns:

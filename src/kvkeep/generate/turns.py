@@ -1,4 +1,4 @@
-"""Turns: serve the queues of answers in turn."""
+"""Turns: serve queues in turn."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Turns:
         self._last: dict[str, int] = {}
 
     def took(self, answer: Answer) -> None:
-        """Note that an answer's queue was served."""
+        """Record that an answer's queue was served."""
         self._last[answer.origin.queue] = next(self._numbers)
 
     def next(self, answers: Sequence[Answer]) -> Answer:
-        """The next answer: by highest priority, then by the queue served longest ago, then the
-        oldest."""
+        """The next answer: by highest priority, then by the least recently served queue, then by
+        age."""
         return min(answers, key=lambda x: (-x.params.priority, self._of(x), x.order))
 
     def in_order(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Answers by priority; within one, the first of each queue, the second of each, and so on,
-        beginning with the queue served longest ago."""
+        """Answers sorted by priority; within one priority, the first of each queue, the second of
+        each, and so on, starting with the least recently served queue."""
         of_queue, keys = Counter[str](), dict[Answer, tuple[int, int, int]]()
         for answer in answers:
             queue = answer.origin.queue

@@ -1,7 +1,7 @@
-"""The shared library in a program of AOTInductor, called through its C interface.
+"""The shared library of an AOTInductor program, called through its C interface.
 
-torch's own loader keeps Python's lock while a program runs, so no other thread of a server could
-run. The interface is declared in torch's `aoti_runtime/interface.h`.
+torch's own loader holds the GIL while a program runs, so no other thread of a server could run. The
+interface is declared in torch's `aoti_runtime/interface.h`.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class CompiledLibrary:
         self._results = ctypes.create_string_buffer(TENSOR.size * len(self._made))
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Run the program without Python's lock.
+        """Run the program without the GIL.
 
         Args:
-            given: its inputs, on the CPU.
+            given: the inputs, on the CPU.
 
         Returns:
-            Its results, in memory of their own.
+            The results, in newly allocated memory.
 
         Raises:
             RuntimeError: the program fails, or there is no memory.
@@ -82,13 +82,14 @@ class CompiledLibrary:
             LIBRARY.kv_drop(self._made, outputs)
 
     def _last_error(self) -> str:
-        """This thread's last error; empty if there was none, as when memory is short."""
+        """This thread's last error; empty if none was recorded, for example when memory is
+        short."""
         text = c_char_p()
         self._library.AOTInductorGetLastError(ctypes.byref(text))
         return (text.value or b"").decode(errors="replace")
 
     def _describe(self, place: int, x: Tensor) -> None:
-        """Describe an input; weights, the same tensors in each step, are described once."""
+        """Describe an input; weights, the same tensors in each step, are described only once."""
         axes = self._axes[place] = Struct(f"={2 * x.dim()}q").pack(*x.shape, *x.stride())
         at = address_of(axes)
         TENSOR.pack_into(

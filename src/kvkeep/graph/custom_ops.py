@@ -1,8 +1,9 @@
-"""Steps inside a compiled graph: each is one opaque operation, so torch traces nothing of a cache.
+"""Steps inside a compiled graph: each step is one opaque operation, so torch traces nothing of a
+cache.
 
 A graph refers to a layer by its ticket, a small tensor with a number that is looked up when the
-graph runs. So one graph serves all caches of a model, of any length, and no number of a cache is
-compiled in.
+graph runs. So one graph serves all caches of a model, of any length, and contains no constants of a
+cache.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Traced(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether the state is on the device, so that eager code calls these methods too."""
+        """Whether the state is on the device, so that eager code also calls these methods."""
 
     @property
     def readers(self) -> int:
@@ -116,10 +117,10 @@ _TICKET = Struct("=8q")  # KvTicket of native/abi.h
 
 class Ticket:
     """Refers to a layer in this process by a number, as long as the layer exists. A prepared step
-    lies in the ticket's memory, and a program makes it without Python.
+    is stored in the ticket's memory, and a program runs it without Python.
 
     Args:
-        find: returns the layer, such as a weak reference to it; None: it no longer exists.
+        find: returns the layer, such as a weak reference to it; None: the layer no longer exists.
         readers: how many layers read this one after each step.
 
     Attributes:
@@ -137,11 +138,11 @@ class Ticket:
         with torch.inference_mode(False):
             self.number = torch.frombuffer(self._memory, dtype=torch.int64)
         self._address = self.number.data_ptr()
-        self._kept: PreparedStep | None = None  # keeps the memory alive that the ticket points to
+        self._kept: PreparedStep | None = None  # keeps the memory that the ticket points to alive
         self.clear(0)
 
     def prepare(self, fed: int, step: PreparedStep | None) -> None:
-        """Set the number of columns fed and the step to make; None: Python makes it."""
+        """Set the number of columns fed and the step to run; None: Python runs the step."""
         if step is None:
             self.clear(fed)
             return
@@ -164,7 +165,7 @@ class Ticket:
         """The layer.
 
         Raises:
-            StateError: it no longer exists.
+            StateError: the layer no longer exists.
         """
         layer = self._find()
         if layer is None:
@@ -200,10 +201,10 @@ def with_readings(tickets: Sequence[Ticket]) -> list[Ticket]:
 
 
 def ticket_of(number: int) -> Ticket:
-    """The ticket of a number.
+    """The ticket with a number.
 
     Raises:
-        StateError: it no longer exists, or belongs to another process.
+        StateError: the ticket no longer exists, or belongs to another process.
     """
     ticket = _tickets.get(number)
     if ticket is None:
@@ -282,5 +283,5 @@ def run(layer: SteppedLayer, inputs: StepInputs) -> Tensor:
     position = inputs.position
     assert position is not None
     if not layer.padded and int(position if position.numel() == 1 else position.min()) >= 0:
-        inputs = inputs._replace(position=position[0])  # the same for all rows
+        inputs = inputs._replace(position=position[0])  # the same positions for all rows
     return layer.run(inputs)

@@ -24,7 +24,7 @@ from kvkeep.policy import Need, Observation
 
 _CPU = torch.device("cpu")
 _MOST_STEPS = 32768
-"""For how many steps of a layer with a budget turns of centres are made."""
+"""Number of steps for which a layer with a budget computes rotary turns of centres in advance."""
 
 
 class Cursors:
@@ -64,8 +64,9 @@ class DeviceStep(Step):
 
     Args:
         layer: a layer with fixed or growing storage; do not use it before `close`.
-        cursors: shared by all layers; the caller advances them after each step.
-        tokens: how many tokens growing storage makes room for; None: the storage must be fixed.
+        cursors: the cursors of all layers; the caller advances them after each step.
+        tokens: number of tokens that growing storage makes room for; None: the storage must be
+            fixed.
 
     Raises:
         StateError: the layer holds no prompt, or an eviction waits for a crop.
@@ -75,7 +76,7 @@ class DeviceStep(Step):
     """
 
     on_device, readers = True, 0
-    padded = True  # positions are never read on the host
+    padded = True  # host code never reads positions
 
     def __init__(self, layer: LayerCache, cursors: Cursors, tokens: int | None = None) -> None:
         require_fitting(layer, tokens)
@@ -201,8 +202,8 @@ class DeviceStep(Step):
         layer.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
-        """Pass the observation to the policy, and empty the slot of lowest worth, where the next
-        token will be written."""
+        """Pass the observation to the policy, and empty the slot of lowest worth, which takes the
+        next token."""
         layer, policy = self._layer, self._layer.policy
         newest = self._columns.to(torch.int64).view(1, 1, 1)
         if observation.position is None:
@@ -235,7 +236,8 @@ def _slots_of(layer: LayerCache, tokens: int | None) -> int:
 
 
 def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
-    """Raise the errors that `DeviceStep` documents but the last, before anything changes."""
+    """Raise the errors that `DeviceStep` documents, except OutOfMemoryError, before anything
+    changes."""
     policy: Any = layer.policy
     storage = layer.storage
     if not storage.fixed_addresses and (tokens is None or not storage.reserves):

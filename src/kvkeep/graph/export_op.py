@@ -40,8 +40,8 @@ class Description:
         index, count: index of the layer, and number of layers of the model.
         window: the layer's own sliding window in tokens; None: no window.
         chunked: whether the window begins at a multiple of its size.
-        slopes: the layer's slopes; empty: it has none.
-        latent: the width of values that are elements of keys; 0: they are not.
+        slopes: the layer's slopes; empty: no slopes.
+        latent: the width of values that are elements of keys; 0: values are separate.
         readers: number of layers that read this one after each step.
     """
 
@@ -56,7 +56,8 @@ class Description:
     readers: int = 0
 
     def build(self) -> LayerCache:
-        """Build an empty layer. Its keys have no centre, which a program's state does not hold."""
+        """Build an empty layer. Its keys have no centre, because a program's state contains
+        none."""
         spec = CacheSpec.parse(self.spec)
         if spec.key_codec.centre:
             spec = replace(spec, key_codec=replace(cast(Any, spec.key_codec), centre=0))
@@ -138,7 +139,7 @@ class LayerTensors(nn.Module):
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """Positions of the next n tokens, int32 (B, n); -1 where `real`, bool (B, n), is False."""
-        history: Any = History()  # its fields are symbolic tensors
+        history: Any = History()  # the fields are symbolic tensors
         history.columns, history.pads = self.fed, self.pads
         if real is None:
             real = torch.ones(len(history.pads), n, dtype=torch.bool, device=device)

@@ -26,10 +26,10 @@ def _linears(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], scales: list[Tensor]
 ) -> Tensor:
     """x (..., inputs), of few rows, times several weights (outputs, inputs): (..., all outputs).
-    Layers that the kernel does not support are computed by torch.
+    torch computes layers that the kernel does not support.
 
     Args:
-        scales: none, or those of each layer's int8 weights.
+        scales: the scales of each layer's int8 weights, or empty.
     """
     layers = [*map(Stored, weights, scales)] if scales else [*map(Stored, weights)]
     out = Weights.known(layers, biases, x.dtype).product(x)
@@ -55,11 +55,10 @@ linears = define_operator(
 
 def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
     """Replace a graph's linear layers of few rows and without gradients by `kvkeep::linears`, one
-    for all layers of an input. Return the number of layers replaced; 0 without the native
-    library.
+    for all layers of an input. Return the number of layers replaced; 0 without the native library.
 
     Args:
-        inputs: what the graph will run with; the weights among them are read.
+        inputs: the graph's inputs; the weights among them are read.
     """
     if not native_library.available or torch.is_grad_enabled():
         return 0
@@ -111,7 +110,7 @@ def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether a linear layer is of few rows and of weights that are worth a call."""
+    """Whether a linear layer has few rows, and weights large enough for a native call."""
     x, weight = (value_of(part) for part in node.args[:2])
     return (
         isinstance(x, Tensor)

@@ -41,7 +41,7 @@ def compiler_options() -> dict[str, Any]:
 
 
 class PreparedLayer(Protocol):
-    """A layer that a program can step."""
+    """A layer whose steps a program can run."""
 
     @property
     def fed(self) -> int:
@@ -55,14 +55,15 @@ def compile_package(graph: GraphModule, inputs: Sequence[Tensor], path: Path) ->
     """Compile a graph to a file.
 
     Args:
-        graph: takes `inputs`, which include the weights; later runs have the same shapes. Weights
-            must not be constants: torch would compile the values of small ones into the program.
+        graph: a graph of `inputs`, which include the weights; later runs have the same shapes.
+            Weights must not be constants: torch would compile the values of small weights into the
+            program.
         path: file name ending in .pt2.
     """
     connect()
     options = compiler_options() | {
-        # kvkeep's own threads run linear layers and attention. The rest is small, and torch's
-        # threaded code would fix the number of threads and could not raise errors.
+        # kvkeep's own threads run linear layers and attention. The other operations are small, and
+        # torch's threaded code would fix the number of threads and could not raise errors.
         "cpp.threads": 1,
         "aot_inductor.custom_ops_to_c_shims": SHIMS,
     }
@@ -83,7 +84,7 @@ class Package:
 
     def __init__(self, path: Path) -> None:
         connect()
-        # Except on Windows, the files of a loaded program may be removed.
+        # Except on Windows, the files of a loaded program can be removed.
         with TemporaryDirectory(prefix="kvkeep-", ignore_cleanup_errors=True) as unpacked:
             with ZipFile(path) as archive:
                 archive.extractall(unpacked)
@@ -108,7 +109,7 @@ class Package:
         if not self._busy.acquire(blocking=False):
             return None
         ready: list[tuple[Ticket, PreparedStep]] = []
-        with ExitStack() as ended:  # ends every step, even if one raises
+        with ExitStack() as ended:  # ends every step, even if one step raises
             ended.callback(self._busy.release)
             for ticket in tickets:
                 layer = cast(PreparedLayer, ticket.layer)

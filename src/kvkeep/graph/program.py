@@ -41,7 +41,7 @@ from kvkeep.storage.allocate import free_bytes
 from kvkeep.version import __version__
 
 FORMAT = 1
-"""The file format's version: the only one written and read."""
+"""The only version of the file format that is written and read."""
 
 STATES = "states."
 """What the names of the buffers with the states of recurrent layers begin with."""
@@ -69,7 +69,7 @@ class Header:
         rows: batch size.
         room: number of columns that fit its cache.
         vocabulary: number of token ids, which start at 0.
-        fingerprint: everything that its keys and values depend on, by name.
+        fingerprint: everything that the keys and values depend on, by name.
     """
 
     format: int
@@ -99,7 +99,7 @@ class Program:
     def __init__(self, traced: ExportedProgram, header: Header) -> None:
         self.header = header
         self._traced = traced
-        self._path: Path | None = None  # the file it was loaded from
+        self._path: Path | None = None  # the file the program was loaded from
         self._step: nn.Module = traced.module()
         self._single: Callable[..., Any] = self._step
         self._state = {
@@ -194,8 +194,8 @@ class Program:
             raise _unusable(self._path, "run", error) from error
 
     def compile(self, **options: Any) -> None:
-        """Compile the single-token step with `torch.compile(**options)`, for speed. The next such
-        step compiles, which takes time."""
+        """Compile the single-token step with `torch.compile(**options)`. The next such step takes
+        the time to compile."""
         self._single = torch.compile(self._step, **{"fullgraph": True} | options)
 
     def reset(self) -> None:
@@ -399,7 +399,7 @@ def _not_ours(members: list[ZipInfo]) -> str:
     seen = set[str]()
     for member in members:
         name = member.filename
-        # Of two equal names torch reads the first, and it ignores case.
+        # Of two equal names torch reads the first; it ignores case.
         if name.casefold() in seen or not _OURS.fullmatch(name):
             return name
         if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:

@@ -1,5 +1,5 @@
-"""Declarations of kvkeep's operators for programs compiled by torch's AOTInductor: functions of the
-native library (`native/program.cpp`), which need no Python if a step is prepared."""
+"""Declarations of kvkeep's operators for programs compiled by AOTInductor: functions of the native
+library (`native/program.cpp`), which need no Python if a step is prepared."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ DTYPES = {
     **{0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64},
     **{5: torch.float16, 6: torch.float32, 7: torch.float64, 11: torch.bool, 15: torch.bfloat16},
 }
-"""Types of tensors that programs take and give, by torch's ScalarType."""
+"""Tensor dtypes of a program's inputs and results, by torch's ScalarType."""
 _MADE = 1  # KV_MADE of native/abi.h
 TENSOR = Struct("=5q")  # KvTensor of native/abi.h
 _TORCH, _TRACED = Struct("=11q"), Struct("=q280s2d")
@@ -70,7 +70,7 @@ _raised = local()
 
 @cache
 def connect() -> None:
-    """Give the native library torch's functions, and a callback that makes steps in Python."""
+    """Give the native library torch's functions, and a callback that runs steps in Python."""
     assert LIBRARY is not None
     own = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
     addresses = [ctypes.cast(getattr(own, name), c_void_p).value for name in _FUNCTIONS]
@@ -87,7 +87,7 @@ def raised() -> BaseException | None:
 
 
 def _step(address: int) -> int:
-    """Make an unprepared step, given a KvTracedStep; return `_MADE`, or 0 after an error."""
+    """Run an unprepared step, given a KvTracedStep; return `_MADE`, or 0 after an error."""
     try:
         _make_step(address)
     except BaseException as error:  # it cannot propagate through the program

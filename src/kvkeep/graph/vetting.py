@@ -1,9 +1,9 @@
-"""Checks the text that torch turns into code when it loads a program; refuses text that kvkeep's
+"""Check the text that torch turns into code when it loads a program; refuse text that kvkeep's
 export never writes.
 
 torch evaluates shape expressions, compiles guards and value names into Python, looks up operators
-by name, and imports types. So a program's file is code. These checks close the known ways to abuse
-that; they are no sandbox.
+by name, and imports types. So a program's file is code. These checks prevent the known abuses; they
+are not a sandbox.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _is_known(name: str, text: str) -> bool:
         return _OPERATORS.fullmatch(text) is not None and not _OPENS_FILES.match(text)
     if name in ("in_spec", "out_spec"):
         return _is_structure(text)
-    if name in ("as_float", "as_floats"):  # all other numbers are not strings
+    if name in ("as_float", "as_floats"):  # numbers in other fields are not strings
         return text in ("Infinity", "-Infinity", "NaN")
     if name == "torch_version":
         return re.fullmatch(r"[\w.+-]*", text, re.ASCII) is not None

@@ -1,4 +1,4 @@
-"""What kvkeep asks of a model library, and how the host of a model is found."""
+"""Hosts: the interface between kvkeep and a model library, and the lookup of a model's host."""
 
 from typing import NoReturn
 

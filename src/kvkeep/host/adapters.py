@@ -18,13 +18,12 @@ _OFFSET: ContextVar[int | None] = ContextVar("offset", default=None)
 """Number of last tokens in this thread's forward that an activated adapter computes."""
 
 NEVER = 1 << 40
-"""The start of an activated adapter that is not invoked."""
+"""Start index that means the activated adapter is not invoked."""
 
 
 @dataclass(frozen=True)
 class InvokedAdapter:
     """An adapter that is active from its invocation tokens in a prompt on: PEFT's activated LoRA.
-
     The base model computes the tokens before the invocation.
 
     Source: aLoRA (arXiv 2504.12397).
@@ -34,7 +33,7 @@ class InvokedAdapter:
     invocation: tuple[int, ...]
 
     def start(self, prompt: Tensor) -> int:
-        """The index of its last invocation in a prompt, (n,); `NEVER` if there is none."""
+        """The index of the last invocation in a prompt, (n,); `NEVER` if there is none."""
         n = len(self.invocation)
         if len(prompt) < n:
             return NEVER
@@ -52,13 +51,13 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 
 def active_adapters(model: nn.Module) -> tuple[set[str], dict[str, list[float]]]:
-    """PEFT's names for the submodules that adapters add to layers; and the active adapters, with
+    """PEFT's names for the submodules that adapters add to layers; and the active adapters with
     their scale in each layer."""
     layers, active = {"modules_to_save"}, dict[str, list[float]]()
     for module in adapter_layers(model):
         layers |= set(module.adapter_layer_names)
         for name in () if module.disable_adapters else module.active_adapters:
-            scales = getattr(module, "scaling", {})  # some kinds of adapters have none
+            scales = getattr(module, "scaling", {})  # some kinds of adapters have no scale
             active.setdefault(name, []).append(float(scales.get(name, 1.0)))
     return layers, active
 
@@ -101,14 +100,14 @@ def names_adapters(model: nn.Module) -> bool:
 
 
 def learned_tokens(model: nn.Module) -> int:
-    """How many tokens, or keys and values, that it learned PEFT puts before a prompt."""
+    """Number of learned tokens, or learned keys and values, that PEFT puts before a prompt."""
     config = getattr(prompt_learner(model), "active_peft_config", None)
     return getattr(config, "num_virtual_tokens", 0)
 
 
 def prompt_learner(model: nn.Module) -> Any:
-    """The PEFT model that prepares the inputs of `generate()`, and puts tokens, or keys and values,
-    that it learned before a prompt; None if there is none."""
+    """The PEFT model that prepares the inputs of `generate()` and puts learned tokens, or learned
+    keys and values, before a prompt; None if there is none."""
     prepared: Any = model.__dict__.get("prepare_inputs_for_generation")
     learner = getattr(inspect.unwrap(prepared), "__self__", None)
     config = getattr(learner, "active_peft_config", None)

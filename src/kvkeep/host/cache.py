@@ -1,4 +1,4 @@
-"""ModelCache: a cache built for the layers of a model, of any library."""
+"""ModelCache: a cache built for the layers of a model, of any model library."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Activation(NamedTuple):
 
 
 class ModelCache(Cache):
-    """A cache with one layer for each layer of a model that attends.
+    """A cache with one layer for each attention layer of a model.
 
     Args:
         kinds: the type and window of each of these layers.
-        spec: what to keep: for all layers, for each, or for each type of layer.
+        spec: one spec for all layers, for each layer, or for each type of layer.
         capacity: slots of fixed storage whose spec gives no number.
         rotaries: returns each layer's rotary embedding; called only if a policy needs it.
         identity: identifies the model's weights, as `kvkeep.host.fingerprint.sampled` does; called
@@ -43,7 +43,7 @@ class ModelCache(Cache):
         specs: each layer's spec.
         places: each layer's index among all layers of the model, including layers without
             attention.
-        activation: where the activated adapter started that computed some of the held tokens; None
+        activation: start of the activated adapter that computed some of the held tokens; None
             without an activated adapter.
 
     Raises:
@@ -95,7 +95,7 @@ class ModelCache(Cache):
         return self.activation is not None
 
     def begin(self, columns: int) -> None:
-        """Check that a forward of `columns` columns may begin."""
+        """Check that a forward of `columns` columns can begin."""
         self.admit(columns)
 
     def token_limit(self, layer: int | None = None) -> int | None:
@@ -108,7 +108,7 @@ class ModelCache(Cache):
         """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            geometries: of each layer's keys and values; `rows` is not used.
+            geometries: each layer's geometry; their `rows` is not used.
         """
         return sum(
             promised_bytes(
@@ -122,7 +122,7 @@ class ModelCache(Cache):
         )
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
-        """Replace all layers; `specs` are the specs of the new ones."""
+        """Replace all layers; `specs` are the new layers' specs."""
         with self._turns():
             self.layers, self.specs = list(layers), list(specs)
             self._share()
@@ -154,8 +154,8 @@ def _require_calibrated(specs: Sequence[CacheSpec], identity: Callable[[], str] 
 def _needed_rotaries(
     specs: Sequence[CacheSpec], rotaries: Callable[[], Sequence[Rotary | None]]
 ) -> Sequence[Rotary | None]:
-    """Each layer's rotary embedding, if a policy or a codec uses it. A codec does without one that
-    is unknown: centres then do not turn, and codes are less precise."""
+    """Each layer's rotary embedding, if a policy or a codec uses it. A codec works without an
+    unknown rotary embedding: its centres are then not rotated, and codes are less precise."""
     none = [None] * len(specs)
     if any(Need.ROTARY in one.policy.needs for one in specs):
         return rotaries()

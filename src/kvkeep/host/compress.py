@@ -1,4 +1,4 @@
-"""Compress: evict what a model does not need to repeat its own text."""
+"""Compress: evict the slots that a model does not need to repeat its own text."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def compress(
     spec: Specs | None = None,
     tick: Tick = lambda tokens: None,
 ) -> None:
-    """Keep only a share of a cache's slots, chosen without knowing the later questions.
+    """Evict a share of a cache's slots, chosen without knowledge of later questions.
 
     The model reads the text once more, in parts; each part attends to the cache's slots of the same
-    part. Slots that get little attention are freed; the share may differ between layers and heads.
-    Layers with a sliding window do not change. Rows are scored separately; memory is freed for the
-    slots of a head that no row keeps.
+    part. Slots that receive little attention are freed; the share may differ between layers and
+    heads. Layers with a sliding window do not change. Rows are scored separately; memory is freed
+    for the slots of a head that no row keeps.
 
     Args:
-        host: of the model, which is attached.
-        cache: holds every token that it was fed, without padding.
+        host: the host of an attached model.
+        cache: a cache that holds every token it was fed, without padding.
         ids: the tokens that the cache was fed, int64 (B, n), or (n,) for one row.
         spec: the cache's new spec, of policy `kvzip`; None: the cache's own.
 
     Raises, before anything changes:
         SpecError: a layer's policy is not `kvzip`, or its codec encodes blocks of tokens.
-        ShapeError: the shape of `ids` is not that of the cache's tokens, or a row has padding.
-        StateError: some tokens are not held.
+        ShapeError: `ids` and the cache's tokens differ in shape, or a row has padding.
+        StateError: the cache lacks some tokens.
         UnsupportedError: the model cannot attend to given layers.
     """
     ids = (ids if ids.dim() > 1 else ids[None]).to(host.device)
@@ -69,7 +69,7 @@ def compresses(cache: ModelCache) -> bool:
 
 
 def compressed_tokens(cache: ModelCache) -> int:
-    """How many of the tokens that a cache was fed were compressed."""
+    """The number of fed tokens that were compressed."""
     floors = (layer.history.floor for layer in cache.layers if layer.policy.compression)
     return max(floors, default=0)
 
@@ -152,7 +152,7 @@ def reread(
     borders = [tokens * i // parts for i in range(parts + 1)]
     found: dict[int, list[Tensor]] = {index: [] for index in policies}
     for first, end in pairwise(borders):
-        # Right after the part, so that no distance is greater than the model knows.
+        # Right after the part, so that no distance exceeds the model's context.
         runs = [(0, min(sinks, first)), (first, end)]
         layers = [
             Rereading(
@@ -179,14 +179,14 @@ def _of_row(layer: LayerCache, row: int) -> Held:
 
 
 def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[int, int]]:
-    """Ranges of all tokens as ranges of the newest `held` ones."""
+    """Ranges of all tokens, converted to ranges of the newest `held` tokens."""
     lost = tokens - held
     return [(max(0, first - lost), max(0, end - lost)) for first, end in runs]
 
 
 def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor]) -> None:
-    """Replace the layers to compress by layers of `specs` that hold the kept slots, bool (B, H, n)
-    for each layer."""
+    """Replace the layers to compress by layers of `specs` with the kept slots, bool (B, H, n) for
+    each layer."""
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
@@ -211,9 +211,9 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
 def _kept(
     scores: dict[int, Tensor], policies: dict[int, Compression], tokens: int
 ) -> dict[int, Tensor]:
-    """Which slots to keep, bool (1, H, n) for each layer: the slots with the greatest scores, the
-    newest among equals. All layers of one policy compete; if it is `uniform`, only the slots of one
-    head do."""
+    """The slots to keep, bool (1, H, n) for each layer: the slots with the highest scores, the
+    newest of equal ones. All layers of one policy compete; if the policy is `uniform`, only the
+    slots of one head do."""
     kept: dict[int, Tensor] = {}
     for policy in dict.fromkeys(policies.values()):
         some = [index for index in scores if policies[index] == policy]
@@ -234,7 +234,8 @@ def _kept(
 
 
 def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
-    """All slots of a layer, encoded as those of the new one, whose `history` gets its centre."""
+    """All slots of a layer in the new layer's encoding; the new layer's `history` receives its
+    centre."""
     late = layer.slots.block > 1  # some tokens are not encoded yet
     if not late and layer.codecs == new.codecs:
         planes = layer.slots.evictable()
@@ -249,7 +250,7 @@ def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
 
 
 def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:
-    """The kept slots, bool (B, n), of one head; shorter rows end with empty slots."""
+    """The kept slots, bool (B, n), of one head; shorter rows are filled with empty slots."""
     own = {
         name: plane[:, head : head + 1] if plane.shape[1] > 1 else plane
         for name, plane in ((name, planes[name]) for name in planes)

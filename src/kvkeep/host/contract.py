@@ -1,7 +1,7 @@
-"""Host: what kvkeep asks of a model library. One object serves one model.
+"""Host: kvkeep's interface to a model library. One object serves one model.
 
-Stores, blocks, training, evaluation and the server know a model only by its host. So a model
-library is added by one folder with a `Host`, and a row in `kvkeep.host.registry`.
+Stores, blocks, training, evaluation and the server access a model only through its host. So a
+folder with a `Host` and a row in `kvkeep.host.registry` add a model library.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Narrowed(NamedTuple):
 class Host(ABC):
     """One model, as the rest of kvkeep sees it.
 
-    Methods that some libraries cannot implement have a default, which raises UnsupportedError or
-    does nothing.
+    Methods that some libraries cannot implement have a default that raises UnsupportedError or does
+    nothing.
 
     Args:
-        model: the library's model, perhaps wrapped by adapters.
+        model: the library's model, possibly wrapped by adapters.
     """
 
     library: ClassVar[str]
@@ -53,7 +53,7 @@ class Host(ABC):
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    # -- what the model is like -------------------------------------------------------------
+    # -- the model's properties -------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Host(ABC):
     @property
     @abstractmethod
     def kinds(self) -> list[LayerKind]:
-        """The type and sliding window of each layer that attends.
+        """The type and sliding window of each attention layer.
 
         Raises:
             UnsupportedError: a layer caches something other than its own keys and values or a
@@ -81,15 +81,16 @@ class Host(ABC):
     @property
     def parallel(self) -> bool:
         """Whether several processes compute every forward together, each with some of the heads or
-        experts. All of them must then feed the same tokens, in the same order."""
+        experts. All processes must then feed the same tokens in the same order."""
         return False
 
     @abstractmethod
     def rotaries(self) -> list[Rotary | None]:
-        """How each layer rotates queries and keys; None where it does not.
+        """Each layer's rotary embedding; None for a layer without one.
 
         Raises:
-            UnsupportedError: a layer rotates in an unknown way, or does not cache keys.
+            UnsupportedError: a layer's rotary embedding is unknown, or the layer does not cache
+                keys.
         """
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
@@ -110,7 +111,7 @@ class Host(ABC):
 
     @property
     def sees(self) -> bool:
-        """Whether the model reads images, see `read`."""
+        """Whether the model reads images; see `read`."""
         return False
 
     @property
@@ -120,7 +121,7 @@ class Host(ABC):
 
     @property
     def embeddings(self) -> int | None:
-        """Rows of the token embedding; None if not known."""
+        """Rows of the token embedding; None if unknown."""
         return self.vocabulary
 
     @property
@@ -134,12 +135,13 @@ class Host(ABC):
         return [self.device] * len(self.kinds)
 
     def end_tokens(self) -> set[int]:
-        """The tokens that end an answer."""
+        """The ids of the tokens that end an answer."""
         return set()
 
     @abstractmethod
     def fingerprint(self, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
-        """Everything that the model's keys and values depend on, as hashes and text by name.
+        """Hashes and descriptions, by name, of everything that the model's keys and values depend
+        on.
 
         Args:
             tokenizer: the model's tokenizer, to hash too.
@@ -151,9 +153,9 @@ class Host(ABC):
 
     def as_transformers(self, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The weights in the names and layout of a model type of transformers, such as "llama", and
-        the fields of its config that the model determines: at least every number that the weights'
-        shapes do not show. `kvkeep.load` uses them to find whether a cache of a transformers model
-        was made with this model. None if the layout or a field is not known."""
+        the config fields that the model determines: at least every number that the weights' shapes
+        do not show. `kvkeep.load` uses them to find whether a cache of a transformers model was
+        made with this model. None if the layout or a field is not known."""
         return None
 
     # -- attention through a cache ----------------------------------------------------------
@@ -177,12 +179,12 @@ class Host(ABC):
         return nullcontext()
 
     def warm(self, spec: Specs, sequences: int, progress: Progress = silent) -> None:
-        """Do the work of the first steps of one token now, such as compiling them. The default does
+        """Do the work of the first steps of one token now, such as compilation. The default does
         nothing.
 
         Args:
-            sequences: the most sequences in a step; several are packed.
-            progress: told how much is done.
+            sequences: the most sequences in a step; several sequences are packed.
+            progress: receives progress reports.
 
         Raises:
             UnsupportedError: the model cannot be compiled.
@@ -197,7 +199,7 @@ class Host(ABC):
         """An empty cache for this model.
 
         Args:
-            spec: what to keep.
+            spec: the cache's spec.
             capacity: slots of fixed storage whose spec gives no number; None: the model's context.
 
         Raises:
@@ -220,10 +222,11 @@ class Host(ABC):
 
         Args:
             ids: int64 (B, n), on the model's device.
-            cache: from `new_cache`. An activated adapter computes from `cache.activation.start` on.
+            cache: a cache from `new_cache`. An activated adapter is active from
+                `cache.activation.start` on.
             position: int64 (n,), ascending, for all rows; None: the next n positions. Only attached
                 models accept other positions.
-            last: how many of the last tokens to return logits for.
+            last: number of last tokens to return logits for.
 
         Returns:
             Logits (B, last, V).
@@ -253,7 +256,7 @@ class Host(ABC):
 
     @property
     def unpackable(self) -> str:
-        """Why `forward_packed` does not work for this model now; empty if it does."""
+        """The reason why `forward_packed` does not work for this model now; empty if it works."""
         return f"kvkeep's host for {self.library} has no packed forwards"
 
     def forward_packed(self, pieces: Sequence[Piece]) -> Tensor:
@@ -269,7 +272,7 @@ class Host(ABC):
 
         Raises:
             UnsupportedError: the model cannot compute them in one forward.
-            ShapeError, StateError, CapacityError: as in `kvkeep.host.packed`; nothing was fed.
+            ShapeError, StateError, CapacityError: see `kvkeep.host.packed`; nothing was fed.
         """
         raise UnsupportedError(
             f"{self.name} cannot compute several sequences in one forward: "
@@ -294,7 +297,7 @@ class Host(ABC):
     # -- adapters ---------------------------------------------------------------------------
 
     def activation_in(self, prompt: Tensor) -> Activation | None:
-        """Where an activated adapter starts in a prompt, int64 (n,); None if there is none.
+        """The start of an activated adapter in a prompt, int64 (n,); None if there is none.
 
         Raises:
             UnsupportedError: other adapters are active too.
@@ -315,7 +318,7 @@ class Host(ABC):
         affects forwards of this thread only.
 
         Args:
-            tokens: how many tokens the forward is given.
+            tokens: number of tokens in the forward.
             chosen: returns the tokens to compute; called after the layers before `first` ran.
         """
         raise UnsupportedError(

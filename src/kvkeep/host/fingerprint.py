@@ -51,7 +51,7 @@ def fingerprint_of(
     glance: bool = False,
     changing: bool = False,
 ) -> dict[str, str]:
-    """Everything that a model's keys and values depend on, as hashes and as text. Hashing reads
+    """Hashes and descriptions of everything that a model's keys and values depend on. Hashing reads
     several gigabytes of weights per second.
 
     Args:
@@ -62,15 +62,15 @@ def fingerprint_of(
             16 elements of every other tensor. A write through `.data` to other elements is missed
             until a call without `glance`, which reads everything.
         changing: whether rotary frequencies depend on the length of the text; their buffers are
-            then left out.
+            then excluded.
 
     Returns:
         As hashes: `weights` (parameters, persistent buffers and further tensors of quantised
-        layers), `buffers` (the non-persistent ones, such as rotary frequencies), `modules` (classes
-        and numeric attributes, such as a norm's epsilon) and `adapter` ("none", or the active
-        adapters). As text: `dtype`, `described`, `hooks` (functions that the user has set in the
-        model; they differ between models and processes) and `tokenizer` (hashes of its parts).
-        `hooks` and `tokenizer` are absent if there are none.
+            layers), `buffers` (non-persistent buffers, such as rotary frequencies), `modules`
+            (classes and numeric attributes, such as a norm's epsilon) and `adapter` ("none", or the
+            active adapters). As text: `dtype`, `described`, `hooks` (functions that the user has
+            set in the model; they differ between models and processes) and `tokenizer` (hashes of
+            its parts). `hooks` and `tokenizer` are absent if there are none.
 
     Raises:
         UnsupportedError: a weight cannot be read: it is on the meta device or of an unknown kind.
@@ -86,8 +86,8 @@ def fingerprint_of(
 
 def sampled(model: nn.Module) -> str:
     """A hash that identifies the weights a policy was calibrated for. It reads at least 64 elements
-    of each weight, rounded to bfloat16, so it is the same in float32 and bfloat16. Weights of
-    adapters are left out."""
+    of each weight, rounded to bfloat16, so it is the same in float32 and bfloat16. Adapter weights
+    are excluded."""
     layers, _ = active_adapters(model)
     found = xxhash.xxh3_128()
     modules = list(model.named_modules())
@@ -107,7 +107,7 @@ def sampled(model: nn.Module) -> str:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describe the differences of two fingerprints; tokenizers count if both name one."""
+    """Describe the differences of two fingerprints; tokenizers are compared if both contain one."""
     found = []
     for part in sorted(then.keys() | now.keys()):
         if part == HOOKS:
@@ -147,7 +147,7 @@ def _of_tensors(model: nn.Module, *, glance: bool, changing: bool) -> dict[str, 
     """The parts of a fingerprint that cover a model's tensors and modules."""
     modules = list(model.named_modules())
     _settle(model, modules)
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass may replace what reads it
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may override reads
         tensors = weights(modules), buffers(modules, changing=changing)
         stamp = _stamp(model, modules, *tensors)
         known = _known.get(model)
@@ -168,7 +168,7 @@ def _settle(model: nn.Module, modules: Modules) -> None:
 
 
 def _stamp(model: nn.Module, modules: Modules, *read: _Tensors) -> object:
-    """A value that changes if a hashed tensor or module changes, as far as a sample can show."""
+    """A value that changes if a hashed tensor or module changes, as far as a sample can detect."""
     embeddings = {m.weight.data_ptr() for _, m in modules if isinstance(m, nn.Embedding)}
     tensors, samples = [], dict[tuple[torch.device, torch.dtype], list[Tensor]]()
     for name, x in chain(*read):

@@ -41,11 +41,11 @@ _ACCELERATE = "_hf_hook"
 
 def foreign_hooks(model: nn.Module) -> dict[str, str]:
     """The hooks of a model's forwards that no known library has set: forward hooks and pre-hooks of
-    its modules, torch's global ones, and forwards that replace a module's own.
+    its modules, torch's global hooks, and forwards that replace a module's own.
 
     Returns:
-        By the module's name, a description of its hooks: kind, function, and a number unique among
-        all hooks of all processes.
+        A description of each module's hooks, by the module's name: kind, function, and a number
+        unique among all hooks of all processes.
     """
     found = dict[str, str]()
 
@@ -86,7 +86,7 @@ def foreign_hooks(model: nn.Module) -> dict[str, str]:
 
 
 def _number_of(call: Any) -> int:
-    """A negative number for a function that torch has not numbered; a new one each time if the
+    """A negative number for a function that torch has not numbered; a new one for each call if the
     function cannot be hashed."""
     try:
         return _numbers.setdefault(call, next(_next))
@@ -100,7 +100,7 @@ def _is_foreign(call: Any, module: nn.Module | None) -> bool:
 
 def _definers(call: Any, module: nn.Module | None) -> Iterator[str]:
     """The names of the Python modules that define a hook, the functions that it wraps, and the
-    hooks that accelerate joins in it. The forward of the module's own class is left out."""
+    hooks that accelerate combines in it. The forward of the module's own class is excluded."""
     if isinstance(call, partial):
         parts: list[Any] = [call.func, *call.args, *call.keywords.values()]
         inner: list[Any] = [x for x in parts if _is_function(x)]

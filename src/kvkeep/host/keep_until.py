@@ -1,4 +1,4 @@
-"""keep_until: never evict the beginning of a prompt, up to a marker."""
+"""keep_until: protect the beginning of a prompt from eviction, up to a marker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvkeep.host.specs import Specs, changed, each
 from kvkeep.spec import CacheSpec
 
 Marker = str | Tensor | Sequence[int]
-"""Where the beginning of a prompt ends: a text in the prompt, or token ids."""
+"""The end of a prompt's beginning: a text in the prompt, or token ids."""
 
-_SHOWN = 40  # characters of a marker in a message
+_SHOWN = 40  # most characters of a marker in a message
 
 
 def keep_until(
@@ -37,8 +37,8 @@ def keep_until(
     `smart-lastrec` does the same for a window.
 
     Args:
-        spec: of a policy with the option `keep_to`, possibly inside `adakv` or `pyramid`: one for
-            all layers, for each, or for each type of layer.
+        spec: a spec with a policy that has the option `keep_to`, possibly inside `adakv` or
+            `pyramid`: one for all layers, for each layer, or for each type of layer.
         ids: the prompt's token ids, (n,) or (1, n), from position 0 on.
         marker: a text or token ids. A text may end within a token, which is then kept.
         tokenizer: decodes ids; needed if the marker is a text.
@@ -97,7 +97,7 @@ def _end_of_text(text: str, tokens: list[int], tokenizer: Any) -> int | None:
             "the marker is a text, but there is no tokenizer; give a tokenizer, or token ids"
         )
     # The marker may begin and end within tokens, so decoded texts are compared. Each prefix's text
-    # begins with that of a shorter prefix.
+    # begins with the text of a shorter prefix.
     counts = range(1, len(tokens) + 1)
     index = bisect_left(counts, True, key=lambda count: text in tokenizer.decode(tokens[:count]))
     return counts[index] if index < len(counts) else None

@@ -41,10 +41,10 @@ class Packed(NamedTuple):
 @contextmanager
 def packed(pieces: Sequence[Piece], device: torch.device) -> Iterator[Packed]:
     """Begin a forward of every cache, and pack the tokens. If the body raises, the caches return to
-    their state before; a cache that has evicted tokens raises until it is reset.
+    their previous state; a cache that has evicted tokens raises until it is reset.
 
     Args:
-        device: where the model takes token ids.
+        device: the device for token ids.
 
     Raises (nothing was fed then):
         ShapeError: there is no piece, or a piece is not a row of token ids with a cache of one row.

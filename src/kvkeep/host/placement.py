@@ -32,7 +32,7 @@ def device_named(name: str | None) -> torch.device:
     """The torch device of a name; None: the accelerator if there is one, otherwise the CPU.
 
     Raises:
-        ModelError: there is no such device here.
+        ModelError: this machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
@@ -45,11 +45,11 @@ def device_named(name: str | None) -> torch.device:
 
 
 def dtype_on(device: str | None, dtype: str = "auto") -> tuple[torch.dtype, torch.device]:
-    """The dtype and the device for loading a model, by name. The dtype "auto" is float32 on the
-    CPU and bfloat16 elsewhere.
+    """The dtype and the device for loading a model, by name. The dtype "auto" is float32 on the CPU
+    and bfloat16 elsewhere.
 
     Raises:
-        ModelError: there is no such dtype, or no such device here.
+        ModelError: the dtype does not exist, or this machine has no such device.
     """
     named = None if dtype == "auto" else dtype_named(dtype)
     place = device_named(device)

@@ -14,7 +14,7 @@ OnStart = Callable[[ModelCache, int], None]
 
 
 def silent(doing: str, share: float | None = None) -> None:
-    """Progress that is not shown."""
+    """Progress that is not displayed."""
 
 
 class Work:

@@ -1,4 +1,4 @@
-"""Find the host of a model by the base classes of its type."""
+"""Find a model's host by the base classes of the model's type."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KNOWN = {
     "transformers.modeling_utils": ("transformers", "kvkeep.hf.host", "TransformersHost"),
     "litgpt.model": ("LitGPT", "kvkeep.litgpt.host", "LitGPTHost"),
 }
-"""The module of a library's base class for models -> the library's name, and the module and name of
-the host's class."""
+"""Maps the module of a library's model base class to the library's name, and to the module and name
+of the host class."""
 
 HOSTS = {"transformers": "kvkeep.hf.models", "litgpt": "kvkeep.litgpt.checkpoint"}
-"""The name of a library -> the module whose `load` loads its models."""
+"""Maps a library's name to the module whose `load` loads its models."""
 
 _registered: dict[type, Callable[[Any], Host]] = {}
 
@@ -37,10 +37,10 @@ def register(models: type[nn.Module], host: Callable[[Any], Host]) -> None:
 
 
 def host_of(model: Any) -> Host:
-    """The host of a model. Creating one is cheap.
+    """The host of a model. Creating a host is cheap.
 
     Args:
-        model: a model of a known library or a registered class, perhaps wrapped by PEFT,
+        model: a model of a known library or a registered class, possibly wrapped by PEFT,
             torch.compile or DistributedDataParallel.
 
     Raises:
@@ -92,7 +92,7 @@ def load_tokenizer(directory: str) -> Any:
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:
-    """A model, then the models inside wrappers of PEFT and torch.compile."""
+    """The model, then the models inside wrappers of PEFT and torch.compile."""
     yield model
     if hasattr(model, "get_base_model"):
         yield model.get_base_model()

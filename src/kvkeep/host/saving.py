@@ -114,7 +114,8 @@ def load(
 
 
 def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[str]:
-    """How a model differs from the model of a recorded fingerprint; empty if it does not."""
+    """The differences between a model and the model of a recorded fingerprint; empty if there are
+    none."""
     now = host.fingerprint(tokenizer)
     found = differences(recorded, now)
     if not found:

@@ -24,12 +24,12 @@ class LayerKind:
             no window.
         place: the layer's index among all layers of the model; None: its index among the layers
             with keys and values.
-        readers: how many later layers reuse its keys and values.
-        slopes: of its ALiBi bias, see `kvkeep.LayerCache`; None: no bias.
+        readers: number of later layers that reuse its keys and values.
+        slopes: slopes of its ALiBi bias, see `kvkeep.LayerCache`; None: no bias.
         latent: the width of values that are the first elements of their keys; None: values are
             separate.
         beside: elements at the end of a key that attention does not read.
-        counts: whether it attends to nothing, and only counts tokens.
+        counts: whether the layer has no attention and only counts tokens.
     """
 
     name: str
@@ -90,7 +90,7 @@ def per_layer(spec: Specs, kinds: Sequence[LayerKind]) -> list[CacheSpec]:
 
 
 def file_in(spec: Specs) -> str | None:
-    """The path of the file that a policy of these specs reads; None: they read none.
+    """The path of the file that a policy of these specs reads; None if no policy reads a file.
 
     Raises:
         SpecError: the text is not a spec.
@@ -101,8 +101,8 @@ def file_in(spec: Specs) -> str | None:
 def from_saved(
     spec: Specs, scorer: str | os.PathLike[str] | None, path: str | os.PathLike[str]
 ) -> Specs:
-    """The specs in the file `path`. A path in them is data, and never opened: `scorer`, which the
-    caller gave, takes its place.
+    """The specs in the file `path`. A path in them is data and never opened; the caller's `scorer`
+    replaces it.
 
     Raises:
         SavedCacheError: the text is not a spec; or a policy reads a file, and `scorer` is None.
@@ -125,7 +125,7 @@ def from_saved(
 
 
 def changed(spec: Specs, change: Callable[[CacheSpec], CacheSpec]) -> Specs:
-    """The specs after a change of each, for the same layers."""
+    """The specs, for the same layers, with `change` applied to each."""
     if isinstance(spec, str):
         spec = parse_specs(spec)
     if isinstance(spec, CacheSpec):

@@ -1,6 +1,6 @@
 """Read a model's weights and buffers in place.
 
-This calls no method that a library may replace: bitsandbytes changes weights in place when a state
+No method that a library may replace is called: bitsandbytes changes weights in place when a state
 dict is made.
 """
 
@@ -26,7 +26,7 @@ _RESULTS = {"idx", "subB"}
 """Attributes of bitsandbytes' 8-bit layers that hold the columns of the last call."""
 
 _WRITERS = ("state_dict", "_save_to_state_dict", "get_extra_state")
-_DEEPEST = 4  # levels of nested objects that are searched for tensors
+_DEEPEST = 4  # most levels of nested objects searched for tensors
 
 
 def weights(modules: Modules) -> list[tuple[str, Tensor]]:
@@ -84,7 +84,7 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _beside(module: nn.Module) -> list[tuple[str, Tensor]]:
     """The tensors of a quantised module that are neither parameters nor buffers: in attributes of
     its parameters and buffers, and, if it writes its own state dict, in attributes of the module.
-    Names begin inside the attribute, because a library may move an object between the two."""
+    Names start inside the attribute, because a library may move an object between the two."""
     own = [vars(x) for _, x in _named(module) if not is_traceable_wrapper_subclass(x)]
     held = [(name, x) for named in own for name, x in named.items() if not name.startswith("_")]
     if writes_its_state(module):
@@ -99,7 +99,7 @@ def _beside(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def writes_its_state(module: nn.Module) -> bool:
     """Whether a module may add tensors to a state dict that are neither parameters nor buffers, as
-    quantised layers of some libraries do."""
+    some libraries' quantised layers do."""
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks) or any(
         getattr(type(module), name) is not getattr(nn.Module, name) for name in _WRITERS
     )
@@ -125,7 +125,7 @@ def _inside(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor
 
 
 def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor consists of.
+    """The plain tensors that make up a tensor.
 
     Raises:
         UnsupportedError: the value is of an unknown kind, or has no data.
@@ -134,7 +134,7 @@ def _dense(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         if is_traceable_wrapper_subclass(value):
             for inner in value.__tensor_flatten__()[0]:
                 part = getattr(value, inner)
-                if not isinstance(part, DeviceMesh):  # which processes have the other parts
+                if not isinstance(part, DeviceMesh):  # describes the processes with the other parts
                     yield from _dense(f"{name}.{inner}", part)
         elif value.is_quantized:
             yield f"{name}.codes", value.int_repr()

@@ -1,4 +1,4 @@
-"""Whether a cache of a transformers model was made with the weights of another library's model."""
+"""Compare a saved cache's transformers model with a model of another library."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _kind(saved: Mapping[str, str]) -> str | None:
 
 
 def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[str]:
-    """Which fields of a recorded config differ from a model's fields."""
+    """The fields of a recorded config that differ from a model's fields."""
     try:
         recorded = {**json.loads(saved["config"]), "rope_parameters": json.loads(saved["rope"])}
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -86,7 +86,7 @@ def _other_fields(saved: Mapping[str, str], fields: Mapping[str, Any]) -> list[s
 
 
 def _computed(one: Host, other: Host) -> list[str]:
-    """Which results of two models differ."""
+    """The results of two models that differ."""
     windows, others = (
         [(k.window, isinstance(k.window, Chunks)) for k in host.kinds] for host in (one, other)
     )

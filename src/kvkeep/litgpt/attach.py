@@ -1,4 +1,4 @@
-"""attach and detach: make a LitGPT model use kvkeep's caches, and undo this."""
+"""attach and detach: route a LitGPT model's attention through kvkeep's caches, and undo this."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _ATTRIBUTE = "_kvkeep_attachment"
 class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
-    `cache` is the cache of forwards with `input_pos`. Assign another cache to continue from it,
-    such as a fork or the result of a `PrefixStore`.
+    `cache` is the cache of forwards with `input_pos`. Assign another cache, such as a fork or the
+    result of a `PrefixStore`, to continue from it.
     """
 
     model: GPT
@@ -112,19 +112,20 @@ def detach(gpt: GPT) -> None:
 
 
 def attachment_of(gpt: GPT) -> Attachment | None:
-    """The attachment of a model; None: it is not attached."""
+    """The attachment of a model; None if the model is not attached."""
     found: Attachment | None = gpt.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def _no_mask(gpt: GPT, device: torch.device) -> Tensor:
-    """A placeholder for LitGPT's mask: one element, because kvkeep's attention uses no mask."""
+    """A placeholder for LitGPT's mask: one element, because kvkeep's attention does not read the
+    mask."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     return one.expand(1, 1, gpt.config.block_size, 1)
 
 
 def _renew(attachment: Attachment, *args: object, **options: object) -> None:
-    """Begin a new cache: all that an attached model's `set_kv_cache` and `clear_kv_cache` do."""
+    """Begin a new cache; replaces `set_kv_cache` and `clear_kv_cache` of an attached model."""
     attachment.cache = host_of(attachment.model).new_cache(attachment.spec)
 
 
@@ -137,7 +138,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces the model's `own` forward: with `input_pos` it is a forward of the attachment's
+    """Replaces the model's `own` forward: with `input_pos`, runs a forward of the attachment's
     cache."""
     if input_pos is None:
         return own(idx, None, input_pos_maxp1, *args, **kwargs)
@@ -145,7 +146,7 @@ def _forward(
     if torch.compiler.is_compiling():
         tickets = attachment._tickets
         position = tickets[0].begin(idx, input_pos)
-        # Derived from these positions, so that the graph begins with that operation.
+        # Derived from these positions, so that the graph starts with that operation.
         place = position.long() if input_pos.dim() == 2 else position[0].long()
         attachment._traced.forward = Forward(tickets, position)
         out = own(idx, place.clamp(min=0), None, *args, **kwargs)
@@ -179,11 +180,11 @@ def _placed(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:
         at: `input_pos` as given, (n,) or (B, n).
 
     Raises:
-        ShapeError: there is not one position for each token, they do not ascend by one, or they
-            exceed the model's positions.
+        ShapeError: `at` does not give each token one position, positions do not ascend by one, or
+            they exceed the model's positions.
         StateError: the cache lacks tokens before the first position.
         RollbackError: the cache cannot remove the tokens from the first position on.
-        UnsupportedError: the spec compresses a text, which the model's own forwards do not.
+        UnsupportedError: the spec compresses a text, which the model's own forwards do not support.
     """
     if ids.dim() != 2 or at.shape not in (ids.shape[1:], ids.shape):
         raise ShapeError(
@@ -241,7 +242,7 @@ class LayerTicket(Ticket):
     ticket also begins a forward.
 
     Args:
-        layers: returns the layers of that cache.
+        layers: returns the layers of the current cache.
         begin: begins a forward of ids (B, n) at `input_pos`; returns the positions, (n,) or (B, n),
             with -1 for padding.
     """

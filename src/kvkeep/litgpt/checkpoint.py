@@ -1,4 +1,4 @@
-"""Loads a LitGPT checkpoint directory: a model, its tokenizer, and optionally an adapter."""
+"""Load a LitGPT checkpoint directory: a model, its tokenizer, and optionally an adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from kvkeep.litgpt.lora import CONFIG, put_on, read_adapter
 WEIGHTS = "lit_model.pth"
 
 _MOST_POSITIONS = 1 << 24
-"""Largest context length: bounds the table of rotations, whose size a file declares."""
+"""Largest context length. It bounds the table of rotary cosines and sines, whose size a file
+declares."""
 
 
 def load(
@@ -52,7 +53,7 @@ def load(
     """
     if labels is not None:
         raise UnsupportedError(
-            "LitGPT has no models with a head for classes; classify with --host transformers"
+            "LitGPT has no classification models; classify with --host transformers"
         )
     directory = Path(name or "")
     kind = None if dtype == "auto" else dtype_named(dtype)
@@ -93,7 +94,7 @@ def _built(directory: Path, weights: Mapping[str, Tensor]) -> GPT:
     try:
         config = Config.from_file(directory / CONFIG)
         layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
-        if config.n_layer != len(layers):  # so that the config cannot decide how many are built
+        if config.n_layer != len(layers):  # so that the config cannot set how many layers are built
             raise ValueError(f"n_layer is {config.n_layer}, but there are {len(layers)} layers")
         if not 0 < config.block_size <= _MOST_POSITIONS:
             raise ValueError(f"block_size is {config.block_size}, not 1 to {_MOST_POSITIONS}")
@@ -103,8 +104,8 @@ def _built(directory: Path, weights: Mapping[str, Tensor]) -> GPT:
         with torch.device("meta"):
             gpt = GPT(config)
         gpt.load_state_dict(dict(weights), assign=True)
-        gpt.cos = gpt.sin = torch.empty(0)  # the caller computes them on the model's device
-    except Exception as error:  # a config may have any fields
+        gpt.cos = gpt.sin = torch.empty(0)  # the caller computes both on the model's device
+    except Exception as error:  # a config may contain any fields
         raise UnsupportedError(
             f"{directory / CONFIG} does not describe {WEIGHTS}: {reason_of(error)}"
         ) from error

@@ -1,5 +1,5 @@
-"""Converts a LitGPT model to transformers' layout: the weights, by LitGPT's own conversion, and the
-fields of transformers' config that follow from LitGPT's config."""
+"""Convert a LitGPT model to transformers' layout: the weights by LitGPT's own conversion, and the
+config fields that follow from LitGPT's config."""
 
 from __future__ import annotations
 
@@ -81,13 +81,14 @@ def as_transformers(gpt: GPT, kind: str) -> tuple[dict[str, Tensor], dict[str, A
     try:
         held = {name: x.detach() for name, x in named_weights(gpt).items()}
         _COPY[kind](gpt.config, weights, held)
-    except (KeyError, NotImplementedError, RuntimeError, ValueError):  # of another type
+    except (KeyError, NotImplementedError, RuntimeError, ValueError):  # another model type
         return None
     return weights, fields
 
 
 def _fields(config: Config, kind: str) -> dict[str, Any] | None:
-    """The config fields of a type; None: LitGPT's config does not describe a model of it."""
+    """The config fields of a type; None if LitGPT's config does not describe a model of the
+    type."""
     rope = _rope(config)
     usual = Config(
         n_layer=1,
@@ -117,7 +118,7 @@ def _fields(config: Config, kind: str) -> dict[str, Any] | None:
 
 
 def _rope(config: Config) -> dict[str, Any] | None:
-    """transformers' rope parameters; None: kvkeep does not support this rotary embedding."""
+    """transformers' rope parameters; None if kvkeep does not support this rotary embedding."""
     theta, adjusted = config.rope_base, config.rope_adjustments
     if adjusted is None:
         return {"rope_type": "default", "rope_theta": theta}

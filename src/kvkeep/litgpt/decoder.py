@@ -1,4 +1,4 @@
-"""Runs a LitGPT model with attention by the layers of a cache."""
+"""Run a LitGPT model with attention by the layers of a cache."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ class Forward:
 
 @dataclass
 class Traced:
-    """The forward that torch.compile is tracing; context variables cannot be traced."""
+    """The forward that torch.compile is tracing, because context variables cannot be traced."""
 
     forward: Forward | None = None
 
     def current(self) -> Forward | None:
-        """This thread's current forward; None: it is not in a kvkeep forward."""
+        """This thread's current forward; None outside a kvkeep forward."""
         return self.forward if torch.compiler.is_compiling() else FORWARD.get()
 
 
 FORWARD: ContextVar[Forward | None] = ContextVar("kvkeep_litgpt_forward", default=None)
-"""This thread's current forward; None: it is not in a kvkeep forward."""
+"""This thread's current forward; None outside a kvkeep forward."""
 
 
 class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
-    """Replaces an attention's cache, and passes the keys and values that it receives to the
-    attention that follows."""
+    """Replaces an attention's cache, and passes the received keys and values to the attention."""
 
     def __init__(self, index: int, before: KVCache | None, traced: Traced) -> None:
         nn.Module.__init__(self)  # without a KVCache's buffers
@@ -74,11 +73,11 @@ class Handover(KVCache):  # type: ignore[misc]  # LitGPT has no types
         return k, v
 
     def reset_parameters(self) -> None:
-        """Nothing to do: there are no parameters."""
+        """Do nothing: there are no parameters."""
 
 
 class Attention:
-    """`scaled_dot_product_attention` of an attached layer."""
+    """Replaces `scaled_dot_product_attention` of an attached layer."""
 
     def __init__(self, module: Any, index: int, traced: Traced) -> None:
         self.module, self.index, self.traced = module, index, traced

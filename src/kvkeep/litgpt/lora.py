@@ -1,4 +1,4 @@
-"""LitGPT's LoRA on a model in memory, and adapter files that LitGPT can read too.
+"""LitGPT's LoRA on a model in memory, and adapter files that LitGPT can also read.
 
 LitGPT stores an adapter as a pickle, `lit_model.pth.lora`. kvkeep reads a safetensors file beside
 it instead; it writes the pickle only for LitGPT's own commands.
@@ -54,8 +54,8 @@ class Adapter:
 def adapted(
     gpt: GPT, *, rank: int, alpha: int, dropout: float = 0.0, targets: list[str] | None = None
 ) -> lora.GPT:
-    """A model with a new adapter, which does not change its outputs yet. It shares the weights of
-    `gpt`, which are frozen; the adapter has their dtype.
+    """Add a new adapter to a model, without a change of its outputs. The result shares the weights
+    of `gpt`, which are frozen; the adapter has their dtype.
 
     Args:
         targets: names from `TARGETS`; None: all but the head.
@@ -84,8 +84,7 @@ def adapter_weights(gpt: lora.GPT) -> dict[str, Tensor]:
 
 def describe_adapter(gpt: lora.GPT, directory: Path) -> None:
     """Write all adapter files but `ADAPTER`: the config and the settings, LitGPT's own adapter
-    file, and the tokenizer of the checkpoint that the model was loaded from. `litgpt merge_lora`
-    accepts the directory."""
+    file, and the tokenizer of the model's checkpoint. `litgpt merge_lora` accepts the directory."""
     base: Path | None = getattr(gpt, "checkpoint_dir", None)
     plain = {name: x for name, x in asdict(gpt.config).items() if name not in _SETTINGS}
     save_config(Config(**plain), directory)
@@ -101,7 +100,8 @@ def describe_adapter(gpt: lora.GPT, directory: Path) -> None:
 
 
 def with_adapter(gpt: GPT, directory: Path) -> lora.GPT:
-    """A model with an adapter written by `kvkeep finetune`; it shares the weights of `gpt`.
+    """Put an adapter written by `kvkeep finetune` on a model; the result shares the weights of
+    `gpt`.
 
     Raises:
         UnsupportedError: the files are missing or damaged, or belong to another model.
@@ -128,7 +128,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def put_on(gpt: GPT, adapter: Adapter) -> lora.GPT:
-    """A model with an adapter; it shares the weights of `gpt`.
+    """Put an adapter on a model; the result shares the weights of `gpt`.
 
     Raises:
         UnsupportedError: the adapter belongs to another model.
@@ -168,13 +168,12 @@ def _with_adapter(gpt: GPT, settings: Mapping[str, Any]) -> lora.GPT:
 
 
 def _require_settings(settings: Mapping[str, Any], directory: Path) -> None:
-    """Raise UnsupportedError if an adapter's settings, read from a file, have wrong types or
-    values."""
+    """Raise UnsupportedError if an adapter's settings from a file have wrong types or values."""
     limits: dict[str, tuple[type, float]] = dict.fromkeys(_SETTINGS, (bool, 1.0))
     limits.update(lora_r=(int, 1 << 16), lora_alpha=(int, 1 << 31), lora_dropout=(float, 1.0))
     for name, (kind, most) in limits.items():
         value = settings[name]
-        fits = type(value) is kind  # bool is a subclass of int, but not a number here
+        fits = type(value) is kind  # bool is a subclass of int, but not accepted as a number
         if not fits or not 0 <= value <= most:
             raise UnsupportedError(
                 f"{directory / SETTINGS}: {name} is {value!r:.40}, not a {kind.__name__} of at "
@@ -183,7 +182,7 @@ def _require_settings(settings: Mapping[str, Any], directory: Path) -> None:
 
 
 def _require_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor], directory: Path) -> None:
-    """Raise UnsupportedError if tensors differ in names or shapes from a model's adapter."""
+    """Raise UnsupportedError if tensors differ from a model's adapter in names or shapes."""
     shapes = [{name: tuple(x.shape) for name, x in one.items()} for one in (given, own)]
     if shapes[0] != shapes[1]:
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))[:3]

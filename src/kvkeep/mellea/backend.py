@@ -51,10 +51,10 @@ class KVKeepBackend(LocalHFBackend):
     The keys and values of a prompt's prefix are reused if an earlier prompt or answer started with
     it. Texts marked by `CBlock(text, cache=True)`, and components marked by `kvkeep.mellea.cached`,
     are blocks: their keys and values are reused in any place and order where a prompt contains them
-    verbatim; see `kvkeep.blocks`. If an invocation activates an adapter (aLoRA), the tokens before
-    it are the base model's. A call's model option `kvkeep.mellea.CACHING`, a `Caching`, changes how
-    that call caches. In all other respects this is a `LocalHFBackend`. As a context manager it
-    closes on exit.
+    verbatim; see `kvkeep.blocks`. If an invocation activates an adapter (aLoRA), the base model
+    computes the tokens before it. A call's model option `kvkeep.mellea.CACHING`, a `Caching`,
+    changes how that call caches. In all other respects this is a `LocalHFBackend`. As a context
+    manager it closes on exit.
 
     Args:
         model: the model, on its device; it stays attached until `close`.
@@ -63,8 +63,8 @@ class KVKeepBackend(LocalHFBackend):
         recompute: which tokens of blocks are recomputed; see `kvkeep.blocks.prefill`.
         namespace: namespace of the store's entries.
         spec: spec of the caches.
-        sequences: most calls that are answered at once, by a `kvkeep.Batch`; 1: one after the
-            other, by transformers' `generate`.
+        sequences: most calls answered at once, by a `kvkeep.Batch`; 1: one after the other, by
+            transformers' `generate`.
         model_id: the name by which Mellea chooses templates and adapters; None: the model's own.
         options: keyword arguments of `LocalHFBackend`, such as `model_options=`.
 
@@ -267,7 +267,7 @@ class KVKeepBackend(LocalHFBackend):
             )
         caching = given.over(self._caching)
         if given.spec is not None:
-            host_of(self._model).new_cache(given.spec)  # raises if the spec does not fit the model
+            host_of(self._model).new_cache(given.spec)  # raises if the spec does not fit
         blocks = None
         if caching.reuse and not self._closed:
             blocks = encoded(self._tokenizer, self.formatter, spans, render, special=special)

@@ -1,4 +1,4 @@
-"""Caching: the model option that says how one call of a backend caches."""
+"""Caching: the model option that sets how one call of a backend caches."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _OTHER = "Mellea's prompt differs from the prompt in which the blocks were found
 
 @final
 class Call:
-    """A prompt and its caching options. It is the store that `generate` uses for this prompt.
+    """A prompt and its caching options; `generate` uses it as the store for this prompt.
 
     Args:
         caching: caching options.
@@ -63,8 +63,8 @@ class Call:
     def prefill_rows(
         self, model: PreTrainedModel, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
-        """A cache with a row for each prompt (n,), of the tokens that all prompts begin with; None:
-        there are too few."""
+        """A cache with a row for each prompt (n,), of the tokens that all prompts start with; None
+        if there are too few."""
         return self.caching.store.prefill_rows(model, prompts, **options)
 
     def join(
@@ -83,7 +83,7 @@ class Call:
         return cache
 
     def read(self, cache: ModelCache, tokens: int, found: int) -> None:
-        """Report that `tokens` tokens were read without blocks, `found` of them from the store."""
+        """Record that `tokens` tokens were read without blocks, `found` of them from the store."""
         compressed = compressed_tokens(cache)
         exact = 0 if compressed else found
         unused = [
@@ -95,7 +95,7 @@ class Call:
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
-        """Store the tokens (n,) of a cache; return how many of them are stored."""
+        """Store the tokens (n,) of a cache; return the number of stored tokens."""
         return self.caching.store.learn(model, tokens, cache, namespace=namespace)
 
     def tell(self, answer: ModelOutputThunk[Any], log: GenerateLog | None) -> None:
@@ -108,7 +108,7 @@ class Call:
             usage["prompt_tokens_details"] = {"cached_tokens": self.report.cached}
 
     def follow(self, answer: ModelOutputThunk[Any]) -> None:
-        """Arrange that the report is added to an answer when Mellea has finished it."""
+        """Have the report added to an answer when Mellea has finished it."""
         assert answer._gen.post_process is not None
         answer._gen.post_process = partial(_finish, answer._gen.post_process, self)
 

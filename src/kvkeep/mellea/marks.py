@@ -1,4 +1,4 @@
-"""Locates texts that are marked for reuse in the prompts that Mellea renders."""
+"""Locate texts marked for reuse in the prompts that Mellea renders."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def cached(part: _S) -> _S:
 
 @final
 class Reader:
-    """Renders parts, with marks around the parts to be reused.
+    """Renders parts with marks around the parts to reuse.
 
     Args:
         formatter: renders parts as Mellea does.
         marks: the marks of this rendering.
 
     Attributes:
-        formatter: a formatter that renders them with marks.
-        keys: the key of the marked part of each of `marks.texts`.
+        formatter: a formatter that renders parts with marks.
+        keys: for each of `marks.texts`, the key of its marked part.
     """
 
     def __init__(self, formatter: ChatFormatter, marks: Marks) -> None:
@@ -171,8 +171,8 @@ def _marked_in(span: Span) -> Iterator[Span]:
 def _reading(reader: Reader) -> Iterator[None]:
     """A context in which `value` of a marked CBlock returns its text with marks around it.
 
-    Components render blocks in different ways, but all read `value`, so a text can be recognised as
-    a block's there. Other threads read the plain text.
+    Components render blocks in different ways, but all read `value`, so blocks are recognised
+    there. Other threads read the plain text.
     """
     thread, plain = get_ident(), cast(property, vars(CBlock)["value"])
     read = plain.fget

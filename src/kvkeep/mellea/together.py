@@ -1,4 +1,4 @@
-"""Together: one batch that answers the calls of several threads."""
+"""Together: one batch that serves the calls of several threads."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _SERVED = {
     "streamer",
     "tokenizer",
 }
-"""Arguments of `generate` that say nothing of sampling, and are served here."""
+"""Arguments of `generate` that do not affect sampling and are handled here."""
 
 
 @final
 class FairLock:
-    """A reentrant lock that threads get in the order of their requests, so that a thread that takes
-    it repeatedly does not starve the rest."""
+    """A reentrant lock that threads acquire in the order of their requests, so that a thread that
+    acquires it repeatedly does not starve others."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -72,13 +72,13 @@ class FairLock:
 
 @final
 class Together:
-    """Answers calls of `generate` from several threads with one batch. One of the waiting threads
-    runs the batch's steps for all.
+    """Serves calls of `generate` from several threads with one batch. One of the waiting threads
+    runs the batch's steps for all threads.
 
     Args:
         model: an attached model.
         tokenizer: the model's tokenizer.
-        sequences: most answers generated at once; further ones wait.
+        sequences: most answers generated at once; further answers wait.
         lock: held during each step.
         before: called before each step, with the lock held.
     """
@@ -115,7 +115,7 @@ class Together:
             return None
         prompts = _prompts(options)
         chosen = {name: x for name, x in options.items() if name not in _SERVED}
-        # Unlike on the command line, a temperature alone does not mean to sample.
+        # Unlike on the command line, a temperature alone does not enable sampling.
         chosen.setdefault("do_sample", bool(self._model.generation_config.do_sample))
         processors = chosen.pop("logits_processor", None) or []
         try:
@@ -124,7 +124,7 @@ class Together:
                     self._model,
                     len(prompt),
                     seed=None if call.seed is None else call.seed + index,
-                    # They may remember what they were called with.
+                    # Processors may keep state from earlier calls.
                     logits_processor=[copy(one) for one in processors],
                     **chosen,
                 )
@@ -160,7 +160,7 @@ class Together:
         return _as_generated(ids, answers, padding)
 
     def close(self) -> None:
-        """Wait until all calls are answered, and take no further calls."""
+        """Wait until all calls are answered; refuse further calls."""
         with self._turn:
             while self._listeners:
                 self._turn.wait()
@@ -209,7 +209,7 @@ class Together:
             try:
                 if listener is not None and listener.hear(token):
                     answer.cancel()
-            except Exception as error:  # such as a streamer's
+            except Exception as error:  # e.g. from a streamer
                 answer.fail(error)
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for one model, which computes no beginning of a prompt twice."""
+"""An OpenAI-compatible server for one model that reuses the cached prefixes of prompts."""
 
 from kvkeep.extras import needed_by
 

@@ -43,8 +43,8 @@ from kvkeep.serve.requests.completions import (
 )
 from kvkeep.serve.requests.responses import ResponsesRequest
 
-_OPERATOR = "metrics"  # the name of keys that may read the figures of all tenants
-_CLIENT_CLOSED = 499  # status for a client that disconnected; it is only logged
+_OPERATOR = "metrics"  # keys of this name may read the metrics of all tenants
+_CLIENT_CLOSED = 499  # status of a request whose client disconnected; it is only logged
 
 _Kind = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 _MakeReply = Callable[[Request, Encoded], Reply]
@@ -59,12 +59,12 @@ def application(
     hosts: Collection[str] = (),
     origins: Collection[str] = (),
 ) -> Starlette:
-    """The HTTP application for an engine. The engine is closed when the server shuts down.
+    """The HTTP application for an engine. It closes the engine when the server shuts down.
 
     Args:
         keys: API keys; clients must send one as a bearer token to every endpoint but /health and
-            the page. Cached prompt prefixes are shared among clients whose keys have the same name.
-            With several names, /metrics is for keys of the name "metrics". None: no key is needed.
+            the page. Clients whose keys have the same name share cached prompt prefixes. With
+            several names, only keys named "metrics" may read /metrics. None: no key is needed.
         share: without keys, share cached prompt prefixes among all clients.
         hosts: accepted host names, in addition to `localhost` and every numeric address; "*": all.
         origins: origins of web pages that may use the server, such as "https://chat.example"; "*":
@@ -118,7 +118,7 @@ def application(
         CORSMiddleware,
         allow_origins=origins,
         allow_methods=["DELETE", "GET", "POST"],
-        allow_headers=["*"],  # what the browser asks for: OpenAI's client sends some of its own
+        allow_headers=["*"],  # OpenAI's client sends headers of its own
         expose_headers=["retry-after"],
     )
     app = Starlette(
@@ -148,8 +148,8 @@ def application(
 
 
 class _Client(NamedTuple):
-    """A client: the name of its key, by which requests take turns, and the namespace of the prompt
-    prefixes that it shares (None: none)."""
+    """A client: its key's name, by which requests take turns, and the namespace of the prompt
+    prefixes that it may reuse (None: it reuses none)."""
 
     name: str
     namespace: str | None
@@ -157,7 +157,7 @@ class _Client(NamedTuple):
 
 @dataclass(frozen=True)
 class _Posted:
-    """What endpoints for posted JSON have in common."""
+    """Base of the endpoints that receive JSON by POST."""
 
     engine: Engine
     admission: Admission
@@ -165,7 +165,8 @@ class _Posted:
 
     @asynccontextmanager
     async def body(self, http: HTTPRequest) -> AsyncIterator[tuple[_Client, bytearray]]:
-        """A client's request. It keeps its place while the context is open."""
+        """Yield a request's client and body. The request holds its place while the context is
+        open."""
         client = self.client_of(http)
         _require_json(http)
         with self.admission.place(client.name):
@@ -176,7 +177,7 @@ class _Posted:
 @final
 @dataclass(frozen=True)
 class _Answers(_Posted):
-    """An endpoint for one kind of requests, as an ASGI application."""
+    """An ASGI endpoint for one type of generation request."""
 
     kept: Kept
     kind: type[_Kind]
@@ -197,7 +198,7 @@ class _Answers(_Posted):
             self.engine.metrics.ended(outcome)
 
     async def _answer(self, http: HTTPRequest, send: Send) -> str:
-        """Answer a request; returns its outcome when the answer is sent."""
+        """Answer a request; return its outcome after the response is sent."""
         async with self.body(http) as (client, body):
             reply, state = await _until_disconnect(http, self._started(body, client))
             try:
@@ -208,7 +209,7 @@ class _Answers(_Posted):
                 self.engine.cancel(state)
 
     async def _started(self, body: bytearray, client: _Client) -> tuple[Reply, RequestState]:
-        """Parse a request, and wait until its first answer starts."""
+        """Parse and submit a request, and wait until its first answer starts."""
         async with self.admission.patience() as waiting:
             reply, prompts = await self._parsed(body, client, waiting)
             state = self.engine.submit(
@@ -229,7 +230,7 @@ class _Answers(_Posted):
     async def _parsed(
         self, body: bytearray, client: _Client, waiting: asyncio.Timeout
     ) -> tuple[Reply, list[Asked]]:
-        """What will reply to a request, and its prompts."""
+        """Parse and tokenise a request; return its reply and prompts."""
         parsed, prompts = self.admission.parsed, self.engine.prompts
         async with self.admission.turn(client.name):
             chat, reply = await parsed(lambda: self._request(body, client), waiting)
@@ -239,7 +240,8 @@ class _Answers(_Posted):
             return reply(chat.without_prompt(), encoded), encoded.prompts
 
     def _request(self, body: bytearray, client: _Client) -> tuple[Request, _MakeReply]:
-        """A request as a chat or completions, and what makes its reply."""
+        """Parse a body; return the chat or completion request and a function that makes its
+        reply."""
         asked = read(body, self.kind)
         body.clear()
         _require_model(self.engine, asked.model)
@@ -252,7 +254,7 @@ class _Answers(_Posted):
 @final
 @dataclass(frozen=True)
 class _Texts(_Posted):
-    """An endpoint for token ids and their text, as vLLM has them."""
+    """The /tokenize or /detokenize endpoint, in vLLM's format."""
 
     kind: type[TokenizeRequest] | type[DetokenizeRequest]
     answer: Callable[[Any], dict[str, Any]]
@@ -280,7 +282,7 @@ async def _response(http: HTTPRequest, reply: Reply) -> Response:
 
 
 async def _until_disconnect(http: HTTPRequest, doing: Awaitable[_Result]) -> _Result:
-    """The result of `doing`, which is cancelled if the client disconnects.
+    """Await `doing`, and cancel it if the client disconnects.
 
     Raises:
         ClientDisconnect: the client disconnected.
@@ -333,7 +335,7 @@ def _require_model(engine: Engine, name: str) -> None:
 
 
 def _require_json(request: HTTPRequest) -> None:
-    """Require JSON: any web page can send other content types without a CORS preflight."""
+    """Require JSON: a web page can send other content types without a CORS preflight."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         message = f"the content type is {given[:80]!a}; send application/json"
@@ -341,10 +343,10 @@ def _require_json(request: HTTPRequest) -> None:
 
 
 def _require_key(request: HTTPRequest, keys: Keys) -> str:
-    """The name of the API key that was sent.
+    """The name of the API key in the request.
 
     Raises:
-        RequestError: no key was sent, or a wrong one.
+        RequestError: the request has no key, or a wrong one.
     """
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     name = keys.name(given.strip().encode("latin-1")) if kind.lower() == "bearer" else None
@@ -356,15 +358,14 @@ def _require_key(request: HTTPRequest, keys: Keys) -> str:
 
 
 def _require_operator(client: _Client, keys: Keys | None, share: bool) -> None:
-    """Refuse clients to whom the figures of all would tell of clients with whom they share
-    nothing.
+    """Refuse a client that must not see other clients' activity in /metrics.
 
     Raises:
-        RequestError: this client may not read them.
+        RequestError: this client may not read the metrics.
     """
     alone = share if keys is None else keys.tenants == 1
     if not alone and client.name != _OPERATOR:
-        message = f"these figures tell clients about others; use a key of the name {_OPERATOR}"
+        message = f"the metrics cover all clients; use a key named {_OPERATOR}"
         raise RequestError(message, code="not_the_operator", status=403)
 
 

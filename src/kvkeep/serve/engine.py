@@ -1,4 +1,4 @@
-"""Engine: one model that answers the requests of all clients together, token by token."""
+"""Engine: one model that answers the requests of all clients in a batch, token by token."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.prefix import PrefixStore
 
 _LOG = logging.getLogger("kvkeep.serve")
-_LEAST_LOGPROB = -9999.0  # OpenAI's for what is impossible; JSON has no infinity
-_SAMPLED_S = 0.25  # how old the figure of the bytes in caches may be
+_LEAST_LOGPROB = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
+_SAMPLED_S = 0.25  # seconds after which the byte counts of caches are measured again
 
 
 @final
 class RequestState:
-    """A request that an engine answers, or that waits for it.
+    """A request that the engine answers or queues.
 
     Args:
-        prompts: its prompts.
-        add: adds one of them to a batch.
+        prompts: the request's prompts.
+        add: adds one prompt to a batch.
         emit: called with each event.
-        pictures: of the cache of its only answer; None: the client wants none.
+        pictures: cache pictures of the request's only answer; None: the client wants none.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class RequestState:
         self.prompts, self.add, self.emit, self.pictures = prompts, add, emit, pictures
         self.answers: list[Answer] = []
         self._index: dict[Answer, int] = {}
-        self.started = self.gone = False  # gone: its client waits for it no more
+        self.started = self.gone = False  # gone: cancelled
         self._metrics = metrics
-        self._picture: Future[Picture | None] | None = None  # the newest
+        self._picture: Future[Picture | None] | None = None  # the newest picture
         self._arrived = time.monotonic()
-        self._last: dict[Answer, float] = {}  # when each answer had its last token
+        self._last: dict[Answer, float] = {}  # the time of each answer's last token
         self._finished: set[Answer] = set()
 
     def cancel(self) -> None:
-        """End it: what it holds is freed before the next step. May be called from any thread, and
-        again."""
+        """End the request; its memory is freed before the next step. Any thread may call it,
+        repeatedly."""
         self.gone = True
         for answer in self.answers:
             answer.cancel()
 
     def enter(self, batch: Batch) -> None:
-        """Add its prompts to a batch."""
+        """Add the request's prompts to a batch."""
         for prompt in self.prompts:
             self.answers += self.add(batch, prompt)
         self._index = {answer: index for index, answer in enumerate(self.answers)}
@@ -77,22 +77,22 @@ class RequestState:
             self.cancel()
 
     def advance(self, tokens: Iterable[NewToken], names: TokenNames) -> bool:
-        """Pass on what a step has found; returns whether all answers ended, or one failed."""
+        """Emit the results of a step; return whether all answers ended or one failed."""
         self.start()
         for new in tokens:
             self._pass_on(new, names)
         return self.started and self._finish()
 
     def start(self) -> None:
-        """Say that it waits no longer, once one of its answers is at work."""
+        """Emit `Started` when the first answer starts."""
         if not self.started and any(map(_at_work, self.answers)):
             self.started = True
             self._metrics.prompt_tokens.inc(self._prompt_tokens)
             self.emit(Started())
 
     def show(self, *, last: bool = False) -> None:
-        """Pass on a picture of its answer's cache when it is made, if the client wants them and one
-        is due. `last`: the answer has ended."""
+        """Emit a picture of the answer's cache if the client wants pictures and one is due. `last`:
+        the answer has ended."""
         if self.pictures is not None and self.started and not self.gone:
             picture = self.pictures.look(self.answers[0], last=last)
             if picture is not None:
@@ -137,14 +137,14 @@ class RequestState:
         return self.prompts[self._index[answer] // answer.origin.answers].echo
 
     def _finish(self) -> bool:
-        """Pass on which answers ended; returns whether all have, or one failed."""
+        """Emit which answers ended; return whether all ended or one failed."""
         for answer in self.answers:
             if not answer.ended or answer in self._finished:
                 continue
             self._finished.add(answer)
             if isinstance(answer.error, RequestError):
                 self.emit(answer.error)
-            elif isinstance(answer.error, UnsupportedError):  # such as images by a policy
+            elif isinstance(answer.error, UnsupportedError):  # e.g. images with some policies
                 self.emit(RequestError(str(answer.error)))
                 return True
             elif answer.error is not None:
@@ -176,7 +176,7 @@ _Score = tuple[float | None, list[Likely]]
 
 
 def _scored(names: TokenNames, token: int, score: _Score, offset: int) -> Scored:
-    """A token's score as clients read it."""
+    """A token's log-probability in the API's form."""
     logprob, likeliest = score
     chosen, *top = (
         TokenLogprob(names[one], None if logprob is None else max(logprob, _LEAST_LOGPROB))
@@ -187,19 +187,19 @@ def _scored(names: TokenNames, token: int, score: _Score, offset: int) -> Scored
 
 @final
 class Engine:
-    """Answers requests in one thread, which steps a `Batch` while there are any and sleeps
+    """Answers requests in one thread, which steps a `Batch` while there are requests and sleeps
     otherwise.
 
     Args:
-        model: it is attached until `close`.
-        tokenizer: the model's; or its processor, by which it sees images.
+        model: the model; attached until `close`.
+        tokenizer: the model's tokenizer, or its processor if clients may send images.
         name: the model's name for clients.
-        cache: what to keep.
-        store: holds prefixes of prompts for reuse; None: every prompt is computed.
-        namespace: of the store's entries; a request's own namespace is appended to it.
-        limits: of each request, and of all together.
-        compile: run steps of one token of each answer in graphs, which are compiled here.
-        progress: told how much of that is done.
+        cache: spec of the answers' caches.
+        store: store of prompt prefixes; None: every prompt is computed.
+        namespace: namespace of the store's entries; a request's own namespace is appended to it.
+        limits: limits of each request, and of all requests together.
+        compile: compile graphs here for the steps that generate one token of each answer.
+        progress: receives the progress of the compilation.
 
     Raises:
         SpecError, UnsupportedError: the spec does not fit the model, or the model cannot be
@@ -236,23 +236,23 @@ class Engine:
         context = min((n for n in lengths if n), default=None)
         self.prompts = Prompts(self._host, tokenizer, processor, name, context, self.limits)
         self.why_no_reuse = ""
-        """Why no prompt reuses the prefixes of other prompts; empty if they do."""
+        """The reason why prompts reuse no stored prefixes; empty if they do."""
         try:
             require_keepable(self._host.new_cache(exact_specs(held.specs)))
             require_steady(self._host)
             if store is not None:
-                self._host.fingerprint(glance=True)  # entries are found by it
+                self._host.fingerprint(glance=True)  # store entries are keyed by it
         except UnsupportedError as error:
             self.why_no_reuse = str(error)
         self.store = None if self.why_no_reuse else store
         self._maker, self._names = Maker(), TokenNames(tokenizer)
-        self._states: dict[RequestState, None] = {}  # in the order of arrival; threads add to it
-        self._by_prompt: dict[Prompt, RequestState] = {}  # in the batch, while it steps
+        self._states: dict[RequestState, None] = {}  # in order of arrival; other threads add to it
+        self._by_prompt: dict[Prompt, RequestState] = {}  # filled during a batch's step
         self.batch = self._new_batch()
         self.metrics = self._watched()
         self._sampled = 0.0
         self._wake, self._closing = threading.Event(), False
-        self._adding = threading.Lock()  # held to add a request, or to close
+        self._adding = threading.Lock()  # held while a request is added or the engine closes
         self._thread = threading.Thread(target=self._run, name="kvkeep-serve", daemon=True)
         self._thread.start()
 
@@ -295,7 +295,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests none of whose answers is at work yet."""
+        """Requests whose answers have not started."""
         return sum(not (state.started or state.gone) for state in list(self._states))
 
     def submit(
@@ -308,16 +308,17 @@ class Engine:
         namespace: str | None = "",
         queue: str = "",
     ) -> RequestState:
-        """Answer a request as soon as there is room for it.
+        """Submit a request; its answers start as soon as there is room.
 
         Args:
             prompts: from `prompts.encode`.
-            emit: called with each event from another thread; the last is `Usage` or an error. It is
-                not called for a request that was cancelled.
-            n: how many answers to each prompt.
-            show_cache: emit pictures of the cache of its only answer.
-            namespace: whose stored prompts it may reuse; None: it reuses and stores none.
-            queue: answers to requests of each queue begin in turn.
+            emit: called with each event from another thread; the last event is `Usage` or an error.
+                It is not called after the request was cancelled.
+            n: answers to each prompt.
+            show_cache: emit pictures of the cache of the only answer.
+            namespace: namespace of the stored prompts that the request may reuse; None: it reuses
+                and stores none.
+            queue: queues take turns to start answers.
 
         Raises:
             RequestError: the engine is closed.
@@ -340,12 +341,12 @@ class Engine:
         return state
 
     def cancel(self, state: RequestState) -> None:
-        """End a request whose client is gone; what it holds is freed before the next step."""
+        """Cancel a request; its memory is freed before the next step."""
         state.cancel()
 
     def close(self) -> None:
         """End all answers after the current step, detach the model, and wait until the store's
-        backend has what was stored."""
+        backend has written everything."""
         with self._adding:
             first, self._closing = not self._closing, True
         self._wake.set()
@@ -362,7 +363,7 @@ class Engine:
         while not self._closing:
             try:
                 self._step()
-            except BaseException:  # of kvkeep's own: an error of one answer ends that answer
+            except BaseException:  # a fault of kvkeep: an answer's own error ends only that answer
                 _LOG.exception("all requests failed")
                 self._drop([state for state in list(self._states) if state.answers], failed)
                 self.batch = self._new_batch()
@@ -383,7 +384,7 @@ class Engine:
     def _end(self, state: RequestState, error: RequestError | None = None) -> None:
         if error is not None:
             state.emit(error)
-        state.cancel()  # it may have been cancelled while it got its answers
+        state.cancel()  # it may have been cancelled while its answers were added
         self._states.pop(state, None)
 
     def _step(self) -> None:
@@ -400,7 +401,7 @@ class Engine:
             try:
                 if state.gone or state.advance(found[state], self._names):
                     self._end(state)
-            except Exception:  # such as of the tokenizer
+            except Exception:  # e.g. from the tokenizer
                 _LOG.exception("a request failed")
                 self._end(state, failed())
         self._show()
@@ -410,7 +411,7 @@ class Engine:
             self.metrics.cache_bytes.set(self.batch.live_bytes)
 
     def _show(self) -> None:
-        """Take a picture for clients who want one, the least recently shown first."""
+        """Take the next picture, for the client whose last picture is the oldest."""
         if self._maker.free(last=False):
             looked = {
                 state: state.pictures.looked for state in list(self._states) if state.pictures
@@ -419,29 +420,29 @@ class Engine:
                 state.show()
 
     def _drop(self, states: Iterable[RequestState], why: Callable[[], RequestError]) -> None:
-        """End requests, and tell their clients why."""
+        """End requests with an error for their clients."""
         for state in states:
             self._end(state, None if state.gone else why())
         self._by_prompt.clear()
 
 
 def _at_work(answer: Answer) -> bool:
-    """Whether an answer was at work. If it was put aside in its first step, it has tokens, but no
+    """Whether an answer has started. An answer preempted in its first step has tokens but no
     cache."""
     return answer.cache is not None or bool(answer.tokens) or answer.ended
 
 
 def stopped() -> RequestError:
-    """Why a request is not answered when the server stops."""
+    """The error for requests that end because the server stops."""
     return RequestError("the server is shutting down; ask again later", status=503)
 
 
 def too_large() -> RequestError:
-    """Why a request is refused that could not be answered though it were alone."""
+    """The error for a request that exceeds the server's memory even alone."""
     why = "allows an answer more memory than this server has; lower it, or shorten the prompt"
     return RequestError.of("max_tokens", why)
 
 
 def failed() -> RequestError:
-    """Why a request is not answered after an error that is not its own."""
+    """The error for requests that end because another request failed."""
     return RequestError("the server failed; its log says why", status=500)

@@ -1,4 +1,4 @@
-"""Events: what an engine tells of a request's answers, in order."""
+"""Events: what an engine reports about a request's answers, in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvkeep.serve.token_names import TokenName
 
 
 class TokenLogprob(NamedTuple):
-    """A token, and the logarithm of its probability; None: it is the first of a prompt."""
+    """A token and its log-probability; None for the first token of a prompt."""
 
     token: TokenName
     logprob: float | None
 
 
 class Scored(NamedTuple):
-    """A token, the likeliest tokens in its place, and where in the answer's text it begins."""
+    """A token, the likeliest tokens at its place, and its offset in the answer's text."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -27,18 +27,18 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Started:
-    """The request waits no longer. The first event, unless that is an error."""
+    """The request's first answer starts. The first event, unless the request fails before."""
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The next piece of an answer's text, which may be empty: a token each, then the end.
+    """The next piece of an answer's text, which may be empty: one piece per token, then a last one.
 
     Attributes:
-        index: which of the request's answers it continues, counted prompt by prompt.
-        logprobs: of its tokens; empty if they were not asked for.
-        finish_reason: "stop" or "length" in the last piece of an answer, empty before.
-        echo: whether it is the prompt.
+        index: index of the answer in the request, counted prompt by prompt.
+        logprobs: log-probabilities of the piece's tokens; empty if the request asks for none.
+        finish_reason: "stop" or "length" in an answer's last piece, empty before.
+        echo: whether the piece is the prompt.
     """
 
     index: int
@@ -50,8 +50,8 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Picture:
-    """What the answer's cache held a moment ago, as JSON. Call `received` when the client has
-    it."""
+    """The content of the answer's cache a moment ago, as JSON. Call `received` after the client has
+    received it."""
 
     json: str
     received: Callable[[], None]
@@ -60,7 +60,7 @@ class Picture:
 @dataclass(frozen=True)
 class Usage:
     """All answers are complete. Counts of tokens: of the prompts, of all answers, and of the
-    prompts' tokens that were found in the store instead of computed."""
+    prompts' tokens that came from the store."""
 
     prompt: int
     completion: int

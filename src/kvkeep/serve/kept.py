@@ -1,4 +1,4 @@
-"""Kept responses: answers of /v1/responses, which clients may read again and continue."""
+"""Kept responses: answers of /v1/responses that clients may retrieve and continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvkeep.serve.requests.responses import Item, ResponsesRequest
 
 
 class _Response(NamedTuple):
-    """A response and the items before its own, as JSON, and the name of its client's key."""
+    """A response, the items before it (both as JSON), and the name of its client's key."""
 
     client: str
     body: str
@@ -22,10 +22,10 @@ class _Response(NamedTuple):
 
 @final
 class Kept:
-    """The newest responses, in memory. Threads may share it.
+    """The newest responses, in memory. Thread-safe.
 
     Args:
-        most_bytes: of all responses with the items before them; 0: none is kept.
+        most_bytes: most bytes of all responses and the items before them; 0: none is kept.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -33,11 +33,11 @@ class Kept:
         self._held = OrderedDict[str, _Response]()
 
     def following(self, asked: ResponsesRequest, client: str) -> Keep | None:
-        """Put the items of the response that a request continues before its own. Returns what keeps
-        the answer; None: it is not kept.
+        """Put the items of `previous_response_id` before the request's own; return a function that
+        keeps the response, or None if the response is not kept.
 
         Raises:
-            RequestError: nothing is kept, or not that response.
+            RequestError: the server keeps no responses, or not the previous one.
         """
         if asked.store:
             self._require("store", "leave store out, and send all items of a conversation in input")
@@ -55,19 +55,19 @@ class Kept:
         )
 
     def response(self, name: str, client: str) -> dict[str, Any]:
-        """A response of a client.
+        """A client's kept response.
 
         Raises:
-            RequestError: it is not kept.
+            RequestError: the response is not kept.
         """
         found: dict[str, Any] = json.loads(self._asked(name, client).body)
         return found
 
     def drop(self, name: str, client: str) -> dict[str, Any]:
-        """Delete a response of a client; returns the answer to that request.
+        """Delete a client's response; return the body of the reply.
 
         Raises:
-            RequestError: it is not kept.
+            RequestError: the response is not kept.
         """
         self._asked(name, client)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Keys: clients identified by their API keys."""
+"""Keys: API keys that identify clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class KeysError(KVKeepError, ValueError):
-    """API keys are invalid, or their file cannot be read."""
+    """The API keys are not valid, or their file cannot be read."""
 
 
 @final
@@ -23,11 +23,11 @@ class Keys:
     """The API keys of a server, each with the name of its tenant.
 
     Args:
-        names: maps each key to a name. Keys with the same name belong to one tenant, which has its
-            own namespace in the store and its own queue.
+        names: each key's name. Keys with the same name belong to one tenant, which has its own
+            namespace in the store and its own queue.
 
     Attributes:
-        tenants: how many names there are.
+        tenants: number of different names.
 
     Raises:
         KeysError: there is no key, a key is empty or not printable ASCII without spaces, or a name
@@ -78,7 +78,7 @@ class Keys:
         return cls(names)
 
     def name(self, given: bytes) -> str | None:
-        """The name of a key; None: unknown. The comparison takes the same time for any key."""
+        """The name of a key; None for an unknown key. The comparison takes constant time."""
         digest = _digest(given)
         found = [name for known, name in self._names if hmac.compare_digest(known, digest)]
         return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Limits: what clients may use of a server's time and memory."""
+"""Limits: how much time and memory of a server clients may use."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ _UNKNOWN_CONTEXT = 2**16
 @final
 @dataclass(frozen=True)
 class Limits:
-    """Limits on what clients may use of a server, each client alone and all together.
+    """Limits on one client's requests, and on all clients together.
 
     Args:
-        queue: most requests of one key name that may wait while `sequences` are answered;
-            further ones get status 429.
+        queue: most requests of one key name that may wait while `sequences` answers are in
+            progress; further requests get status 429.
         wait_s: seconds that a request may wait for its turn; then it gets status 503.
         answer_tokens: most tokens of all answers to one request, `n` times `max_tokens`.
         prompt_bytes: most bytes of a prompt, checked before it is rendered or tokenised. None: 16
             per token of the model's context, but at least 64 KiB and at most 8 MiB.
-        timeout_s: seconds for a request to arrive completely, and for a client to read what was
-            sent to it.
-        connections: most open connections; further ones are closed.
-        sequences: most answers at once.
-        cache_bytes: most bytes that the caches of all answers at once may come to hold, by what
-            their specs promise; None: no limit but that of `sequences`.
+        timeout_s: seconds for a request to arrive completely, and for a client to read each write.
+        connections: most open connections; further connections are closed.
+        sequences: most answers in progress at once.
+        cache_bytes: most bytes that the caches of all answers in progress may reach, as their specs
+            bound them; None: only `sequences` limits them.
         response_bytes: most bytes of kept responses; 0: none is kept.
-        image_bytes: most bytes of one request's images, in their files.
+        image_bytes: most bytes of the image files of one request.
         image_hosts: hosts from which images may be fetched; "*": all.
 
     Raises:
@@ -64,8 +63,8 @@ class Limits:
                 raise SpecError(f"{field.name} of {value}; give a finite number")
 
     def prompt_of(self, context: int | None) -> int:
-        """Most bytes of a prompt for a model with a context of that many tokens (None: unknown or
-        unlimited, for which 65536 are assumed)."""
+        """Most bytes of a prompt for a model with a context of `context` tokens (None: unknown or
+        unlimited; 65536 is assumed)."""
         if self.prompt_bytes is not None:
             return self.prompt_bytes
         estimate = _BYTES_PER_TOKEN * (context or _UNKNOWN_CONTEXT)

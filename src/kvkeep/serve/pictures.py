@@ -1,4 +1,4 @@
-"""Pictures of the cache of one answer, for a client that asks for them in its stream."""
+"""Pictures of an answer's cache, for clients that request them in a stream."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvkeep.store.stats import StoredNode
 
 _LOG = logging.getLogger("kvkeep.serve")
 _INTERVAL_S = 0.25
-_SHARE = 0.025  # of the time, for the last pictures of answers, and as much for earlier pictures
-_SAVED_S = 0.05  # how much of that may be saved, to be used at once
-_LONGEST_TEXT = 200  # characters of a stored run's text
+_SHARE = 0.025  # share of time for an answer's last picture; the same share for earlier pictures
+_SAVED_S = 0.05  # time that may accumulate while idle
+_LONGEST_TEXT = 200  # most characters of a stored run's text
 
 Clock = Callable[[], float]
 """Returns the time in seconds."""
@@ -36,19 +36,19 @@ _Made = TypeVar("_Made")
 
 @final
 class Pace:
-    """When work may begin that is to take a small share of the time. A little of that time may be
-    saved while there is no work. Threads may share one."""
+    """Limits work to a small share of the time, of which a little accumulates while idle.
+    Thread-safe."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock, self._next, self._lock = clock, 0.0, Lock()
 
     @property
     def free(self) -> bool:
-        """Whether work may begin now."""
+        """Whether work may start now."""
         return self._clock() >= self._next
 
     def took(self, seconds: float) -> None:
-        """Count the time that a picture took."""
+        """Count the seconds that a picture took."""
         with self._lock:
             saved = self._clock() - _SAVED_S / _SHARE
             self._next = max(self._next, saved) + seconds / _SHARE
@@ -56,9 +56,8 @@ class Pace:
 
 @final
 class Maker:
-    """Makes the pictures of an engine's answers, one at a time in a thread of its own. What they
-    cost is paced: at most half of it is for the last pictures of answers, so that last pictures and
-    earlier ones do not wait for each other."""
+    """Makes an engine's pictures one at a time in a thread of its own. Last pictures of answers and
+    earlier pictures have separate time shares, so that neither waits for the other."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
@@ -67,14 +66,14 @@ class Maker:
         self._begun = self._done = 0  # each is counted by one thread
 
     def free(self, *, last: bool) -> bool:
-        """Whether a cache may be looked at now; `last`: that of an answer that has ended."""
+        """Whether a cache may be read now; `last`: the cache of an answer that has ended."""
         return (last or self._begun == self._done) and self.pace[last].free
 
     def make(self, make: Callable[[], _Made], *, last: bool) -> Future[_Made]:
-        """Make a picture after all that were begun before."""
+        """Queue a picture behind all pictures begun before."""
 
         def made() -> _Made:
-            began = time.thread_time()  # of the processor: waiting takes nothing from answers
+            began = time.thread_time()  # processor time: waiting takes no time from answers
             try:
                 return make()
             finally:
@@ -85,24 +84,23 @@ class Maker:
         return self._thread.submit(made)
 
     def close(self) -> None:
-        """Cancel the pictures that are not begun, and end the thread."""
+        """Cancel the pictures not yet begun, and end the thread."""
         self._thread.shutdown(cancel_futures=True)
 
 
 @final
 class Pictures:
-    """The pictures of one answer: at most four a second while it goes on, each when the client has
-    got the one before it, and a last one when it ends. An error in one ends the pictures, not the
-    answer.
+    """The pictures of one answer: at most four per second, each after the client has received the
+    last one, and a final one when the answer ends. An error ends the pictures, not the answer.
 
     Args:
         texts: returns the texts of the next token ids of the answer; called in the maker's thread.
         outline: returns the outline of the store's prefixes for a cache; None: the answer shares no
             prefixes.
-        maker: of the engine.
+        maker: the engine's maker.
 
     Attributes:
-        looked: when the cache was looked at, by the maker's clock.
+        looked: time of the last picture by the maker's clock.
     """
 
     def __init__(
@@ -114,14 +112,14 @@ class Pictures:
         self._texts_of, self._outline_of, self._maker = texts, outline, maker
         self._outline: Outline | None = None
         self._texts: list[str] = []
-        self._awaited = self._failed = False  # whether the client lacks the last picture
+        self._awaited = self._failed = False  # awaited: the client has yet to receive one
         self.looked = float("-inf")
 
     # -- in the engine's thread -------------------------------------------------------------
 
     def look(self, answer: Answer, *, last: bool = False) -> Future[Picture | None] | None:
-        """A picture of the answer's cache, if one is due; it becomes None if making it fails.
-        `last`: the answer has ended."""
+        """Take a picture of the answer's cache if one is due; its result is None if making it
+        fails. `last`: the answer has ended."""
         cache, now = answer.cache, self._maker.clock()
         if self._failed or cache is None or not cache.fed:
             return None
@@ -147,7 +145,7 @@ class Pictures:
                 self._outline = self._outline_of(cache)
             except Exception:
                 self._fail_outline()
-            self._outline_of = None  # once is enough
+            self._outline_of = None  # the outline does not change
 
     # -- in the maker's thread --------------------------------------------------------------
 
@@ -178,14 +176,14 @@ class Pictures:
 
     def _fail(self) -> None:
         self._failed = True
-        _LOG.exception("a picture of a cache failed; its answer goes on without")
+        _LOG.exception("a cache picture failed; its answer continues without pictures")
 
     def _fail_outline(self) -> None:
-        _LOG.exception("the outline of a store failed; the pictures of an answer go on without")
+        _LOG.exception("the outline of a store failed; an answer's pictures continue without it")
 
 
 def _as_json(nodes: Sequence[StoredNode], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Nodes as JSON values, with the text only of the tokens that the client's own text shares."""
+    """Nodes as JSON values, with text only for tokens that the client's own prompt has too."""
     found, ends = list[dict[str, Any]](), list[int]()
     for node in nodes:
         start = ends[node.parent] if node.parent >= 0 else 0

@@ -1,4 +1,4 @@
-"""RequestError: how a request is refused."""
+"""RequestError: a refused request."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class RequestError(KVKeepError):
 
     @classmethod
     def of(cls, field: str, why: str) -> Self:
-        """The refusal of a field; the message is its name and `why`."""
+        """The error for a field; its message is the field's name and `why`."""
         return cls(f"{field} {why}", field)
 
     @property
     def outcome(self) -> str:
-        """How a request that ends with this error is counted."""
+        """The outcome by which a request with this error is counted."""
         if self.status in (429, 503):
             return "unavailable"
         return "refused" if self.status < 500 else "failed"
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same error of a request that was translated: it has the client's own names."""
+        """The same error in the names of the client's own request, from which a chat was made."""
         field, dot, rest = (self.param or "").partition(".")
         if field not in names:
             return self

@@ -1,4 +1,4 @@
-"""Token names: tokens as text, also where a token is a part of a character."""
+"""Token names: tokens as text, including tokens that are parts of a character."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _UNKNOWN = "\ufffd"
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters for bytes in the vocabularies of byte-level tokenizers, as GPT-2 defines them:
-    printable characters of Latin-1 are themselves, all other bytes follow from U+0100 on."""
+    """The letters for bytes in byte-level vocabularies, as GPT-2 defines them: printable Latin-1
+    characters represent themselves, all other bytes follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -22,8 +22,8 @@ _LETTERS = _byte_letters()
 
 
 class TokenName(NamedTuple):
-    """A token as text, and its bytes, if these are known. Tokens of different bytes have different
-    texts; a part of a character is named by its bytes, as `bytes:\\xe2\\x82`."""
+    """A token as text, and its bytes if known. Tokens of different bytes have different texts; part
+    of a character is named by its bytes, such as `bytes:\\xe2\\x82`."""
 
     text: str
     bytes: bytes | None
@@ -47,7 +47,7 @@ class TokenNames:
         text = self._tokenizer.decode([token])
         written = self._tokenizer.convert_ids_to_tokens(token) or ""
         if written.startswith("\u2581") and not text.startswith(" "):
-            text = f" {text}"  # SentencePiece leaves out a space that begins a text
+            text = f" {text}"  # SentencePiece omits a space at the start of a text
         if _UNKNOWN not in text:
             return TokenName(text, text.encode())
         byte = _BYTE.fullmatch(written)

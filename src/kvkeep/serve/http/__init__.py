@@ -1,1 +1,1 @@
-"""What stands between a socket and the endpoints: who is admitted, and how fast it must be."""
+"""HTTP connections: admission of clients, time limits, access control, static files."""

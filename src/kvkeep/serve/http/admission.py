@@ -1,4 +1,4 @@
-"""Admission: how many requests of each client a server takes in, and whose is parsed next."""
+"""Admission: limits on waiting requests, and the order in which they are parsed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _Parsed = TypeVar("_Parsed")
 
 @final
 class Admission:
-    """Bounds the requests of each client, and lets one request at a time be parsed.
+    """Limits the requests of each client, and parses one request at a time.
 
     Attributes:
-        unparsed: requests that are being parsed, or wait for it.
+        unparsed: requests that are being parsed or wait for the parser.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self.unparsed = limits, 0
         self._admitted = Counter[str]()
-        # asyncio's locks are fair. One request of each client has its turn and waits for the
-        # parser, so clients take turns there however many requests one client has.
+        # asyncio's locks are fair. Each client has at most one request that waits for the parser,
+        # so clients take turns there, however many requests a client has.
         self._first = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._parser = asyncio.Lock()
 
@@ -50,7 +50,7 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait until no other request of this client has its turn, which lasts while the context is
+        """Wait until no other request of this client holds the turn; hold it while the context is
         open."""
         self.unparsed += 1
         try:
@@ -64,7 +64,7 @@ class Admission:
         """Limit the time that a request waits for other requests.
 
         Raises:
-            RequestError: status 503, it waited too long.
+            RequestError: status 503, the request waited too long.
         """
         try:
             async with asyncio.timeout(self._limits.wait_s) as waiting:
@@ -76,8 +76,8 @@ class Admission:
             raise RequestError(late, code="waited_too_long", status=503) from None
 
     async def parsed(self, parse: Callable[[], _Parsed], waiting: asyncio.Timeout) -> _Parsed:
-        """The result of parsing a request in a thread, one request at a time. The time to parse it
-        does not count as waiting."""
+        """Parse a request in a thread, one request at a time. The time to parse does not count as
+        waiting."""
         async with self._parser:
             clock = asyncio.get_running_loop().time
             left = (waiting.when() or 0) - clock()
@@ -88,8 +88,8 @@ class Admission:
 
 
 async def in_thread(do: Callable[[], _Parsed]) -> _Parsed:
-    """The result of a call in a thread. A cancelled caller goes on only when the call is done: the
-    next request's must not wait in a thread, where it could not be cancelled."""
+    """Call a function in a thread. A cancelled caller waits for the call to return, so that the
+    next request waits outside a thread, where it can be cancelled."""
     calling = asyncio.ensure_future(asyncio.to_thread(do))
     try:
         return await asyncio.shield(calling)

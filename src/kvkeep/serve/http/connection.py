@@ -32,7 +32,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause writing while any data is unread
+        transport.set_write_buffer_limits(high=0)  # pause writing while any data is unsent
         if len(self.connections) > self.limits.connections:
             transport.write(_FULL)
             transport.close()
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _expect(self, what: str, expected: bool = True) -> None:
-        """Close the connection unless the client does this in time; or expect it no longer."""
+        """Close the connection unless the client acts in time; `expected=False` cancels this."""
         if not expected and what in self._timeouts:
             self._timeouts.pop(what).cancel()
         elif expected and what not in self._timeouts:

@@ -2,9 +2,9 @@
 
 A browser lets any page send requests to any address that it can reach, including this machine. Two
 headers, which a page cannot change, identify its requests: `Origin` names the page, and `Host` the
-host name in the URL. In a DNS rebinding attack that name belongs to the attacker, who made it
-resolve to this server's address. The origin of the server's own page is that of the URL, so that
-page is let in only where the name in `Host` is known to be the server's.
+host name in the URL. In a DNS rebinding attack, the attacker's host name resolves to this server's
+address. The server's own page has the URL's origin, so it is accepted only if the name in `Host` is
+known to be the server's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def _is_address(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """The name in a host with or without a port, in lower case; empty: it is not valid."""
+    """The name in a `Host` header with or without a port, in lower case; empty if not valid."""
     found = _HOST.fullmatch(host.lower())
     return "" if found is None else (found[1] or found[2]).rstrip(".")
 
 
 def host_names(given: Iterable[str]) -> list[str]:
-    """Names of hosts as `Gate` compares them: without a port, in lower case.
+    """Normalise host names for `Gate`: lower case, without a port.
 
     Raises:
         SpecError: a name is not valid.
@@ -56,7 +56,8 @@ def host_names(given: Iterable[str]) -> list[str]:
 
 
 def origin_names(given: Iterable[str]) -> list[str]:
-    """Origins as browsers send them: in lower case, without a path or the scheme's usual port.
+    """Normalise origins as browsers send them: lower case, without a path or the scheme's default
+    port.
 
     Raises:
         SpecError: an origin is not in the form that browsers send.
@@ -76,13 +77,13 @@ def _origin_name(given: str) -> str:
 @final
 class Gate:
     """ASGI middleware that refuses requests for an unknown host name or from an unknown origin, and
-    removes query strings: clients may put keys there, and servers log them.
+    removes query strings, which may contain keys and would be logged.
 
     Args:
-        hosts: from `host_names`: accepted names, in addition to `localhost` and every numeric
+        hosts: accepted names from `host_names`, in addition to `localhost` and every numeric
             address; "*": all.
-        origins: from `origin_names`: origins of pages that may use the server, in addition to its
-            own page under a known name; "*": all.
+        origins: origins from `origin_names` whose pages may use the server, in addition to its own
+            page under a known name; "*": all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
@@ -103,7 +104,7 @@ class Gate:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         name = _name_of(host)
-        known = name in self._hosts or _is_address(name)  # names that only "*" lets in are not
+        known = name in self._hosts or _is_address(name)  # excludes names that only "*" accepts
         if not known and "*" not in self._hosts:
             message = (
                 f"unknown host name {host[:80]!a}; use the address, or start with --allow-host"

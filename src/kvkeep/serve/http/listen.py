@@ -20,14 +20,14 @@ from kvkeep.errors import StateError
 from kvkeep.serve.http.connection import Connection
 from kvkeep.serve.limits import Limits
 
-_GRACE_S = 5  # for requests that are being answered when the server stops
-_MOST_GRACE_S = 60  # for a step of the model that takes so long
+_GRACE_S = 5  # time to finish requests after the signal
+_MOST_GRACE_S = 60  # if a step of the model takes longer than that
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 5  # how long an idle connection is kept open
+_KEEP_ALIVE_S = 5  # lifetime of an idle connection
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's address can be reached only from this machine."""
+    """Whether a host's address is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,8 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to a host's port (0: any free one). It does not accept connections before
-    `listen`.
+    """Bind a socket to a host's port (0: any free port). It accepts no connections before `listen`.
 
     Raises:
         StateError: the port is in use, or the host is not an address of this machine.
@@ -56,7 +55,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> str:
-    """Accept connections, which wait until the server runs. Returns the server's URL.
+    """Start to accept connections, which wait until the server runs; return the server's URL.
 
     Raises:
         StateError: another process has started to listen on the port meanwhile.
@@ -68,7 +67,7 @@ def listen(bound: socket.socket) -> str:
 
 
 def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
-    """uvicorn's settings for an application: connections with timeouts, no websockets, and a log on
+    """uvicorn's settings for an application: connections with timeouts, no websockets, log on
     stderr."""
     log = copy.deepcopy(LOGGING_CONFIG)
     log["handlers"]["access"]["stream"] = "ext://sys.stderr"
@@ -93,12 +92,11 @@ def run(
     announce: Callable[[str], None],
     stop: Callable[[], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Requests that are being answered then have five seconds to
-    finish.
+    """Serve until SIGINT or SIGTERM. Requests in progress then have five seconds to finish.
 
     Args:
-        bound: from `bind`.
-        limits: limits for its connections.
+        bound: socket from `bind`.
+        limits: limits for connections.
         announce: called with the URL as soon as clients can connect.
         stop: ends the remaining answers; called five seconds after the signal, in a thread.
 
@@ -115,10 +113,10 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that ends long answers at shutdown, so that clients get the reason.
+    """A uvicorn server that ends long answers at shutdown with an error that gives the reason.
 
     Args:
-        config: from `configured`.
+        config: settings from `configured`.
         stop: ends the remaining answers; called in a thread, five seconds after the shutdown began.
     """
 
@@ -138,7 +136,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def _refusal_of(host: str, port: int) -> Iterator[None]:
-    """Say why a port cannot be listened on."""
+    """The error of a port that cannot be bound."""
     try:
         yield
     except OSError as error:

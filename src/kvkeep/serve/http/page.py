@@ -25,13 +25,13 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # ask each time whether it changed
+    "cache-control": "no-cache",  # revalidate before each use
 }
 
 
 @final
 class _Assets(StaticFiles):
-    """Files with headers that let a page use its own server only, and no other page use it."""
+    """Static files with headers that restrict a page to its own server and forbid embedding."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -40,7 +40,7 @@ class _Assets(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/`, the page, and the files in `/assets/` that it loads."""
+    """Routes of the page at `/` and of its files in `/assets/`."""
     assets = _Assets(directory=ASSETS)
     parts = frozenset(_PART.findall(asset(_PAGE)))
 

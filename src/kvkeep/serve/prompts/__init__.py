@@ -1,1 +1,1 @@
-"""From a request to what the model reads: chat templates, images, and what answers must follow."""
+"""From a request to the model's input: chat templates, images, tokenisation, structured output."""

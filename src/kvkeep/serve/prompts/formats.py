@@ -1,7 +1,7 @@
-"""Formats: how a model marks reasoning and calls of tools in its answers.
+"""Formats: how a model marks reasoning and tool calls in its answers.
 
-A format is a `response_template` of transformers, which the tokenizer's parser follows. Tokenizers
-that bring none get one by what their chat template mentions.
+A format is a `response_template` of transformers, which the tokenizer's parser follows. For a
+tokenizer without one, the text of its chat template decides the format.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CALLS: dict[str, dict[str, Any]] = {
         **_JSON,
     },
     "[TOOL_CALLS]": {"open_pattern": r"\s*\[TOOL_CALLS\]", **_JSON},
-    '"parameters"': {  # Llama: the whole answer is a call, or several with semicolons between
+    '"parameters"': {  # Llama: the whole answer is calls, separated by semicolons
         "open_pattern": r"(?:\A\s*(?:<\|python_tag\|>\s*)?|(?<=\}\s*;\s*))(?=\{)",
         "close_pattern": r"(?<=\})\s*;\s*(?=\{)",
         **_JSON,
     },
 }
-"""How calls are written, by what a model's chat template mentions; the first mark counts."""
+"""The call format by a string that the model's chat template contains; the first match counts."""
 
 _WRITTEN = {
     "<tool_call>": ('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
@@ -52,15 +52,15 @@ _WRITTEN = {
     "[TOOL_CALLS]": ('[TOOL_CALLS][{"name": NAME, "arguments": ', "}]"),
     '"parameters"': ('{"name": NAME, "parameters": ', "}"),
 }
-"""Text before and behind the arguments of a call, which are JSON."""
+"""Text before and after the arguments of a call, which are JSON."""
 
 
 def forced_calls(template: str, tools: list[dict[Any, Any]]) -> list[list[Piece]] | None:
-    """A call of each tool, as the pieces of its text; None: it is not known how models with this
-    chat template write calls.
+    """A call of each tool, as a sequence of text pieces; None if the call format of the chat
+    template is unknown.
 
     Raises:
-        RequestError: a parameter of a tool cannot be described as this format writes it.
+        RequestError: this format cannot express a parameter of a tool.
     """
     mark = next((mark for mark in _CALLS if mark in template), "")
     functions = [tool["function"] for tool in tools]
@@ -75,13 +75,13 @@ def forced_calls(template: str, tools: list[dict[Any, Any]]) -> list[list[Piece]
         schema = function.get("parameters") or {}
         if isinstance(schema, dict):
             closed = {"additionalProperties": False} if "properties" in schema else {}
-            schema = {"type": "object"} | closed | schema  # open ones some models fill without end
+            schema = {"type": "object"} | closed | schema  # some models fill open ones forever
         calls.append([before.replace("NAME", name), schema, behind])
     return calls
 
 
 def _xml(name: str, given: Any) -> list[Piece]:
-    """A call with an element for each parameter, in the schema's order."""
+    """A call with an XML element for each parameter, in the schema's order."""
     schema = given if isinstance(given, dict) else {}
     parameters, needed = schema.get("properties"), schema.get("required")
     pieces: list[Piece] = [f"<tool_call>\n<function={name}>\n"]
@@ -95,8 +95,8 @@ def _xml(name: str, given: Any) -> list[Piece]:
 
 
 def _xml_value(given: Any, common: dict[str, Any], name: str) -> list[Piece]:
-    """A value and the end of its element. The parser reads text as text and all else by its type,
-    so it cannot tell values apart that may be either."""
+    """A value and the end of its element. The parser reads a string as text and other types as
+    JSON, so a parameter that allows both would be ambiguous."""
     schema, end = given if isinstance(given, dict) else {}, "\n</parameter>\n"
     kind, choices = schema.get("type"), schema.get("enum")
     if "const" in schema:
@@ -113,16 +113,16 @@ def _xml_value(given: Any, common: dict[str, Any], name: str) -> list[Piece]:
 
 
 def reasoning_marks(template: str) -> tuple[str, str] | None:
-    """What begins and ends reasoning in answers of models with this chat template, if they
-    reason."""
+    """The start and end marks of reasoning for models with this chat template; None without
+    reasoning."""
     return next((marks for marks in _REASONING if marks[1] in template), None)
 
 
 def response_template(template: str, tools: bool) -> dict[str, Any] | None:
-    """The format of answers of models with this chat template; None: they are plain text.
+    """The answer format of models with this chat template; None for plain text.
 
     Args:
-        tools: whether they may call tools.
+        tools: whether answers may call tools.
     """
     fields: dict[str, Any] = {}
     marks = reasoning_marks(template)
@@ -137,7 +137,7 @@ def response_template(template: str, tools: bool) -> dict[str, Any] | None:
 
 
 def shown_tokens(tokenizer: Any, response_template: dict[str, Any]) -> frozenset[int]:
-    """The special tokens that a format mentions, which its parser must see."""
+    """The special tokens in a format, which the decoded text must keep for the parser."""
     mentioned = json.dumps(response_template).replace("\\", "")
     known = tokenizer.added_tokens_decoder.items()
     return frozenset(

@@ -1,7 +1,7 @@
-"""Grammars: which tokens an answer may have, so that its text follows a grammar.
+"""Grammars: restrict an answer's tokens so that its text follows a grammar.
 
-The grammars are llguidance's. It compiles JSON schemas, regular expressions and grammars of Lark or
-GBNF, within limits of its own, and knows after each token which tokens may follow.
+llguidance compiles JSON schemas, regular expressions and Lark or GBNF grammars within its own
+limits, and computes after each token which tokens may follow.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ with needed_by("structured output", "structured"):
     from llguidance.hf import from_tokenizer
 
 _JSON: Any = {"whitespace_flexible": False}
-"""One line: some models would write white space without end."""
+"""JSON on one line: some models would otherwise write white space without end."""
 
-_KEPT = 64  # compiled grammars
+_KEPT = 64  # number of compiled grammars in the cache
 _BITS = torch.arange(8, dtype=torch.uint8)
 
 
 @final
 class Grammars:
-    """Makes processors of logits.
+    """Makes logits processors that enforce grammars.
 
     Args:
-        tokenizer: of the model; a fast one.
-        vocabulary: of the model.
-        ends: tokens that end an answer.
+        tokenizer: the model's tokenizer; a fast one.
+        vocabulary: the model's vocabulary size.
+        ends: ids of the tokens that end an answer.
 
     Raises:
         ValueError: llguidance cannot read the tokenizer.
@@ -58,12 +58,12 @@ class Grammars:
     def following(
         self, kind: StructureKind, grammar: str, field: str, *, after: str = ""
     ) -> Callable[[], Processor]:
-        """Makes a processor for each answer, by which its text follows a grammar.
+        """Compile a grammar; return a function that makes a logits processor for each answer.
 
         Args:
-            kind: of the grammar, as `llguidance.grammar_from` names it.
-            field: of the request, which has the grammar.
-            after: what ends the reasoning that stands before; empty: there is none.
+            kind: the grammar's kind, as `llguidance.grammar_from` names it.
+            field: the request's field with the grammar.
+            after: the mark that ends the reasoning before the grammar; empty: no reasoning.
 
         Raises:
             RequestError: the grammar is not valid.
@@ -80,7 +80,7 @@ class Grammars:
             if after:
                 made = self._after(after, made)
             matcher = LLMatcher(self._tokenizer, made, log_level=0)
-            matcher.compute_bitmask()  # which shows whether it is too complex
+            matcher.compute_bitmask()  # raises if the grammar is too complex
             wrong = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             wrong = str(error)
@@ -89,7 +89,7 @@ class Grammars:
         return matcher
 
     def _after(self, mark: str, grammar: str) -> str:
-        """A grammar that begins when a mark has been written."""
+        """A grammar that starts after a mark."""
         own = json.loads(grammar)["grammars"] if grammar.startswith("{") else None
         body, *others = own or [{"lark_grammar": grammar}]
         if mark in self._special:
@@ -99,7 +99,7 @@ class Grammars:
         return json.dumps({"grammars": [{"lark_grammar": head}, body | {"name": "body"}, *others]})
 
     def one_of(self, ways: Sequence[Sequence[Piece]]) -> str:
-        """A grammar of Lark: one of several sequences of pieces."""
+        """A Lark grammar: one of several sequences of pieces."""
         rules: list[str] = []
 
         def written(piece: Piece) -> str:
@@ -122,7 +122,7 @@ class Grammars:
         return "\n".join(["start: " + " | ".join(names), *rules])
 
     def text(self, text: str) -> str:
-        """A text in a grammar of Lark, in which special tokens stand for themselves."""
+        """A text as a Lark expression; special tokens match as tokens."""
         for special, token in self._special.items():
             before, found, behind = text.partition(special)
             if found:
@@ -132,11 +132,11 @@ class Grammars:
 
 @final
 class _Following:
-    """Excludes the tokens that cannot follow an answer's tokens."""
+    """A logits processor that excludes tokens that violate the grammar."""
 
     def __init__(self, matcher: LLMatcher, field: str) -> None:
         self._matcher, self._field = matcher, field
-        self._length = -1  # of the text at the last call
+        self._length = -1  # text length at the last call
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         if self._length >= 0:
@@ -150,6 +150,6 @@ class _Following:
 
 
 def _unfollowed(field: str, error: str) -> RequestError:
-    """Why an answer cannot follow a grammar, or cannot go on following it."""
+    """The error for an answer that cannot follow a grammar, or cannot continue to."""
     reason = " ".join(error.split())[:300]
-    return RequestError.of(field, f"is no grammar that can be followed: {reason}")
+    return RequestError.of(field, f"is not a usable grammar: {reason}")

@@ -19,18 +19,18 @@ from kvkeep.extras import needed_by
 from kvkeep.serve.refused import RequestError
 
 _DATA = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
-_MOST_PIXELS = 2**25  # of all images of a request: a small file may hold many
+_MOST_PIXELS = 2**25  # of all images of a request: a small file may have many pixels
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _SEND = "send the image itself, as data:image/png;base64,..."
-_PIECE = 2**16  # bytes that are read at once
+_PIECE = 2**16  # bytes per read
 
 
 @final
 class Images:
-    """Turns texts with images into what a model reads.
+    """Tokenises texts with images.
 
     Args:
-        processor: the model's, of transformers.
+        processor: the model's processor from transformers.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -39,12 +39,12 @@ class Images:
     def read(
         self, text: str, urls: Sequence[str], *, special: bool
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """The token ids of a prompt, and what the model reads beside them.
+        """Tokenise a text with images; return the token ids and the model's further inputs.
 
         Args:
-            text: with a placeholder for each image.
+            text: the text, with a placeholder for each image.
             urls: the images' data URLs.
-            special: whether the tokenizer adds tokens around the text.
+            special: whether the tokenizer adds special tokens around the text.
 
         Raises:
             RequestError: an image is not valid or too large, or the processor refuses it.
@@ -57,7 +57,7 @@ class Images:
             made = self._processor(
                 text=[text], images=[images], return_tensors="pt", add_special_tokens=special
             )
-        except Exception as error:  # processors raise errors of any class
+        except Exception as error:  # processors raise errors of all classes
             why = f"the model's processor cannot read these images: {reason_of(error)}"
             raise _refused(why) from error
         ids: list[int] = made.pop("input_ids")[0].tolist()
@@ -68,13 +68,13 @@ class Images:
 
 
 def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -> str:
-    """The data URL of an image.
+    """Fetch an image as a data URL.
 
     Args:
-        hosts: from which images may be fetched; "*": all.
+        hosts: hosts from which images may be fetched; "*": all.
 
     Raises:
-        RequestError: it may not be fetched, or cannot be.
+        RequestError: the host is not allowed, or the image cannot be fetched.
     """
     try:
         parts = urlsplit(url)
@@ -82,7 +82,7 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
-        raise _refused(f"the image {url[:80]!a} has no URL that this server reads; {_SEND}")
+        raise _refused(f"the image {url[:80]!a} has an unsupported URL; {_SEND}")
     if not {"*", host} & set(hosts):
         where = f"this server fetches no images from {host[:80]!a}"
         raise _refused(f"{where}; {_SEND}, or start it with --allow-images-from and the host")
@@ -101,14 +101,14 @@ def fetched(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float)
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Another host might not be allowed."""
+    """Refuses redirects, which may lead to a host that is not allowed."""
 
     def redirect_request(self, *given: Any, **named: Any) -> None:
         return None
 
 
 def _opened(url: str, most_pixels: int) -> Any:
-    """The image of a data URL, in RGB."""
+    """Decode the image of a data URL to RGB."""
     with needed_by("images in requests", "images"):
         from PIL import Image  # noqa: PLC0415 (of an extra)
 

@@ -1,4 +1,4 @@
-"""Parts: the text of an answer as content, reasoning and calls of tools."""
+"""Parts: an answer's text divided into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class Said(NamedTuple):
-    """A piece of a part's text."""
+    """A piece of the text of a part."""
 
     part: str
     text: str
 
 
 class Call(NamedTuple):
-    """A call of a tool: which of the answer's calls it is, and its arguments as JSON."""
+    """A tool call: its index in the answer, id, tool name, and arguments as JSON."""
 
     number: int
     id: str
@@ -32,13 +32,14 @@ class Call(NamedTuple):
 
 @final
 class Parts:
-    """Divides an answer's text as it comes.
+    """Divides an answer's text into parts while it is generated.
 
     Args:
-        parser: of the tokenizer, for this answer; None: all is content.
-        tools: names of the tools that may be called. What looks like a call of another is content.
-        most_calls: further calls are left out; None: no limit.
-        closed: whether a call counts only if its end was written; otherwise its JSON shows that.
+        parser: the tokenizer's parser for this answer; None: all text is content.
+        tools: names of the tools that may be called. A call of any other tool is content.
+        most_calls: most calls; further calls are dropped; None: no limit.
+        closed: whether a call counts only with its end mark; otherwise a complete JSON value ends
+            it.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class Parts:
         self._parser, self._tools, self._most_calls = parser, tools, most_calls
         self._closed = closed
         self.calls = 0
-        self._call = ""  # what was written of the call that is being read
+        self._call = ""  # text of the current call so far
         self.part, self._begun, self._held = "", False, ""
 
     def push(self, text: str, *, last: bool) -> list[Said | Call]:
-        """Take the next piece of text.
+        """Add the next piece of text.
 
         Args:
-            last: whether no other follows.
+            last: whether the answer's text is complete.
         """
         parser, found = self._parser, list[Said | Call]()
         if parser is None:
@@ -69,7 +70,7 @@ class Parts:
                 found += self._take(event)
             for event in parser.finalize()[1] if last else ():
                 found += self._take(event, written=not self._closed)
-        except (LookupError, ValueError):  # what cannot be parsed is content
+        except (LookupError, ValueError):  # text that cannot be parsed is content
             self._parser, text = None, self._call + text
             found += self._say(CONTENT, text)
         return found
@@ -100,7 +101,7 @@ class Parts:
         return found
 
     def _say(self, part: str, text: str) -> list[Said | Call]:
-        """Text of a part, without the white space around reasoning, and after parts before it."""
+        """Add text of a part; white space around reasoning and between parts is removed."""
         if part != self.part:
             first = part == CONTENT and not self.part
             self.part, self._begun, self._held = part, first, ""
@@ -114,7 +115,7 @@ class Parts:
 
 
 def new_id() -> str:
-    """An id of a call, as all chat templates accept it: Mistral's want nine characters."""
+    """A call id that all chat templates accept: Mistral's require nine characters."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 

@@ -1,4 +1,4 @@
-"""Prompts: a request's messages or texts as token ids, within the server's limits."""
+"""Prompts: the messages or texts of a request as token ids, within the server's limits."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from kvkeep.serve.requests.completions import (
     TokenizeRequest,
 )
 
-_AT_ONCE = 512  # token ids that are turned to text while nothing is tokenised
-_JSON_PER_BYTE = 4  # bytes of a request per byte of its prompt: characters may be escaped
-_JSON_BESIDE = 2**16  # bytes of a request besides the prompt
+_AT_ONCE = 512  # token ids decoded per acquisition of the lock
+_JSON_PER_BYTE = 4  # most bytes of JSON per byte of the prompt: characters may be escaped
+_JSON_BESIDE = 2**16  # most bytes of a request without its prompt
 
 
 class Echo(NamedTuple):
-    """A prompt that begins the text of its answers, and where each of its tokens begins.
+    """A prompt that is repeated at the start of its answers, and the offset of each of its tokens.
 
     Attributes:
-        only: whether nothing follows it.
+        only: whether no answer follows the prompt.
     """
 
     text: str
@@ -46,8 +46,8 @@ class Echo(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A prompt: its token ids, int64 (n,), how its answers are generated, the prompt's text if that
-    begins them, and what the model reads beside the ids."""
+    """A prompt: token ids, int64 (n,), sampling parameters, the echo if the answers start with the
+    prompt, and the model's inputs besides the ids."""
 
     ids: Tensor
     params: SamplingParams
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A request's prompts, and what makes the parser of an answer's parts."""
+    """A request's prompts, and a function that makes the parser of an answer."""
 
     prompts: list[Asked]
     parts: Callable[[], Parts] = Parts
@@ -66,10 +66,10 @@ class _Form(NamedTuple):
     """The format of a chat's answers.
 
     Attributes:
-        template: for the tokenizer's parser; None: they are plain text.
-        prefix: the text from which the parser goes on.
-        after: what ends the reasoning that they begin with; empty: they begin with none.
-        closed: whether a call counts only if its end was written.
+        template: template of the tokenizer's parser; None: answers are plain text.
+        prefix: text that the parser has read before the answer.
+        after: the mark that ends an answer's reasoning; empty: answers do not start with reasoning.
+        closed: whether a call counts only with its end mark.
     """
 
     template: dict[str, Any] | None
@@ -80,15 +80,15 @@ class _Form(NamedTuple):
 
 @final
 class Prompts:
-    """Turns prompts into token ids. Threads may share one; it serves one at a time.
+    """Turns requests into token ids. Threads may share it; it serves one at a time.
 
     Args:
-        host: of the model.
-        tokenizer: the model's.
-        processor: the model's, if it sees images; None: it reads text only.
+        host: the model's host.
+        tokenizer: the model's tokenizer.
+        processor: the model's processor for images; None: prompts are text only.
         name: the model's name for clients.
         context: most tokens of a prompt and its answer; None: no limit.
-        limits: of each request.
+        limits: limits of each request.
     """
 
     def __init__(
@@ -109,15 +109,16 @@ class Prompts:
         self.most_body += limits.image_bytes * 4 // 3 if sees else 0  # in base64
         self._rendering = Rendering(tokenizer, name, self.most_bytes, sees=sees)
         self._structured = Structured(tokenizer, host.vocabulary, lambda: self._end_tokens)
-        self._encoding = threading.Lock()  # tokenizers are not safe for several threads at once
+        self._encoding = threading.Lock()  # tokenizers are not thread-safe
 
     def encode(self, request: Request) -> Encoded:
-        """The prompts of a request, and how their answers are generated and read.
+        """Tokenise the prompts of a request; return them with the parameters and parser of their
+        answers.
 
         Raises:
-            RequestError: the chat template or the tokenizer refuses a prompt, it is longer than the
-                model's context, the answers could be longer than the limit, an option of sampling
-                is out of its range, or the request names tokens that do not exist.
+            RequestError: the chat template or the tokenizer refuses a prompt, the prompt is longer
+                than the model's context, the answers could exceed the limit, a sampling option is
+                out of range, or the request contains token ids that do not exist.
         """
         self._check_tokens(request)
         with self._encoding:
@@ -126,7 +127,7 @@ class Prompts:
             return self._completions(request)
 
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """The token ids of a text or a conversation, as vLLM tells them.
+        """The token ids of a text or a conversation, in the format of vLLM's /tokenize.
 
         Raises:
             RequestError: as `encode`.
@@ -143,7 +144,7 @@ class Prompts:
             return found
 
     def fetch(self, request: Conversation) -> None:
-        """Fetch the images that a request names.
+        """Fetch the remote images of a request.
 
         Raises:
             RequestError: an image may not be fetched, or cannot be.
@@ -154,14 +155,15 @@ class Prompts:
             left -= len(image.url) * 3 // 4
 
     def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids, with special tokens, as vLLM tells it."""
+        """The text of token ids, special tokens included, in the format of vLLM's /detokenize."""
         self._check_known(request.tokens, "tokens")
         with self._encoding:
             return {"prompt": self._tokenizer.decode(request.tokens)}
 
     def texts(self) -> Callable[[Sequence[int]], list[str]]:
-        """Returns a function that takes the next token ids of one text and returns the text of
-        each. Requests that are tokenised need not wait for all of them."""
+        """Return a function that takes the next token ids of one text and returns each token's
+        text. It releases the lock between pieces, so that requests need not wait for a long
+        text."""
         texts = TokenTexts(self._tokenizer)
 
         def following(ids: Sequence[int]) -> list[str]:
@@ -176,7 +178,7 @@ class Prompts:
     def _rendered(
         self, request: Conversation, *, special: bool = False
     ) -> tuple[Rendered, list[int], Mapping[str, Tensor]]:
-        """A conversation's text, its token ids, and what the model reads beside them."""
+        """A conversation's text, its token ids, and the model's further inputs."""
         rendered = self._rendering.render(request)
         if self._images is None or not request.images:
             return rendered, self._ids(rendered.text, "messages", special=special), {}
@@ -283,7 +285,7 @@ class Prompts:
                 raise RequestError.of(field, f"has token {largest}; this model's are 0 to {last}")
 
     def _most_tokens(self, request: Request, length: int) -> int:
-        """The most tokens that each answer to a prompt of `length` tokens may have."""
+        """The most tokens of each answer to a prompt of `length` tokens."""
         limit, answers = self._limits.answer_tokens, request.answers * request.prompts
         most = request.extent[0]
         most = max(1, limit // answers) if most is None else most
@@ -306,7 +308,7 @@ class Prompts:
 
 
 def _offsets(text: str, pieces: Sequence[str]) -> list[int]:
-    """Where in a text each token begins. A token that the tokenizer added takes no characters."""
+    """The offset of each token in a text. A token that the tokenizer added has no characters."""
     offsets, at = [], 0
     for piece in pieces:
         offsets.append(at)

@@ -1,4 +1,4 @@
-"""Rendering: the text that a model's chat template makes of a conversation."""
+"""Rendering: a conversation as text by the model's chat template."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WORD = re.compile(r"\w+")
 
 
 class Rendered(NamedTuple):
-    """A prompt.
+    """A rendered prompt.
 
     Attributes:
-        begun: the beginning of the answer that it contains.
-        tools: that may be called.
-        template: the chat template, which tells the format of answers; with `HERMES` if tools are
-            written in that form.
+        begun: the start of the answer that the prompt contains.
+        tools: tools that may be called.
+        template: the chat template, which determines the answer format; `HERMES` is added if tools
+            are written in that form.
     """
 
     text: str
@@ -38,10 +38,10 @@ class Rendering:
     """Renders conversations.
 
     Args:
-        tokenizer: has the template.
+        tokenizer: the tokenizer with the chat template.
         name: the model's name for clients.
-        most_bytes: of a conversation, and of what becomes of it.
-        sees: whether the template is given lists of texts and images.
+        most_bytes: most bytes of a conversation and of its rendered text.
+        sees: whether the template takes content as a list of text and image parts.
     """
 
     def __init__(self, tokenizer: Any, name: str, most_bytes: int, *, sees: bool = False) -> None:
@@ -49,11 +49,11 @@ class Rendering:
         self._sees = sees
 
     def render(self, request: Conversation) -> Rendered:
-        """The text of a conversation.
+        """Render a conversation.
 
         Raises:
-            RequestError: the template refuses the conversation, or does not read what it has; or
-                there is no template, or too much text.
+            RequestError: the template refuses the conversation or ignores a part of it, there is no
+                template, or the text is too long.
         """
         if self._tokenizer.chat_template is None:
             why = f"{self._name} has no chat template; use /v1/completions"
@@ -66,7 +66,7 @@ class Rendering:
         calls = any("tool_calls" in message for message in messages)
         if "tools" not in template and (tools or calls):
             messages, template = in_hermes_form(messages, tools), HERMES + template
-        elif calls and "tool_calls" not in template:  # it would silently leave them out
+        elif calls and "tool_calls" not in template:  # the template would ignore the calls
             why = f"the chat template of {self._name} does not render tool_calls"
             raise RequestError(why, "tool_calls")
         if "developer" not in template:
@@ -90,22 +90,22 @@ class Rendering:
             return Rendered(text, begun, tools, template)
         except RequestError:
             raise
-        except Exception as error:  # templates are programs, and raise errors of any class
+        except Exception as error:  # templates are programs that raise errors of all classes
             reason = reason_of(error)
             why = f"the chat template of {self._name} cannot render these messages: {reason}"
             raise RequestError(why, "messages") from error
 
     def too_large(self, field: str) -> RequestError:
-        """The refusal of a prompt with too much text."""
+        """The error for a prompt with too much text."""
         most = f"{self._most_bytes} bytes, the most that this server reads"
         message = f"{field} exceeds the maximum context length: more than {most}; shorten it"
         return RequestError(message, field, "context_length_exceeded")
 
     def _variables(self, request: Conversation, template: str) -> dict[str, Any]:
-        """The template's variables that a request sets.
+        """The template variables that a request sets.
 
         Raises:
-            RequestError: the template reads a variable not, or it is not the client's to set.
+            RequestError: the template does not read a variable, or clients may not set it.
         """
         given, read = dict(request.chat_template_kwargs), set(_WORD.findall(template))
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -128,8 +128,8 @@ class Rendering:
     def _with_system(
         self, messages: list[dict[str, Any]], **options: Any
     ) -> tuple[list[dict[str, Any]], str]:
-        """Messages, and their text. If the template refuses system messages, or leaves them out,
-        the text of each begins the next message of the user."""
+        """Render messages; return the messages as rendered, and the text. If the template refuses
+        or ignores system messages, their text is put before the next user message."""
         system = [one["content"].strip() for one in messages if one["role"] == "system"]
         error = None
         try:
@@ -155,7 +155,7 @@ class Rendering:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """A message's content as templates of models that see expect it."""
+    """A message's content as templates of vision-language models expect it."""
     first, *others = ({"type": "text", "text": text} for text in content.split(IMAGE))
     parts = [first]
     for text in others:
@@ -167,7 +167,7 @@ def _tools(request: Conversation) -> list[dict[Any, Any]]:
     """The tools that may be called.
 
     Raises:
-        RequestError: it is another that must be called.
+        RequestError: `tool_choice` requires a tool that `tools` lacks.
     """
     choice = request.tool_choice
     if choice == "none":
@@ -178,13 +178,13 @@ def _tools(request: Conversation) -> list[dict[Any, Any]]:
     if isinstance(choice, NamedTool):
         tools = [one for one in tools if one["function"]["name"] == choice.function.name]
     if not tools:
-        raise RequestError.of("tool_choice", "asks for a tool that tools does not have; add it")
+        raise RequestError.of("tool_choice", "names a tool that is not in tools; add it")
     return tools
 
 
 def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Messages without those of system, whose text begins the next of the user; None: there is no
-    next one."""
+    """Move the text of system messages to the start of the next user message; None if no user
+    message follows."""
     made, before = [], list[str]()
     for message in messages:
         if message["role"] == "system":
@@ -198,7 +198,7 @@ def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
 
 
 def _is_larger(given: Any, limit: int) -> bool:
-    """Whether a template that writes its input as indented JSON would write more than `limit`
-    bytes. Deeply nested input becomes long by indentation, so it is counted without writing it."""
+    """Whether a template that writes its input as indented JSON would exceed `limit` bytes.
+    Indentation makes deeply nested input long, so its size is counted without building the text."""
     pieces = json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(given)
     return any(total > limit for total in accumulate(len(piece.encode()) for piece in pieces))

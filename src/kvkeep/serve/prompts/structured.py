@@ -1,4 +1,4 @@
-"""Structured output: answers that follow a schema or a grammar, or are a call of a tool."""
+"""Structured output: answers that follow a schema or a grammar, or that are tool calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @final
 class Structured:
-    """Says which processors an answer needs.
+    """Selects the logits processors for structured output.
 
     Args:
-        tokenizer: of the model.
-        vocabulary: of the model.
-        ends: returns the tokens that end an answer.
+        tokenizer: the model's tokenizer.
+        vocabulary: the model's vocabulary size.
+        ends: returns the ids of the tokens that end an answer.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Structured:
         tools: list[dict[Any, Any]] | None = None,
         after: str = "",
     ) -> list[Callable[[], Processor]]:
-        """For `SamplingParams.own_processors`.
+        """The value of `SamplingParams.own_processors` for a request.
 
         Args:
-            template: of chats.
-            tools: that may be called.
-            after: what ends the reasoning that an answer begins with; empty: there is none.
+            template: the chat template.
+            tools: tools that may be called.
+            after: the mark that ends an answer's reasoning; empty: no reasoning.
 
         Raises:
-            RequestError: a grammar is not valid, or cannot be followed.
+            RequestError: a grammar is not valid, or cannot be enforced.
         """
         structure, forced = request.structure, False
         if isinstance(request, ChatCompletionRequest):
@@ -70,11 +70,11 @@ class Structured:
         return [grammars.following("lark", grammars.one_of(calls), "tools", after=after)]
 
     def _grammars(self, field: str, request: Request) -> Grammars:
-        """What follows grammars.
+        """The grammar compiler.
 
         Raises:
-            RequestError: it is not installed, does not know the tokenizer, or another field of the
-                request keeps answers from ending with the grammar.
+            RequestError: llguidance is not installed or does not support the tokenizer, or another
+                field of the request would keep answers from ending with the grammar.
         """
         if request.ignore_eos or request.min_tokens:
             other = "ignore_eos" if request.ignore_eos else "min_tokens"

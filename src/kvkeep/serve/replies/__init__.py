@@ -1,1 +1,1 @@
-"""From an engine's events to what clients are told."""
+"""Replies: an engine's events as responses of OpenAI's API."""

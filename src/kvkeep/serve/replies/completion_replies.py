@@ -1,4 +1,4 @@
-"""Replies to requests for chats and for plain completions."""
+"""Replies to chat and completion requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Object = dict[str, Any]
 
 @final
 class CompletionReply(Reply):
-    """Choices, of one object or of chunks."""
+    """A chat or completion: choices of one object, or of a stream of chunks."""
 
     async def whole(self) -> _Object:
         pieces: list[list[TextDelta]] = [[] for _ in self._parts]
@@ -38,7 +38,7 @@ class CompletionReply(Reply):
         return self._object("chat.completion", choices) | {"usage": usage}
 
     def _best(self, answers: list[list[TextDelta]]) -> list[list[TextDelta]]:
-        """The n of a prompt's answers that its client gets."""
+        """The `n` answers to a prompt that the client receives."""
 
         def mean(pieces: list[TextDelta]) -> float:
             tokens = [one for piece in pieces if not piece.echo for one in piece.logprobs]
@@ -88,14 +88,14 @@ class CompletionReply(Reply):
         }
 
     def _choice(self, index: int, pieces: list[TextDelta], said: list[Said | Call]) -> _Object:
-        """A whole answer."""
+        """A complete answer as a choice."""
         own: _Object = {"text": "".join(piece.text for piece in pieces)}
         if self.request.chat:
             own = {"message": _message(said)}
         return {"index": index, **own, **self._about(pieces, self._parts[pieces[0].index])}
 
     def _deltas(self, piece: TextDelta) -> list[_Object]:
-        """Choices for the chunks of a stream, for a piece of an answer."""
+        """A piece of an answer as choices of stream chunks."""
         said: list[_Object]
         if self.request.chat:
             said = [{"delta": one} for one in _message_deltas(self._said(piece))]
@@ -109,7 +109,7 @@ class CompletionReply(Reply):
         return choices
 
     def _about(self, pieces: list[TextDelta], parts: Parts) -> _Object:
-        """The logprobs of pieces of an answer, and why it ended with them."""
+        """The logprobs of an answer's pieces, and its finish reason."""
         about: _Object = dict(_NOTHING)
         reason = pieces[-1].finish_reason
         if self.request.top_logprobs is not None:
@@ -133,7 +133,7 @@ class CompletionReply(Reply):
 
 
 def _message(said: list[Said | Call]) -> _Object:
-    """A message of an assistant."""
+    """An assistant's message."""
     text = dict.fromkeys((CONTENT, REASONING), "")
     for one in said:
         if isinstance(one, Said):
@@ -147,7 +147,7 @@ def _message(said: list[Said | Call]) -> _Object:
 
 
 def _message_deltas(said: list[Said | Call]) -> list[_Object]:
-    """The parts of a message in a stream: a call's name first, then its arguments."""
+    """An assistant's message in parts for a stream: a call's name precedes its arguments."""
     deltas: list[_Object] = []
     for one in said:
         if isinstance(one, Said):
@@ -185,7 +185,8 @@ def _completion_logprobs(tokens: list[Scored]) -> _Object:
 
 
 def _by_name(one: Scored) -> dict[str, float | None] | None:
-    """The likeliest tokens, and the chosen one, though it may not be among them."""
+    """The likeliest tokens and the chosen token by name; the chosen token need not be among the
+    likeliest."""
     if one.chosen.logprob is None:
         return None
     every = (*one.top, one.chosen) if one.top else ()

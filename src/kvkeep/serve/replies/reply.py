@@ -1,4 +1,4 @@
-"""Replies: what clients are told of a request's answers, and of refusals."""
+"""Replies: the responses to requests, and to refused requests."""
 
 from __future__ import annotations
 
@@ -21,35 +21,33 @@ from kvkeep.serve.requests.completions import Request
 
 
 class Reply(ABC):
-    """The answers to one request, as one object or as chunks of a stream. It must be made in an
-    event loop.
+    """The answers to one request, as one object or as stream chunks. Construct it in an event loop.
 
     Args:
-        encoded: its prompts.
+        encoded: the request's prompts.
 
     Attributes:
-        outcome: how the request is counted; until its last event, its client is taken to have
-            left.
+        outcome: the outcome by which the request is counted; "left" until the last event.
     """
 
     def __init__(self, request: Request, encoded: Encoded) -> None:
         self.request, self.outcome = request, "left"
         answers = len(encoded.prompts) * request.answers
         self._parts = [encoded.parts() for _ in range(answers)]
-        self._reasoned = 0  # tokens of reasoning
+        self._reasoned = 0  # number of reasoning tokens
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def emit(self, event: Event) -> None:
-        """Add an event; may be called from any thread."""
-        with suppress(RuntimeError):  # the loop has ended
+        """Add an event; any thread may call it."""
+        with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def started(self) -> None:
         """Wait until the first answer starts.
 
         Raises:
-            RequestError: it never does.
+            RequestError: the request failed before.
         """
         event = await self._queue.get()
         if isinstance(event, RequestError):
@@ -58,10 +56,10 @@ class Reply(ABC):
 
     @abstractmethod
     async def whole(self) -> dict[str, Any]:
-        """All answers, when they are complete, as one object.
+        """Wait for all answers; return them as one object.
 
         Raises:
-            RequestError: one failed.
+            RequestError: an answer failed.
         """
 
     @abstractmethod
@@ -69,7 +67,7 @@ class Reply(ABC):
         """The answers as server-sent events."""
 
     async def _events(self) -> AsyncIterator[Event]:
-        """The events after the first."""
+        """The events after the first event."""
         while True:
             event = await self._queue.get()
             if isinstance(event, Usage | RequestError):
@@ -79,7 +77,7 @@ class Reply(ABC):
             yield event
 
     def _said(self, piece: TextDelta) -> list[Said | Call]:
-        """What a piece of an answer's text says."""
+        """The parts in a piece of an answer's text."""
         parts = self._parts[piece.index]
         found = parts.push(piece.text, last=bool(piece.finish_reason))
         self._reasoned += parts.part == REASONING and not piece.finish_reason
@@ -91,7 +89,7 @@ _HEADERS = {
     429: {"retry-after": "5"},
     503: {"retry-after": "5"},
 }
-"""Of refusals, by their status."""
+"""Error types by HTTP status."""
 
 
 def model_object(name: str, created: int) -> dict[str, Any]:
@@ -100,22 +98,22 @@ def model_object(name: str, created: int) -> dict[str, Any]:
 
 
 def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response in ASCII, because it may quote a client's text that is not valid Unicode."""
+    """A JSON response in ASCII, because it may quote client text that is not valid Unicode."""
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 def refusal(error: RequestError) -> Response:
-    """The response to a refused request."""
+    """The response for a refused request."""
     return as_json(error.body(), error.status, _HEADERS.get(error.status))
 
 
 def with_bytes(one: TokenLogprob) -> dict[str, Any]:
-    """A token with its logprob and its bytes, if these are known."""
+    """A token with its logprob, and its bytes if known."""
     name = one.token
     known = None if name.bytes is None else list(name.bytes)
     return {"token": name.text, "logprob": one.logprob, "bytes": known}
 
 
 def sent(data: str, name: str = "") -> str:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"

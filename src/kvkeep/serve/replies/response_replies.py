@@ -1,4 +1,5 @@
-"""Replies to requests for responses: an object whose items grow, and events that tell how."""
+"""Replies to requests for responses: an object whose items grow, and a stream of events about
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _TEXTS = {
     CONTENT: ("message", "msg", "output_text"),
     REASONING: ("reasoning", "rs", "reasoning_text"),
 }
-"""Of each part of an answer: the type of its item, how the item's id begins, and the type of the
+"""For each part of an answer: its item's type, the prefix of the item's id, and the type of the
 item's content."""
 
 _Object = dict[str, Any]
@@ -31,7 +32,7 @@ Keep = Callable[[_Object], None]
 
 @final
 class Items:
-    """The items of an answer while it is written.
+    """The items of an answer while it is generated.
 
     Args:
         scored: whether texts have logprobs.
@@ -43,13 +44,13 @@ class Items:
     def __init__(self, *, scored: bool) -> None:
         self.made: list[_Object] = []
         self._scored, self._pending = scored, list[_Object]()
-        self._open = ""  # the part that the last item continues; empty: it is complete
+        self._open = ""  # part of the open item; empty: no item is open
 
     def push(self, said: Sequence[Said | Call], tokens: Sequence[Scored]) -> list[_Object]:
         """The events for the next piece of an answer.
 
         Args:
-            tokens: of the piece, which may complete text of former ones.
+            tokens: tokens of the piece; they may complete earlier text.
         """
         events: list[_Object] = []
         parts = [one.part if isinstance(one, Said) else "" for one in said]
@@ -66,14 +67,14 @@ class Items:
         return events
 
     def end(self, status: str) -> list[_Object]:
-        """The events at the end of the answer, which has a message even if it says nothing."""
+        """The events at the end of an answer. An answer without text gets an empty message."""
         events = [] if self.made else self._text(Said(CONTENT, ""))
         if self._open == CONTENT:
             self.made[-1]["content"][0]["logprobs"] += self._pending  # of the end token
         return events + self._close(status)
 
     def _close(self, status: str) -> list[_Object]:
-        """The events at the end of the item that is being written, if there is one."""
+        """The events that complete the open item, if any."""
         if not self._open:
             return []
         kind, part = _TEXTS[self._open][2], self.made[-1]["content"][0]
@@ -127,7 +128,7 @@ class Items:
         return [self._event("output_item.done", item=self.made[-1])]
 
     def _event(self, name: str, /, **fields: Any) -> _Object:
-        """An event of the last item."""
+        """An event about the last item."""
         where = {"output_index": len(self.made) - 1}
         if "item" not in fields:
             where["item_id"] = self.made[-1]["id"]
@@ -136,11 +137,11 @@ class Items:
 
 @final
 class ResponseReply(Reply):
-    """A response. As one object it is the last event's of its stream.
+    """A response. As one object, it is the content of the stream's last event.
 
     Args:
-        about: what it says of its request.
-        keep: called with the whole response; None: it is not kept.
+        about: the response's fields that repeat the request.
+        keep: called with the complete response; None: it is not kept.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class ResponseReply(Reply):
                 yield last
 
     def _response(self, status: str, name: str = "", **fields: Any) -> _Object:
-        """The event that tells the response as it is."""
+        """An event with the whole response in its current state."""
         response = {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -216,7 +217,7 @@ class ResponseReply(Reply):
     def _usage(self, usage: Usage) -> _Object:
         return {
             "input_tokens": usage.prompt,
-            # Writing is not billed, so it is not counted.
+            # Cache writes are not billed, so they are not counted.
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": self._reasoned},
@@ -238,7 +239,7 @@ def _logprob(one: Scored) -> _Object:
 
 
 def _brief(logprobs: list[_Object]) -> list[_Object]:
-    """Logprobs as OpenAI's API defines them in events: without bytes."""
+    """Logprobs as OpenAI's API defines them in stream events: without bytes."""
     return [
         {"token": one["token"], "logprob": one["logprob"]}
         | ({"top_logprobs": _brief(one["top_logprobs"])} if "top_logprobs" in one else {})
@@ -247,5 +248,5 @@ def _brief(logprobs: list[_Object]) -> list[_Object]:
 
 
 def _known(one: TokenLogprob) -> _Object:
-    """OpenAI's type has no null for bytes that are not known."""
+    """OpenAI's type does not allow null for unknown bytes."""
     return with_bytes(one) | ({"bytes": []} if one.token.bytes is None else {})

@@ -1,1 +1,1 @@
-"""The bodies of requests, as pydantic models."""
+"""Bodies of requests as pydantic models."""

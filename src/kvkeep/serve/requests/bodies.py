@@ -1,4 +1,4 @@
-"""Bodies: a request's JSON as one of its types, or the refusal that names the field at fault."""
+"""Bodies: parse a request's JSON; an error names the field at fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from kvkeep.serve.refused import RequestError
 from kvkeep.serve.requests.fields import TAGS, Exact, UnsupportedValueError
 
-_NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the field, not an item
+_NAMED_WHOLE = ("logit_bias", "prompt", "stop", "tool_choice")  # errors name the whole field
 
 _Request = TypeVar("_Request", bound=Exact)
 
@@ -34,7 +34,7 @@ def read(body: bytes | bytearray, kind: type[_Request]) -> _Request:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a repeated name, for which other programs may use the other value."""
+    """Refuse repeated names: JSON parsers differ in which value they keep."""
     given = dict(pairs)
     if len(given) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -47,7 +47,7 @@ def _no_constant(name: str) -> None:
 
 
 def _refused(problem: Mapping[str, Any]) -> RequestError:
-    """The refusal for an error of pydantic: it names the field, its value and what to give."""
+    """The RequestError for an error of pydantic: field, value and remedy."""
     path = [part for part in problem["loc"] if part not in (*TAGS, "[key]")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:81]
     param = path[0] if path and path[0] in _NAMED_WHOLE else where
@@ -57,7 +57,7 @@ def _refused(problem: Mapping[str, Any]) -> RequestError:
     if problem["type"] == "extra_forbidden":
         message = f"{where} is not a field that this server knows; leave it out"
         return RequestError(message, str(param), "unknown_parameter")
-    error = problem.get("ctx", {}).get("error")  # what a validator here raised
+    error = problem.get("ctx", {}).get("error")  # raised by a validator of this package
     wanted = str(error or problem["msg"][0].lower() + problem["msg"][1:])
     message = f"{where or 'the JSON body'} is {_shown(problem['input'])}: {wanted}"
     code = "unsupported_parameter" if isinstance(error, UnsupportedValueError) else None
@@ -65,7 +65,7 @@ def _refused(problem: Mapping[str, Any]) -> RequestError:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message. Lists and objects may be too deep to be written."""
+    """A value for an error message. Lists and objects may be nested too deeply to print."""
     if isinstance(value, list | dict):
         return "an object" if isinstance(value, dict) else f"a list of length {len(value)}"
     return json.dumps(value)[:80]

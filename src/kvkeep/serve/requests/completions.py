@@ -37,7 +37,7 @@ from kvkeep.serve.requests.messages import ImageURL, Message
 from kvkeep.serve.requests.structures import ResponseFormat, Structure, StructureKind
 
 _LEAST_TEMPERATURE = 1e-4  # below it decoding is greedy: dividing logits by it would overflow
-_MOST_ANSWERS = 256  # of a request: each takes memory while it waits
+_MOST_ANSWERS = 256  # per request: each answer takes memory while it waits
 
 
 def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
@@ -48,7 +48,7 @@ def _named(tool: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _each_prompt(given: Any) -> Any:
-    """One text, or the token ids of one, as a list of prompts."""
+    """A text, or the token ids of one, as a list of prompts."""
     one = isinstance(given, str) or (
         isinstance(given, list) and given and not isinstance(given[0], str | list)
     )
@@ -56,19 +56,19 @@ def _each_prompt(given: Any) -> Any:
 
 
 class Padding(Exact):
-    """What a stream has to hide the lengths of its pieces."""
+    """Padding that hides the lengths of a stream's pieces."""
 
     include_obfuscation: Annotated[Any, only(False)] = None
-    """No padding is sent."""
+    """Only false: streams are not padded."""
 
 
 class StreamOptions(Padding):
-    """What a stream has beside the text."""
+    """Options of a stream."""
 
     include_usage: Flag = False
-    """A last chunk with the numbers of tokens."""
+    """Send a last chunk with the token counts."""
     include_cache: Flag = False
-    """Pictures of the cache of a single answer; see [the page](#the-page)."""
+    """Send pictures of the cache of a single answer; see [the page](#the-page)."""
 
 
 class _FunctionName(Exact):
@@ -83,63 +83,63 @@ class NamedTool(Lenient):
 
 
 class SampledRequest(Exact):
-    """What all requests for answers have in common. `SamplingParams` checks top_p, top_k and
-    min_p."""
+    """Fields of all requests for answers. `SamplingParams` checks top_p, top_k and min_p."""
 
     model: Text
-    """The name that the server has for it."""
+    """The server's name for the model."""
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
-    """An answer with fewer tokens is ended by stop strings only."""
+    """Until an answer has this many tokens, only stop strings end it."""
     temperature: Annotated[Number, Field(ge=0, le=2)] = 1.0
     """0 is greedy."""
     top_p: Number = 1.0
     """From 0 to 1."""
     top_k: Annotated[Integer, AfterValidator(lambda k: 0 if k == -1 else k)] = 0
-    """0 and -1 are off."""
+    """0 and -1 turn it off."""
     min_p: Number = 0.0
     """From 0 to 1."""
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
-    """For tokens of the prompt and of the answer, as transformers defines it."""
+    """Penalises tokens of the prompt and the answer, as transformers defines it."""
     presence_penalty: Penalty = 0.0
-    """From -2 to 2, for tokens that the answer has already; the prompt's do not count."""
+    """From -2 to 2, for tokens that the answer contains; the prompt does not count."""
     frequency_penalty: Penalty = 0.0
-    """From -2 to 2, for each time that the answer has a token already."""
+    """From -2 to 2, per occurrence of the token in the answer."""
     logit_bias: Annotated[dict[TokenId, Bias], at_most(1024, "tokens")] = {}
-    """Up to 1,024 token ids, each with a number from -100 to 100."""
+    """Up to 1,024 token ids, each with a bias from -100 to 100."""
     stop: Stops = []
-    """Up to four strings of 1,000 characters; the text ends before the first complete match, also
-    across tokens."""
+    """Up to four strings of 1,000 characters; the text ends before the first complete match, which
+    may span tokens."""
     stop_token_ids: Annotated[list[Token], Field(max_length=1024), FirstError] = []
-    """Tokens that end an answer as the model's own end tokens do, and are no part of its text."""
+    """Token ids that end an answer like the model's own end tokens; they are not part of its
+    text."""
     ignore_eos: Flag = False
-    """Whether the model's own end tokens end nothing."""
+    """Whether the model's own end tokens are ignored."""
     seed: Integer | None = None
-    """The answers to a prompt have the seeds `seed`, `seed` + 1, and so on."""
+    """The answers to a prompt use the seeds `seed`, `seed` + 1, and so on."""
     stream: Flag = False
-    """Pieces are whole characters and hold no part of a stop string."""
+    """Pieces are whole characters and contain no part of a stop string."""
     user: Ignored = None
     guided_json: dict[Any, Any] | Text | None = None
-    """A JSON schema that answers follow, as vLLM names it; likewise the next three."""
+    """A JSON schema that the answer follows. This field and the next three have vLLM's names."""
     guided_regex: Text | None = None
-    """A regular expression."""
+    """A regular expression that the answer matches."""
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024), FirstError] = []
-    """Texts, of which an answer is one."""
+    """Texts, one of which is the answer."""
     guided_grammar: Text | None = None
-    """A grammar of Lark or GBNF."""
+    """A Lark or GBNF grammar that the answer follows."""
 
 
 class GenerationRequest(SampledRequest):
-    """What the requests for chats and for plain completions have in common."""
+    """Fields of chat and completion requests."""
 
     chat: ClassVar[bool]
     prompt_field: ClassVar[str]
 
     max_tokens: Count | None = None
-    """Most tokens of an answer, never past the context, and for all answers together at most
-    `--answer-tokens`; by default as many as that."""
+    """Most tokens of an answer; the context limits it too. All answers together have at most
+    `--answer-tokens`, which is also the default."""
     top_logprobs: int | None = None
     n: Annotated[Count, Field(le=128)] = 1
-    """Answers to each prompt, computed together; they share the prompt."""
+    """Number of answers to each prompt. They are computed together and share the prompt."""
     stream_options: StreamOptions = StreamOptions()
     """`include_usage`; `include_cache` for pictures of the cache of a single answer, see
     [the page](#the-page)."""
@@ -149,7 +149,7 @@ class GenerationRequest(SampledRequest):
 
     @property
     def structure(self) -> Structure | None:
-        """What its answers follow; None: nothing."""
+        """The schema or grammar that the answers follow; None: no restriction."""
         return next(iter(self._structures()), None)
 
     def _structures(self) -> list[Structure]:
@@ -176,50 +176,48 @@ class GenerationRequest(SampledRequest):
             why = "needs json_schema with type json_schema, and only with that"
             raise RequestError.of("response_format", why)
         if several:
-            raise RequestError.of(several[0].field, "is one of several grammars; give one")
+            raise RequestError.of(several[0].field, "is one of several grammars; give only one")
         return self
 
     @property
     def answers(self) -> int:
-        """How many answers each prompt has."""
+        """Number of answers to each prompt."""
         return self.n
 
     @property
     def prompts(self) -> int:
-        """How many prompts it has."""
+        """Number of prompts."""
         return 1
 
     @property
     def extent(self) -> tuple[int | None, bool]:
-        """Most tokens of each answer, if the client says, and whether the prompt alone is asked
-        for."""
+        """The most tokens of each answer, if the client sets it, and whether the client wants only
+        the prompt."""
         return self.max_tokens, False
 
     @validator(mode="after")
     def _check_include_cache(self) -> Self:
         several = self.answers * self.prompts > 1
         if self.stream_options.include_cache and (several or not self.stream):
-            why = (
-                "shows the cache of one streamed answer; give stream true and n 1, or leave it out"
-            )
+            why = "needs a single streamed answer; give stream true and n 1, or leave it out"
             raise RequestError.of("stream_options.include_cache", why)
         return self
 
     def without_prompt(self) -> Self:
-        """A copy without the prompt, which may be large and is not needed once it is tokenised."""
+        """A copy without the prompt, which may be large and is not needed after tokenisation."""
         return self.model_copy(update={self.prompt_field: [], "tools": []})
 
     def params(
         self, prompt_tokens: int, max_new_tokens: int, ends: Collection[int], **further: Any
     ) -> SamplingParams:
-        """How the answers to a prompt are generated.
+        """The sampling parameters of the answers to a prompt.
 
         Args:
-            ends: the model's own end tokens.
+            ends: ids of the model's own end tokens.
             further: other fields of the result.
 
         Raises:
-            RequestError: an option of sampling is out of its range.
+            RequestError: a sampling option is out of range.
         """
         if self.min_tokens > max_new_tokens:
             why = f"is {self.min_tokens}, but an answer has at most {max_new_tokens}; ask for fewer"
@@ -251,20 +249,20 @@ class GenerationRequest(SampledRequest):
                 top_logprobs=self.top_logprobs or 0,
                 **further,
             )
-        except SpecError as error:  # its message begins with the option's name
+        except SpecError as error:  # the message begins with the option's name
             raise RequestError(str(error), str(error).partition(" ")[0]) from None
 
 
 class Conversation(Exact):
-    """What a chat template renders."""
+    """The part of a request that a chat template renders."""
 
     messages: Annotated[list[Message], Field(min_length=1), FirstError]
-    """Of system, developer, user, assistant and tool; content is text, or a list of parts: text,
-    and of the user [images](#images). If the chat template has no such role, developer becomes
-    system, and the text of system stands before the next user's. Calls of tools may lack names, ids
-    and a part of their arguments."""
+    """Messages of the roles system, developer, user, assistant and tool. Content is text, or a list
+    of parts: text, and for the user [images](#images). If the chat template has no such role,
+    developer becomes system, and the text of system is put before the next user message. Tool calls
+    may lack names, ids and some of their arguments."""
     tools: Annotated[list[Annotated[dict[Any, Any], AfterValidator(_named)]], FirstError] = []
-    """Given to the chat template; see [tools](#tools)."""
+    """Passed to the chat template; see [tools](#tools)."""
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("(text)")]
         | Annotated[NamedTool, Tag("(object)")],
@@ -272,14 +270,16 @@ class Conversation(Exact):
     ] = "auto"
     """`auto`, `none`, `required`, or a tool by name; see [tools](#tools)."""
     add_generation_prompt: Flag | None = None
-    """Whether the template begins an answer; by default true, but with `continue_final_message`."""
+    """Whether the template begins an answer; true by default, except with
+    `continue_final_message`."""
     continue_final_message: Flag = False
-    """Whether the answer continues the last message in place of a new one."""
+    """Whether the answer continues the last message instead of starting a new one."""
     chat_template_kwargs: dict[Text, Any] = {}
-    """Variables of the chat template, such as `enable_thinking`; the template must read each."""
+    """Variables for the chat template, such as `enable_thinking`; the template must read each of
+    them."""
     reasoning_effort: Text | None = None
-    """A variable of the chat template. Where that reads `enable_thinking` instead, `none` turns
-    thinking off, and all else turns it on."""
+    """A variable for the chat template. If the template reads `enable_thinking` instead, `none`
+    turns thinking off and any other value turns it on."""
 
     @property
     def images(self) -> list[ImageURL]:
@@ -288,7 +288,7 @@ class Conversation(Exact):
 
     @property
     def remote_images(self) -> list[ImageURL]:
-        """The images that are not in the request itself."""
+        """The images that must be fetched."""
         return [image for image in self.images if not image.url.startswith("data:")]
 
     @validator(mode="after")
@@ -300,15 +300,15 @@ class Conversation(Exact):
 
 
 class AnswerFields(Exact):
-    """Fields that mean the same in chats and responses."""
+    """Fields with the same meaning in chats and responses."""
 
     parallel_tool_calls: Flag = True
-    """Whether an answer may have several calls; otherwise all but the first are left out."""
+    """Whether an answer may have several calls; otherwise only the first call is returned."""
     moderation: Refused = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Any = None
-    """Ignored: prompts are found by their tokens."""
+    """Ignored: cached prompts are found by their tokens."""
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
 
@@ -321,9 +321,10 @@ class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`."""
     logprobs: Flag = False
-    """Of each generated token, the end token too, at temperature 1 before penalties and biases."""
+    """Log-probabilities of each generated token, the end token included, at temperature 1 before
+    penalties and biases."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    """With `logprobs`, the likeliest tokens in the place of each."""
+    """With `logprobs`: number of likeliest tokens returned for each position."""
     store: Annotated[Any, only(False)] = None
     """Only false: the server keeps no chats."""
     modalities: Annotated[Any, only(["text"])] = None
@@ -333,9 +334,9 @@ class ChatCompletionRequest(Conversation, GenerationRequest, AnswerFields):
     audio: Refused = None
     web_search_options: Refused = None
     functions: Annotated[Any, only([])] = None
-    """Refused; give `tools`."""
+    """Refused; use `tools`."""
     function_call: Annotated[Any, only("none")] = None
-    """Only `none`; give `tool_choice`."""
+    """Only `none`; use `tool_choice`."""
     prediction: Ignored = None
     metadata: Ignored = None
 
@@ -366,17 +367,19 @@ class CompletionRequest(GenerationRequest):
         FirstError,
         BeforeValidator(_each_prompt),
     ]
-    """A text, the token ids of one, or a list of either; all may have 256 answers together."""
+    """A text, the token ids of one, or a list of either; all prompts together may have 256
+    answers."""
     max_tokens: Annotated[Integer, Field(ge=0)] | None = 16
-    """As for chats; 0 asks for the prompt alone, with `echo`."""
+    """As for chats; with `echo`, 0 returns the prompt alone."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = Field(None, alias="logprobs")
-    """Of each token, and the likeliest tokens in its place: 0 to 5, as for chats. With `echo`, also
-    of the prompt's tokens; such a prompt takes nothing from the prefix store."""
+    """Return the log-probability of each token and of this many likeliest tokens at its position, 0
+    to 5; as for chats. With `echo`, prompt tokens are included, and the prompt does not read from
+    the prefix store."""
     echo: Flag = False
-    """Whether the text begins with the prompt."""
+    """Whether the text starts with the prompt."""
     best_of: Annotated[Count, Field(le=128)] | None = None
-    """Answers of which the `n` with the highest mean logprob are returned; by default `n`. Not with
-    `stream`."""
+    """Number of computed answers, of which the `n` with the highest mean log-probability are
+    returned; `n` by default. Not with `stream`."""
     suffix: Annotated[Any, only("")] = None
     """Refused."""
 

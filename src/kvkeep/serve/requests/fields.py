@@ -1,4 +1,4 @@
-"""Fields: the types that the fields of requests have."""
+"""Fields: types of request fields."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic import model_validator as validator
 
 _MEDIA = re.compile("audio|video|file")
-_MOST_INT = 2**63 - 1  # Python refuses to print integers of many digits
+_MOST_INT = 2**63 - 1  # Python refuses to print very long integers
 
 
 class UnsupportedValueError(ValueError):
-    """A value that would change the answer, of a field that is not supported."""
+    """An unsupported value that would change the answer."""
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """Refuses all values but a few of this type: False is not 0."""
+    """Accept only these values. Types must match: False is not 0."""
 
     def check(given: Any) -> Any:
         if (type(given), given) not in [(type(one), one) for one in allowed]:
             give = " or ".join(map(json.dumps, [*allowed, None]))
-            raise UnsupportedValueError(f"give {give}, all else is not supported")
+            raise UnsupportedValueError(f"give {give}; other values are not supported")
         return given
 
     return AfterValidator(check)
@@ -31,16 +31,16 @@ def only(*allowed: Any) -> AfterValidator:
 
 def _not_media(given: Any) -> Any:
     if isinstance(given, str) and _MEDIA.search(given):
-        raise UnsupportedValueError("this server gives models text and images only; leave it out")
+        raise UnsupportedValueError("this server supports only text and images; leave it out")
     return given
 
 
 NO_MEDIA = BeforeValidator(_not_media)
-"""For the type of a message's part: refuses sound, videos and files."""
+"""Refuses audio, video and file parts of a message, by their type."""
 
 
 def at_most(count: int, items: str) -> BeforeValidator:
-    """Refuses objects of more fields, before they are read."""
+    """Refuse objects with more fields before pydantic reads them."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > count:
@@ -51,21 +51,21 @@ def at_most(count: int, items: str) -> BeforeValidator:
 
 
 def tag(given: Any) -> str:
-    """The tag of a text or a list, where a field may be either."""
+    """The tag of a value that is a text or a list."""
     return "(list)" if isinstance(given, list) else "(text)"
 
 
 def object_tag(given: Any) -> str:
-    """The tag of a text or an object."""
+    """The tag of a value that is a text or an object."""
     return "(object)" if isinstance(given, dict) else "(text)"
 
 
 TAGS = ("(text)", "(list)", "(object)")
-"""All tags; pydantic puts them into the paths of errors."""
+"""All tags; pydantic includes them in the locations of errors."""
 
 
 def _whole(given: Any) -> Any:
-    """JavaScript and some templates write 16 as 16.0."""
+    """A float without a fraction as an integer: JavaScript and some templates write 16 as 16.0."""
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
@@ -73,25 +73,24 @@ def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-Text = Annotated[str, Strict(), Field(min_length=0)]  # with a bound pydantic checks its Unicode
+Text = Annotated[str, Strict(), Field(min_length=0)]  # with a bound pydantic checks the Unicode
 Flag = Annotated[bool, Strict()]
 Integer = Annotated[int, Strict(), BeforeValidator(_whole), Field(ge=-_MOST_INT - 1, le=_MOST_INT)]
 Count = Annotated[Integer, Field(ge=1)]
 Number = Annotated[float, Strict()]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Token = Annotated[Integer, Field(ge=0)]
-Stop = Annotated[Text, Field(min_length=1, max_length=1000)]  # new text is compared with each of it
+Stop = Annotated[Text, Field(min_length=1, max_length=1000)]  # new text is compared with each
 Stops = Annotated[list[Stop], Field(max_length=4), BeforeValidator(_as_list)]
 TokenId = Annotated[Text, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 Ignored = Annotated[Any, Field(description="Ignored.")]
 Refused = Annotated[Any, only(), Field(description="Refused.")]
-FirstError = Field(fail_fast=True)  # pydantic keeps each error, of which a large list has many
+FirstError = Field(fail_fast=True)  # pydantic keeps all errors of a list
 
 
 class Lenient(BaseModel):
-    """A JSON object whose unknown fields are ignored, and whose fields that are null are left
-    out."""
+    """A JSON object; unknown fields and null fields are ignored."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -104,6 +103,6 @@ class Lenient(BaseModel):
 
 
 class Exact(Lenient):
-    """A JSON object without unknown fields; fields that are null are left out."""
+    """A JSON object that refuses unknown fields; null fields are ignored."""
 
     model_config = ConfigDict(extra="forbid")

@@ -1,4 +1,4 @@
-"""Messages: a conversation as clients send it, and as chat templates read it."""
+"""Messages: a conversation as clients send it and as chat templates read it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvkeep.serve.requests.fields import NO_MEDIA, Exact, FirstError, Lenient, T
 
 
 def _object(given: Any) -> Any:
-    """The arguments of a call as the object that chat templates expect, as far as they were
-    written. Text of other kinds stays text."""
+    """Parse a call's arguments, which may be incomplete, to the object that chat templates expect.
+    Text that is not JSON stays text."""
     if not isinstance(given, str):
         return given
     try:
@@ -26,18 +26,18 @@ def _object(given: Any) -> Any:
 
 
 IMAGE = secrets.token_hex(16)
-"""What stands for an image in the text of a message. No client knows it."""
+"""Placeholder for an image in a message's text. Clients do not know it."""
 
 
 class ImageURL(Lenient):
-    """An image: a data URL, or where it is fetched."""
+    """An image: a data URL, or a URL to fetch."""
 
     url: Text
     detail: Any = None
 
 
 class Part(Exact):
-    """A part of a message. `cache_control` and `annotations` say nothing that models read."""
+    """A part of a message. `cache_control` and `annotations` do not affect the prompt."""
 
     type: Annotated[Literal["text", "image_url"], NO_MEDIA]
     text: Text | None = None
@@ -61,15 +61,15 @@ class Function(Lenient):
 
 
 class ToolCall(Lenient):
-    """A call of a tool in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     id: Text | None = None
     function: Function
 
 
 class Message(Lenient):
-    """A message of a conversation. Clients send back whole answers of any server, so only what
-    would change the prompt is looked at."""
+    """A message of a conversation. Only fields that affect the prompt are checked, because clients
+    send back answers of any server."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -86,7 +86,8 @@ class Message(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _in_todays_form(cls, given: Any) -> Any:
-        """Functions are former tools, and an assistant's message may be calls of tools alone."""
+        """Convert deprecated functions to tools, and null content of an assistant or tool message
+        to text."""
         if not isinstance(given, dict):
             return given
         given = dict(given)
@@ -102,14 +103,14 @@ class Message(Lenient):
 
     @property
     def text(self) -> str:
-        """Its content as one text, in which `IMAGE` stands for each image."""
+        """The content as one text, with `IMAGE` for each image."""
         if isinstance(self.content, str):
             return self.content
         return "".join(IMAGE if part.text is None else part.text for part in self.content)
 
     @property
     def pictures(self) -> list[ImageURL]:
-        """Its images, in order."""
+        """The images, in order."""
         parts = [] if isinstance(self.content, str) else self.content
         return [part.image_url for part in parts if part.image_url is not None]
 
@@ -121,8 +122,8 @@ class Message(Lenient):
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them. Calls without an id get one, and so do the results
-    that follow; each result gets the name of the function that was called."""
+    """Messages as chat templates expect them. Calls without an id, and their results, get one; each
+    result gets the name of the called function."""
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     unanswered: list[str] = []
@@ -150,7 +151,7 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 HERMES = "<tool_call>"
-"""What begins a call in the form of Hermes."""
+"""The mark that starts a call in Hermes' format."""
 
 _OFFER = """You can call these functions:
 {tools}
@@ -163,11 +164,11 @@ To call one, write its name and its arguments as JSON:
 def in_hermes_form(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[Any, Any]]
 ) -> list[dict[str, Any]]:
-    """Messages without tools and calls: they are written in the text, in the form of Hermes. For
-    chat templates that render none."""
+    """Write tools and calls into the messages' text in Hermes' format, for chat templates that do
+    not render them."""
     offer = _OFFER.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
     made = [{"role": "system", "content": offer}] if tools else []
-    results = False  # whether the last message is results of calls
+    results = False  # whether the last message has results of calls
     for message in messages:
         text, of_call = message["content"], message["role"] == "tool"
         for call in message.get("tool_calls", ()):

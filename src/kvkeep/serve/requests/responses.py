@@ -1,4 +1,4 @@
-"""Requests to /v1/responses, as the chats that they ask for."""
+"""Requests to /v1/responses, translated to chats."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _NEEDED = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-"""The fields that an item of each type must have."""
+"""Required fields of each item type."""
 
 
 _TOLD = {"model", "instructions", "metadata", "temperature", "top_p", "max_output_tokens", "tools"}
 _TOLD |= {"tool_choice", "parallel_tool_calls", "previous_response_id"}
-"""The fields of a request that its answer repeats."""
+"""Fields of a request that its response repeats."""
 
 
 class Part(Lenient):
-    """A part of a message, of a tool's result or of reasoning."""
+    """A part of a message, of a tool's result, or of reasoning."""
 
     type: Annotated[
         Literal[
@@ -59,7 +59,7 @@ class Part(Lenient):
     file_id: Annotated[Any, only()] = None
 
     def for_chat(self) -> dict[str, Any]:
-        """As a part of a chat's message."""
+        """The part as a part of a chat message."""
         if self.type == "input_image":
             return {"type": "image_url", "image_url": {"url": self.image_url}}
         return {"type": "text", "text": self.text or self.refusal}
@@ -78,8 +78,8 @@ _Content = Annotated[
 
 
 class Item(Lenient):
-    """A message, a call of a function, its result, or reasoning. Clients send back the items of
-    answers of any server, so only what would change the prompt is looked at."""
+    """A message, a function call, its result, or reasoning. Only fields that affect the prompt are
+    checked, because clients send back items of any server."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -107,7 +107,7 @@ class FunctionTool(Lenient):
     strict: Flag | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """As a chat's tool."""
+        """The function as a chat's tool."""
         function = self.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -120,7 +120,7 @@ class ChosenFunction(Exact):
 
 
 class Format(Exact):
-    """What answers look like."""
+    """The format of answers."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Text | None = None
@@ -129,20 +129,20 @@ class Format(Exact):
     strict: Flag | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """As a chat's `response_format`."""
+        """The format as a chat's `response_format`."""
         about = self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
         return {"type": self.type} | ({"json_schema": about} if about else {})
 
 
 class TextOptions(Exact):
-    """What the text of answers is like."""
+    """Options for the text of answers."""
 
     format: Format = Format()
     verbosity: Annotated[Any, only("medium")] = None
 
 
 class Reasoning(Exact):
-    """How much the model reasons."""
+    """Options for reasoning."""
 
     effort: Text | None = None
     summary: Any = None
@@ -150,7 +150,7 @@ class Reasoning(Exact):
 
 
 def _as_item(given: Any) -> Any:
-    """A text as the user's message."""
+    """A text as a user message."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
@@ -164,18 +164,18 @@ class ResponsesRequest(SampledRequest, AnswerFields):
         "reasoning_effort": "reasoning",
         "logprobs": "include",
     }
-    """What fields of the chat are called here."""
+    """Names of the chat's fields in this request."""
 
     input: Annotated[list[Item], Field(min_length=1), FirstError, BeforeValidator(_as_item)]
-    """A text, or items: messages of user, assistant, system and developer, calls of functions and
-    their results, and reasoning. Content is text, and of the user also [images](#images); no
-    references to items of former answers."""
+    """A text, or items: messages of user, assistant, system and developer, function calls and their
+    results, and reasoning. Content is text, and for the user also [images](#images); references to
+    items of earlier responses are refused."""
     instructions: Text | None = None
-    """The system message before the input."""
+    """A system message before the input."""
     max_output_tokens: Count | None = None
     """Most tokens of an answer, reasoning included; see `max_tokens` of chats."""
     tools: Annotated[list[FunctionTool], FirstError] = []
-    """Functions; the server has no tools of its own."""
+    """Functions; the server has no built-in tools."""
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("(text)")]
         | Annotated[ChosenFunction, Tag("(object)")],
@@ -186,27 +186,27 @@ class ResponsesRequest(SampledRequest, AnswerFields):
     """`format`: `text`, `json_object`, or `json_schema` with a schema; see
     [structured output](#structured-output)."""
     reasoning: Reasoning = Reasoning()
-    """`effort`, as `reasoning_effort` of chats. Summaries are not written; the reasoning itself is
-    in items."""
+    """`effort`, as `reasoning_effort` of chats. The response contains the reasoning itself as
+    items, no summaries."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     """`message.output_text.logprobs`. `reasoning.encrypted_content` is ignored: reasoning is
-    readable, and can be sent back as it is."""
+    readable and can be sent back."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    """With logprobs in `include`, the likeliest tokens in the place of each."""
+    """With logprobs in `include`: number of likeliest tokens returned for each position."""
     stream_options: Padding = Padding()
     """`include_obfuscation`, only false."""
     store: Flag | None = None
-    """Whether the answer is kept, to be read again and continued: needs `--responses`, with which
-    it is the default."""
+    """Whether to keep the response so that it can be retrieved and continued. Needs `--responses`,
+    which makes it the default."""
     previous_response_id: Text | None = None
-    """A kept answer, whose items and the items before it come before `input`; see
+    """Id of a kept response; its input and output items precede `input`; see
     [responses](#responses)."""
     conversation: Annotated[Any, only()] = None
-    """Refused; give `previous_response_id`, or all items in `input`."""
+    """Refused; use `previous_response_id`, or put all items into `input`."""
     background: Annotated[Any, only(False)] = None
     """Only false."""
     truncation: Annotated[Any, only("disabled")] = None
-    """Only `disabled`: an input past the context is refused."""
+    """Only `disabled`: an input longer than the context is refused."""
     prompt: Refused = None
     context_management: Annotated[Any, only([])] = None
     """Refused."""
@@ -214,15 +214,15 @@ class ResponsesRequest(SampledRequest, AnswerFields):
     access_programs: Refused = None
     background_options: Ignored = None
     metadata: dict[Any, Any] = {}
-    """Ignored, and in the answer."""
+    """Ignored; the response repeats it."""
     max_tool_calls: Any = None
-    """Ignored: it counts calls of the server's own tools, of which there are none."""
+    """Ignored: it limits calls of built-in tools, which this server lacks."""
 
     def chat(self) -> ChatCompletionRequest:
-        """The chat that it asks for.
+        """The request as a chat.
 
         Raises:
-            RequestError: fields exclude each other; it names the chat's fields.
+            RequestError: fields exclude each other; the error has the chat's field names.
         """
         shared = self.model_fields_set & SampledRequest.model_fields.keys()
         given: dict[str, Any] = {name: getattr(self, name) for name in shared}
@@ -245,12 +245,12 @@ class ResponsesRequest(SampledRequest, AnswerFields):
         )
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Its input as messages: the reasoning, the text and the calls of an answer are one."""
+        """The input as messages; reasoning, text and calls of one answer form one message."""
         made: list[dict[str, Any]] = []
         added: dict[str, Any]
         if self.instructions:
             made.append({"role": "system", "content": self.instructions})
-        answer: dict[str, Any] = {}  # the assistant's message, while items add to it
+        answer: dict[str, Any] = {}  # the assistant message under construction
         for item in self.input:
             content = _for_chat(item.content)
             if item.type == "function_call":
@@ -277,7 +277,7 @@ class ResponsesRequest(SampledRequest, AnswerFields):
         return made
 
     def about(self) -> dict[str, Any]:
-        """What an answer says of its request, as OpenAI's API defines it."""
+        """The response's fields that repeat the request, as OpenAI's API defines them."""
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         return self.model_dump(include=_TOLD, warnings=False) | {
             "text": {"format": form},

@@ -1,4 +1,4 @@
-"""Structures: the schemas and grammars that a request may ask its answers to follow."""
+"""Structures: schemas and grammars for structured output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field
 from kvkeep.serve.requests.fields import Exact, Flag, Text
 
 StructureKind = Literal["lark", "grammar", "json_schema", "regex", "choice"]
-"""Kinds of grammars, as llguidance names them."""
+"""Grammar kinds by llguidance's names."""
 
 
 class Structure(NamedTuple):
-    """A grammar, and the field of a request that has it."""
+    """A grammar, and the request field that contains it."""
 
     field: str
     kind: StructureKind
@@ -27,7 +27,8 @@ class OneOf(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Any text of a number of characters (None: no limit), up to and with a text that ends it."""
+    """Any text up to and including an end mark; its number of characters is bounded (None: no
+    limit)."""
 
     end: str
     least: int
@@ -35,18 +36,18 @@ class Until(NamedTuple):
 
 
 class Perhaps(NamedTuple):
-    """Pieces of which all may be left out together."""
+    """Pieces that are optional together."""
 
     pieces: list[Piece]
 
 
 Piece = str | dict[str, Any] | OneOf | Until | Perhaps
-"""A piece of a text that a grammar describes: a text, the JSON schema of a value, or one of the
+"""A piece of a text in a grammar: a literal, the JSON schema of a value, or one of the classes
 above."""
 
 
 class JSONSchema(Exact):
-    """A JSON schema, as OpenAI's API has it. Answers always follow it."""
+    """A JSON schema in OpenAI's format. Answers always follow it, also with `strict` false."""
 
     name: Text = ""
     description: Text | None = None
@@ -55,7 +56,7 @@ class JSONSchema(Exact):
 
 
 class ResponseFormat(Exact):
-    """What answers look like."""
+    """The format of answers."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
