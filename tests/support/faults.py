@@ -880,8 +880,8 @@ FAULTS = (
     Fault(
         "gradient-of-a-chunk-lost",
         "train/walk.py",
-        "slots.absorb(cell.past.keys.grad, cell.past.values.grad)",
-        "slots.absorb(cell.past.keys.grad, None)",
+        "slots.absorb(step.past.keys.grad, step.past.values.grad)",
+        "slots.absorb(step.past.keys.grad, None)",
         "train/test_gradient.py",
     ),
     Fault(
@@ -980,7 +980,7 @@ FAULTS = (
     Fault(
         "keys-attended-to-twice",
         "hf/forward/attention.py",
-        "if handed.taken and not (isinstance(handed.layer, ReadLayer) and handed.layer.unread):",
+        "if handed.taken and not _is_read(handed):",
         "if False:",
         "hf/test_attach.py hf/test_rehearsal.py",
     ),
