@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
@@ -28,6 +28,7 @@ from kvkeep.hf.compiled import Program, Signature, Step, step_name
 from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.packed import RowsCache
 from kvkeep.hf.placing import first_position, takes_positions
+from kvkeep.hf.weight_parts import Joining, is_plain, parts
 
 _MOST_GRAPHS = 32
 """Most graphs of a model: one for each number of rows, with and without positions."""
@@ -147,10 +148,11 @@ class Compiler:
             return None
         known = Signature([], [], [])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(self._cache.tickets)}
-        names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+        weights = (*model.named_parameters(), *model.named_buffers())
+        names = {id(x): name for weight in weights for name, x in parts(*reversed(weight))}
         asked = {id(x): index for index, x in enumerate(self._given.values())}
         for place, x in enumerate(inputs):
-            if id(x) in names and type(x) in (Tensor, nn.Parameter):
+            if id(x) in names and is_plain(x):
                 known.places.append(place)
                 known.weights.append(names[id(x)])
             elif id(x) in asked:
@@ -163,12 +165,14 @@ class Compiler:
 
     def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> tuple[Package, bytes] | None:
         """The graph as a program, and the content of its file; None: it cannot be one."""
-        if self._signature(inputs) is None or step_name(self._model, self._given) is None:
+        plain = _plain(inputs)
+        if self._signature(plain) is None or step_name(self._model, self._given) is None:
             return None
         try:
             with TemporaryDirectory(prefix="kvkeep-") as place:
                 file = Path(place) / "step.pt2"
-                compile_package(GraphModule(graph, deepcopy(graph.graph)), inputs, file)
+                copied = GraphModule(graph, deepcopy(graph.graph))
+                compile_package(Joining(copied, inputs), plain, file)
                 return Package(file), file.read_bytes()
         except Exception:  # of many kinds, and the graph can still run in this process
             kind = type(self._model).__name__
@@ -189,6 +193,8 @@ class Compiler:
         def run(*given: Any) -> Any:
             assert self._cache is not None
             nonlocal content
+            if packaged is not None:
+                given = _plain(given)
             signature, tickets = self._signature(given), self._cache.tickets
             assert signature is not None or packaged is None  # its steps need their tickets
             used = {-1 - x: tickets[-1 - x] for x in signature.inputs if x < 0} if signature else {}
@@ -228,3 +234,8 @@ class Compiler:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
+
+
+def _plain(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs of a graph, with their parts in place of those that consist of others."""
+    return tuple(x for given in inputs for _, x in parts(given))
