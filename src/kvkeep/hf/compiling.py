@@ -149,7 +149,7 @@ class Compiler:
         known = Signature([], [], [])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(self._cache.tickets)}
         weights = (*model.named_parameters(), *model.named_buffers())
-        names = {id(x): name for weight in weights for name, x in parts(*reversed(weight))}
+        names = {id(x): name for of, whole in weights for name, x in parts(whole, of)}
         asked = {id(x): index for index, x in enumerate(self._given.values())}
         for place, x in enumerate(inputs):
             if id(x) in names and is_plain(x):
