@@ -25,7 +25,7 @@ from kvkeep.hf.weight_parts import is_joined, is_plain
 from kvkeep.version import __version__
 
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version", "generation_config"}
-_BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "forward"}
+_BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "extra_repr", "forward"}
 """What a config, and what a module, has that no step depends on, or that is looked at apart."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), slice, range, Enum),
