@@ -14,6 +14,10 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.fx import GraphModule
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
@@ -32,6 +36,11 @@ from kvkeep.hf.weight_parts import Joining, is_plain, parts
 
 _MOST_GRAPHS = 32
 """Most graphs of a model: one for each number of rows, with and without positions."""
+
+_NOT_COMPILED = (
+    *(TorchDynamoException, InductorError),
+    *(DataDependentOutputException, DynamicOutputShapeException),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +120,7 @@ class Compiler:
             return out, self._learn(out)
         except FailOnRecompileLimitHit:
             return None, None
-        except (TorchDynamoException, InductorError) as error:
+        except _NOT_COMPILED as error:
             lines = str(error).strip().splitlines()
             said = next((line for line in lines if not line.endswith("raised:")), lines[0])
             raise UnsupportedError(
