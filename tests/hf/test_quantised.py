@@ -154,11 +154,11 @@ def saved_by_gptqmodel(kind, place):
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
     tokenizer.save_pretrained(place / "plain")
-    config = gptqmodel.QuantizeConfig(bits=4, group_size=32, device="cpu")
+    options = {"bits": 4, "group_size": 32, "device": "cpu"}
     if kind == "awq":
-        quantisation = importlib.import_module("gptqmodel.quantization")
-        method = quantisation.METHOD.AWQ, quantisation.FORMAT.GEMM
-        config = gptqmodel.QuantizeConfig(4, 32, method=method[0], format=method[1], device="cpu")
+        kinds = importlib.import_module("gptqmodel.quantization")
+        options |= {"method": kinds.METHOD.AWQ, "format": kinds.FORMAT.GEMM}
+    config = gptqmodel.QuantizeConfig(**options)
     made = gptqmodel.GPTQModel.load(str(place / "plain"), config)
     texts = torch.randint(2, 90, (8, 64), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.enable_grad():
