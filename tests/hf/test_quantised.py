@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import os
 
 import pytest
@@ -18,13 +19,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     TorchAoConfig,
 )
+from transformers.quantizers import quantizer_gptq
 
 import kvkeep
 from kvkeep import native_library
-from kvkeep.errors import ModelError, UnsupportedError
+from kvkeep.errors import MissingPackageError, ModelError, UnsupportedError
 from kvkeep.generate import SamplingParams
 from kvkeep.graph.package import Package
 from kvkeep.hf import saved_steps
+from kvkeep.hf.models import load
 from kvkeep.hf.quantised import quantise
 from kvkeep.store import PrefixStore
 
@@ -231,6 +234,19 @@ def test_programs_are_refused_before_they_are_written(kind, tmp_path):
     with pytest.raises(UnsupportedError, match="export"):
         kvkeep.export(model, "keep_all@fixed:64")
     assert answer(model).equal(before)
+
+
+def test_a_model_whose_library_is_missing(tmp_path, monkeypatch):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    monkeypatch.setattr(quantizer_gptq, "is_optimum_available", lambda: False)
+    with pytest.raises(MissingPackageError, match=r"requires optimum \(`pip install optimum`\)$"):
+        load(str(tmp_path))
 
 
 def test_what_cannot_be_quantised():
