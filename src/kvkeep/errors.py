@@ -64,5 +64,5 @@ class LossError(KVKeepError, ArithmeticError):
 
 def reason_of(error: BaseException) -> str:
     """What an exception of another library says, as part of a message: one line of at most 300
-    characters without the final full stop."""
-    return " ".join(str(error).split())[:300].rstrip(". ")
+    characters without the final full stop; its class, if it says nothing."""
+    return " ".join(str(error).split())[:300].rstrip(". ") or type(error).__name__

@@ -14,6 +14,7 @@ from struct import Struct
 from typing import Any
 from weakref import finalize
 
+import torch
 from torch import Tensor
 
 from kvkeep.graph.shims import DTYPES, TENSOR, tensor_at
@@ -21,6 +22,7 @@ from kvkeep.native_library import LIBRARY, address_of
 
 _TYPES = {dtype: number for number, dtype in DTYPES.items()}
 _PROXY = b"aoti_torch_proxy_executor_call_function"
+_ALIGNED = 64  # bytes of the smallest constant
 _PROGRAM = Struct("=2q")  # KvProgram of native/abi.h
 
 
@@ -42,7 +44,7 @@ class CompiledLibrary:
         container = c_void_p()
         _call(library, "CreateWithDevice", ctypes.byref(container), c_size_t(1), b"cpu", None)
         finalize(self, library.AOTInductorModelContainerDelete, container)
-        if _number(library, "GetNumConstants", container):
+        if not _holds_numbers_only(library, container):
             raise RuntimeError(f"{path.name} holds weights")
         self._library = library
         run = ctypes.cast(library.AOTInductorModelContainerRunSingleThreaded, c_void_p).value
@@ -98,6 +100,17 @@ class CompiledLibrary:
             *(x.data_ptr(), at, at + 8 * x.dim(), x.dim(), _TYPES[x.dtype]),
         )
         self._given[place] = x
+
+
+def _holds_numbers_only(library: ctypes.CDLL, container: c_void_p) -> bool:
+    """Whether each constant is one integer: torch passes the group size of 4-bit weights so."""
+    size, dtype = c_size_t(), ctypes.c_int32()
+    for place in map(c_size_t, range(_number(library, "GetNumConstants", container))):
+        _call(library, "GetConstantDataSize", container, place, ctypes.byref(size))
+        _call(library, "GetConstantDtype", container, place, ctypes.byref(dtype))
+        if size.value > _ALIGNED or dtype.value != _TYPES[torch.int64]:
+            return False
+    return True
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:

@@ -16,8 +16,7 @@ from typing import Any, Protocol, cast
 from zipfile import ZipFile
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule
+from torch import Tensor, nn
 
 from kvkeep.graph.compiled_library import CompiledLibrary
 from kvkeep.graph.custom_ops import Ticket
@@ -51,7 +50,7 @@ class PreparedLayer(Protocol):
         """See `LayerCache.prepare`."""
 
 
-def compile_package(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
+def compile_package(graph: nn.Module, inputs: Sequence[Tensor], path: Path) -> None:
     """Compile a graph to a file.
 
     Args:

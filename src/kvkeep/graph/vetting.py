@@ -20,7 +20,7 @@ _TEXTS = {"as_string", "nn_module_stack", "source_fn_stack", "stack_trace", "tor
 
 _OPERATORS = re.compile(
     r"torch\.ops\.(aten|transformers|prims|higher_order)(\.(?!__)\w+){1,2}"
-    r"|torch\.ops\.aten\.__(and|or|xor)__\.(Tensor|Scalar)"
+    r"|torch\.ops\.aten\.__(and|or|xor|lshift|rshift)__\.(Tensor|Scalar)"
     r"|torch\.ops\.kvkeep\.(grouped|read_in|step_in)\.default"
     r"|_operator\.(add|sub|mul|truediv|floordiv|mod|neg|eq|ne|lt|le|gt|ge|and_|or_|not_|getitem)"
     r"|torch\.sym_(max|min|not|float|int|ite|sum)|math\.(ceil|floor|trunc)",

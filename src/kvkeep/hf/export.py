@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
-from kvkeep.errors import KVKeepError, SpecError, UnsupportedError
+from kvkeep.errors import KVKeepError, SpecError, UnsupportedError, reason_of
 from kvkeep.features import Feature
 from kvkeep.graph.export_op import Description, LayerTensors
 from kvkeep.graph.program import Header, Program
@@ -23,6 +23,7 @@ from kvkeep.hf.kinds import layer_kinds, require
 from kvkeep.hf.kinds.multimodal import require_counted
 from kvkeep.hf.loading.fingerprint import fingerprint
 from kvkeep.hf.parallel import is_parallel
+from kvkeep.hf.weight_parts import is_joined
 from kvkeep.host import Specs
 from kvkeep.planes import Chunks
 
@@ -58,6 +59,12 @@ def export(
         )
     require(model, Feature.EXPORTED, "run the model itself")
     require_counted(model, None, "exported programs")
+    joined = next((x for x in model.parameters() if is_joined(x)), None)
+    if joined is not None:
+        raise UnsupportedError(
+            f"torch saves weights of class {type(joined).__name__} as pickles, which no program "
+            "may hold; export the model with plain weights"
+        )
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
     if not attached:
@@ -93,8 +100,8 @@ def _exported(
         raise
     except Exception as error:  # torch's tracer raises errors of many types
         raise UnsupportedError(
-            f"torch cannot export a step of {type(model).__name__}: "
-            f"{str(error).strip().splitlines()[0]}; run the model itself"
+            f"torch cannot export a step of {type(model).__name__}: {reason_of(error)}; run the "
+            "model itself"
         ) from error
     values = (node.meta.get("val") for node in traced.graph.nodes)
     if any(isinstance(x, Tensor) and x.is_complex() for x in values):

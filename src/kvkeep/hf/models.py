@@ -92,6 +92,8 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except KVKeepError:
         raise
+    except ImportError as error:  # of quantised weights; it says what to install
+        raise MissingPackageError(f"cannot load {name!r}: {reason_of(error)}") from error
     except Exception as error:  # libraries may raise any exception on an invalid file
         raise ModelError(
             f"cannot load {name!r}: {reason_of(error)}; save it again, or download it again"
@@ -210,8 +212,8 @@ def load(
         UnsupportedError: its weights cannot be quantised.
         AdapterError: the adapter does not exist, or cannot be put on the model.
         HubError: the model cannot be downloaded.
-        MissingPackageError: the model is a GGUF file, and what reads those is not installed; or it
-            is a short name of kvkeep-lab, which is not installed.
+        MissingPackageError: the model is a GGUF file or has quantised weights, and what reads these
+            is not installed; or it is a short name of kvkeep-lab, which is not installed.
     """
     torch_dtype, place = dtype_on(device, dtype)
     if adapter is not None:  # checks the adapter before the model is loaded

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, modeling_outputs
 
@@ -28,6 +28,7 @@ from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.steps import saved_steps
 from kvkeep.hf.steps.model_state import ModelState
 from kvkeep.hf.steps.replaced_forward import ReplacedForward
+from kvkeep.hf.weight_parts import is_plain, part_named, parts
 from kvkeep.host.packed import Packed
 from kvkeep.native_library import available
 
@@ -166,7 +167,7 @@ class Signature(NamedTuple):
     """The inputs and outputs of a step's program.
 
     Args:
-        weights: the names of the model's parameters and buffers that it reads.
+        weights: the names of the model's parameters and buffers, or their parts, that it reads.
         places: the indices of these weights among the program's inputs, ascending.
         inputs: the other inputs, in order: the number of an argument, or, after all arguments, of a
             state, or -1 - index for a ticket of the cache.
@@ -197,7 +198,7 @@ class Step:
         self._output = _output_class(model, output)
         self._cache_field = name_in(self._output) or OF_GENERATE
         for place, name in zip(places, weights, strict=True):
-            self._given[place] = _weight(model, name).detach()
+            self._given[place] = part_named(model, name).detach()
         self._free = [place for place, x in enumerate(self._given) if x is None]
         self.fits: Callable[[], bool] = ModelState(model).unchanged
 
@@ -242,10 +243,10 @@ def run_program(
 
 
 def is_compilable(model: PreTrainedModel) -> bool:
-    """Whether a model may have programs: it is on the CPU, its weights are plain tensors (torchao's
-    are not), and it has no PEFT adapters, which may be switched at any time."""
+    """Whether a model may have programs: it is on the CPU, its weights are plain tensors or consist
+    of them, as torchao's do, and it has no PEFT adapters, which may be switched at any time."""
     adapted = any(hasattr(module, "base_layer") for module in model.modules())
-    plain = all(type(weight) in (Tensor, nn.Parameter) for weight in model.parameters())
+    plain = all(is_plain(x) for weight in model.parameters() for _, x in parts(weight))
     return available and model.device.type == "cpu" and plain and not adapted
 
 
@@ -264,16 +265,6 @@ def programs_of(model: PreTrainedModel) -> list[Path]:
     """The programs on disk for steps of a model."""
     key = key_of(model) if saved_steps.files_of("*") else None
     return [] if key is None else saved_steps.files_of(key)
-
-
-def _weight(model: nn.Module, name: str) -> Tensor:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    owner = module._parameters if last in module._parameters else module._buffers
-    found = owner[last]
-    if found is None:
-        raise KeyError(name)
-    return found
 
 
 def _output_class(model: PreTrainedModel, name: str) -> Any:

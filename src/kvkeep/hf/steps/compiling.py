@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.fx import GraphModule
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
@@ -30,9 +34,15 @@ from kvkeep.hf.forward.packed import RowsCache
 from kvkeep.hf.forward.placing import first_position, takes_positions
 from kvkeep.hf.steps import saved_steps
 from kvkeep.hf.steps.compiled import Program, Signature, Step, run_program, step_name
+from kvkeep.hf.weight_parts import Joining, is_plain, parts
 
 _MOST_GRAPHS = 32
 """Most graphs of a model: one for each number of rows, with and without positions."""
+
+_NOT_COMPILED = (
+    *(TorchDynamoException, InductorError),
+    *(DataDependentOutputException, DynamicOutputShapeException),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +127,7 @@ class Compiler:
             return out, self._learn(out)
         except FailOnRecompileLimitHit:
             return None, None
-        except (TorchDynamoException, InductorError) as error:
+        except _NOT_COMPILED as error:
             lines = str(error).strip().splitlines()
             said = next((line for line in lines if not line.endswith("raised:")), lines[0])
             raise UnsupportedError(
@@ -165,11 +175,12 @@ class Compiler:
         states = self._cache.carried.tensors()
         known = Signature([], [], [], states=[*states])
         layers = {id(ticket.number): layer for layer, ticket in enumerate(self._cache.tickets)}
-        names = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+        weights = (*model.named_parameters(), *model.named_buffers())
+        names = {id(x): name for of, whole in weights for name, x in parts(whole, of)}
         own = [*self._given.values(), *states.values()]
         asked = {id(x): index for index, x in enumerate(own)}
         for place, x in enumerate(inputs):
-            if id(x) in names and type(x) in (Tensor, nn.Parameter):
+            if id(x) in names and is_plain(x):
                 known.places.append(place)
                 known.weights.append(names[id(x)])
             elif id(x) in asked:
@@ -182,12 +193,14 @@ class Compiler:
 
     def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> tuple[Package, bytes] | None:
         """The graph as a program, and the content of its file; None: it cannot be one."""
-        if self._signature(inputs) is None or step_name(self._model, self._given) is None:
+        plain = _plain(inputs)
+        if self._signature(plain) is None or step_name(self._model, self._given) is None:
             return None
         try:
             with TemporaryDirectory(prefix="kvkeep-") as place:
                 file = Path(place) / "step.pt2"
-                compile_package(GraphModule(graph, deepcopy(graph.graph)), inputs, file)
+                copied = GraphModule(graph, deepcopy(graph.graph))
+                compile_package(Joining(copied, inputs), plain, file)
                 return Package(file), file.read_bytes()
         except Exception:  # of many kinds, and the graph can still run in this process
             kind = type(self._model).__name__
@@ -208,6 +221,8 @@ class Compiler:
         def run(*given: Any) -> Any:
             assert self._cache is not None
             nonlocal content
+            if packaged is not None:
+                given = _plain(given)
             signature, tickets = self._signature(given), self._cache.tickets
             assert signature is not None or packaged is None  # its steps need their tickets
             used = [tickets[-1 - x] for x in signature.inputs if x < 0] if signature else []
@@ -261,3 +276,8 @@ def _undeclared(model: nn.Module) -> Iterator[None]:
     finally:
         for x in declared:
             x._is_buffer = True
+
+
+def _plain(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs of a graph, with their parts in place of those that consist of others."""
+    return tuple(x for given in inputs for _, x in parts(given))

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
+from kvkeep.hf.weight_parts import is_joined, is_plain
 from kvkeep.version import __version__
 
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version", "generation_config"}
-_BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "forward"}
+_BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "extra_repr", "forward"}
 """What a config, and what a module, has that no step depends on, or that is looked at apart."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), slice, range, Enum),
@@ -64,6 +65,11 @@ class ModelState:
                 self._held.append((own, "forward", own["forward"]))
             else:
                 self._unreplaced.append(own)
+        joined = [x for _, _, x in self._held if is_joined(x)]
+        for x in joined:  # longer in each turn: parts may consist of others
+            inner = [(name, getattr(x, name)) for name in x.__tensor_flatten__()[0]]
+            self._held += [(vars(x), name, part) for name, part in inner]
+            joined += [part for _, part in inner if is_joined(part)]
         weights = [x for _, _, x in self._held if isinstance(x, Tensor) and _has_memory(x)]
         self._weights: list[Any] = weights
         self._addresses, self._dtypes = [*map(_ADDRESS, weights)], [*map(_DTYPE, weights)]
@@ -115,7 +121,7 @@ class ModelState:
             return None
         first: dict[int, str] = {}  # the name of each weight, by which those tied to it are known
         weights = [
-            (name, first.setdefault(id(x), name), _name(type(x)), *map(str, _layout(x)))
+            (name, first.setdefault(id(x), name), self._weight(x))
             for named in (model.named_parameters, model.named_buffers)
             for name, x in named(remove_duplicate=False)
         ]
@@ -176,6 +182,14 @@ class ModelState:
                 self._members.append((owner, name, found))
             texts.append(f"{_name(owner)}.{name}={self._text(value, depth=_DEEPEST - 3)}")
         return ";".join(texts)
+
+    def _weight(self, x: Any) -> str:
+        """Of a weight: its class and layout, and those of its parts."""
+        text = f"{_name(type(x))}{_layout(x)}"
+        if is_joined(x):
+            names, context = x.__tensor_flatten__()
+            text += f"{self._text(context)}{[self._weight(getattr(x, name)) for name in names]}"
+        return text
 
     def _text(self, value: Any, depth: int = 0) -> str:
         """Of anything that code or a module refers to; empty for empty collections."""
@@ -278,7 +292,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _has_memory(x: Tensor) -> bool:
-    return x.layout is torch.strided and type(x) in (Tensor, nn.Parameter)
+    return x.layout is torch.strided and is_plain(x)
 
 
 def _getters(
