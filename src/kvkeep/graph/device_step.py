@@ -124,14 +124,14 @@ class DeviceStep(Step):
             if self._centre is not None and not self._centre.turns.covers(self._fed + n):
                 raise CapacityError(
                     f"{self._fed + n} tokens fed, but these steps take keys up to position "
-                    f"{len(self._centre.turns.table)}; close() them, and create new ones"
+                    f"{len(self._centre.turns.table)}; close() them, and create new steps"
                 )
             return
         self._layer.storage.require(self._held + n)
         if self._held + n > self._slots:
             raise CapacityError(
                 f"{self._held + n} slots needed, but these steps have room for {self._slots}; "
-                "close() them, and create new ones with more tokens"
+                "close() them, and create new steps with more tokens"
             )
 
     def count(self, n: int) -> None:

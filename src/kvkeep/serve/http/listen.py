@@ -143,5 +143,5 @@ def _refusal_of(host: str, port: int) -> Iterator[None]:
         if error.errno != errno.EADDRINUSE:
             raise StateError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
         raise StateError(
-            f"port {port} of {host} is in use; stop what listens there, or give another --port"
+            f"port {port} of {host} is in use; stop that server, or give another --port"
         ) from error

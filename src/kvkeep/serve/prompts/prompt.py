@@ -293,7 +293,7 @@ class Prompts:
             most = min(most, self.context - length)
         if answers * most > limit:
             asked = f"{answers} answers of up to {most} tokens are {answers * most} tokens"
-            message = f"{asked}, but a request gets {limit}; ask for fewer (max_tokens, n)"
+            message = f"{asked}, but a request may have {limit}; ask for fewer (max_tokens, n)"
             raise RequestError(message, "n" if request.answers > 1 else "max_tokens")
         return most
 

@@ -173,7 +173,7 @@ class GenerationRequest(SampledRequest):
     def _check_structure(self) -> Self:
         form, several = self.response_format, self._structures()[1:]
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-            why = "needs json_schema with type json_schema, and only with that"
+            why = "needs json_schema with type json_schema, and with no other type"
             raise RequestError.of("response_format", why)
         if several:
             raise RequestError.of(several[0].field, "is one of several grammars; give only one")
