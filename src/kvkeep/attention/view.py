@@ -397,8 +397,8 @@ class View(NamedTuple):
         return seen & (chosen.gather(-1, at) == slot)
 
     def distances(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
-        """How many positions each of the slots at `position`, int32 (B|1, 1|H, S), follows each
-        query: int32 (B|1, 1|H, len(queries), S), negative for older slots."""
+        """The distance in positions from each query to each slot at `position`, int32 (B|1, 1|H,
+        S): int32 (B|1, 1|H, len(queries), S), negative for older slots."""
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
         return position[:, :, None, :] - query.to(position.dtype)
 

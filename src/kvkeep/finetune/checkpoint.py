@@ -65,12 +65,10 @@ class Checkpoints:
     """The directory of a run, with its checkpoints and its result.
 
     Attributes:
-        out: the directory.
         kind: the kind of training.
         options: all options that the weights depend on.
         fingerprint: the model's fingerprint.
         keep: number of newest checkpoints to keep.
-        processes: the processes of the run.
     """
 
     out: Path

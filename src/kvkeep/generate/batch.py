@@ -140,12 +140,12 @@ class Batch:
             prompt: text, or token ids (n,).
             params: sampling parameters; None: the defaults.
             n: number of answers; they share the prompt's slots.
-            spec: the spec of their caches; None: the batch's.
+            spec: the spec of their caches; None: the batch's spec.
             keep_until: keep the prompt up to this marker in the caches: see `kvkeep.keep_until`.
             queue: among answers of one priority, queues are served in turn. The batch remembers
                 every queue name, so use few, such as client names.
             namespace: the store's namespace to read from and write to; None: use no store.
-            reuse: starts and stores the caches; None: as the batch's store says.
+            reuse: starts and stores the caches; None: use the batch's store.
 
         Returns:
             The n answers, in order.

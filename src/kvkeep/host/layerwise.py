@@ -48,7 +48,7 @@ class Layerwise(ABC):
         vocabulary: logits per token, V.
 
     Attributes:
-        attention_mask: as given; None if no token is padding.
+        attention_mask: the given mask; None if no token is padding.
     """
 
     def __init__(

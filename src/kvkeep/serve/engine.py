@@ -37,7 +37,6 @@ class RequestState:
     """A request that the engine answers or queues.
 
     Args:
-        prompts: the request's prompts.
         add: adds one prompt to a batch.
         emit: called with each event.
         pictures: cache pictures of the request's only answer; None: the client wants none.
@@ -311,7 +310,7 @@ class Engine:
         """Submit a request; its answers start as soon as there is room.
 
         Args:
-            prompts: from `prompts.encode`.
+            prompts: prompts from `prompts.encode`.
             emit: called with each event from another thread; the last event is `Usage` or an error.
                 It is not called after the request was cancelled.
             n: answers to each prompt.

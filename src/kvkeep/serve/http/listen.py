@@ -96,7 +96,6 @@ def run(
 
     Args:
         bound: socket from `bind`.
-        limits: limits for connections.
         announce: called with the URL as soon as clients can connect.
         stop: ends the remaining answers; called five seconds after the signal, in a thread.
 

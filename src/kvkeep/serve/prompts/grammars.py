@@ -35,7 +35,7 @@ class Grammars:
     """Makes logits processors that enforce grammars.
 
     Args:
-        tokenizer: the model's tokenizer; a fast one.
+        tokenizer: a fast tokenizer.
         vocabulary: the model's vocabulary size.
         ends: ids of the tokens that end an answer.
 

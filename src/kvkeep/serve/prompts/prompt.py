@@ -83,12 +83,9 @@ class Prompts:
     """Turns requests into token ids. Threads may share it; it serves one at a time.
 
     Args:
-        host: the model's host.
-        tokenizer: the model's tokenizer.
         processor: the model's processor for images; None: prompts are text only.
         name: the model's name for clients.
         context: most tokens of a prompt and its answer; None: no limit.
-        limits: limits of each request.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ class Structured:
     """Selects the logits processors for structured output.
 
     Args:
-        tokenizer: the model's tokenizer.
         vocabulary: the model's vocabulary size.
         ends: returns the ids of the tokens that end an answer.
     """
