@@ -90,8 +90,8 @@ class RequestState:
             self.emit(Started())
 
     def show(self, *, last: bool = False) -> None:
-        """Emit a picture of the answer's cache if the client wants pictures and one is due. `last`:
-        the answer has ended."""
+        """If the client wants pictures and one is due, take one of the answer's cache and emit it
+        when it is made. `last`: the answer has ended."""
         if self.pictures is not None and self.started and not self.gone:
             picture = self.pictures.look(self.answers[0], last=last)
             if picture is not None:
@@ -410,7 +410,8 @@ class Engine:
             self.metrics.cache_bytes.set(self.batch.live_bytes)
 
     def _show(self) -> None:
-        """Take the next picture, for the client whose last picture is the oldest."""
+        """Take the pictures that are due, starting with the client whose last picture is the
+        oldest."""
         if self._maker.free(last=False):
             looked = {
                 state: state.pictures.looked for state in list(self._states) if state.pictures
