@@ -84,8 +84,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def received_mass(share: Tensor, options: Options) -> Tensor:
-    """The mass (B, H, S) of weights (B, H, G, n, S). Queries that do not count must have weights
-    of 0."""
+    """The mass (B, H, S) of weights (B, H, G, n, S), which are 0 for queries that do not count."""
     return share.amax(dim=(2, 3)) if options.peak else share.sum(dim=3).mean(dim=2)
 
 

@@ -1,5 +1,4 @@
-"""LongContext: transformers' Trainer, and trainers derived from it, with gradients through a
-cache."""
+"""LongContext: transformers' Trainer and its subclasses with gradients through a cache."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ class DeviceStep(Step):
         layer.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
-        """Pass the observation to the policy, and empty the slot of lowest worth, which takes the
-        next token."""
+        """Show the observation to the policy, then empty the slot of lowest worth for the next
+        token."""
         layer, policy = self._layer, self._layer.policy
         newest = self._columns.to(torch.int64).view(1, 1, 1)
         if observation.position is None:
@@ -232,8 +232,7 @@ def _slots_of(layer: LayerCache, tokens: int | None) -> int:
 
 
 def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
-    """Raise the errors that `DeviceStep` documents, except OutOfMemoryError, before anything
-    changes."""
+    """Raise `DeviceStep`'s errors, except OutOfMemoryError, before anything changes."""
     policy: Any = layer.policy
     storage = layer.storage
     if not storage.fixed_addresses and (tokens is None or not storage.reserves):

@@ -112,8 +112,7 @@ class Layerwise(ABC):
 
     @abstractmethod
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
-        """Apply the final norm to the last layer's output for a chunk, (B, n, width) -> the
-        same."""
+        """Apply the final norm to the last layer's output for a chunk, (B, n, width)."""
 
     @abstractmethod
     def logits(self, columns: slice, output: Tensor) -> Tensor:

@@ -61,8 +61,7 @@ class RequestState:
         self._finished: set[Answer] = set()
 
     def cancel(self) -> None:
-        """End the request; its memory is freed before the next step. Any thread may call it,
-        repeatedly."""
+        """End the request and free its memory before the next step. Thread-safe and repeatable."""
         self.gone = True
         for answer in self.answers:
             answer.cancel()
@@ -410,8 +409,7 @@ class Engine:
             self.metrics.cache_bytes.set(self.batch.live_bytes)
 
     def _show(self) -> None:
-        """Take the pictures that are due, starting with the client whose last picture is the
-        oldest."""
+        """Take the pictures that are due, the client with the oldest picture first."""
         if self._maker.free(last=False):
             looked = {
                 state: state.pictures.looked for state in list(self._states) if state.pictures
@@ -427,8 +425,7 @@ class Engine:
 
 
 def _at_work(answer: Answer) -> bool:
-    """Whether an answer has started. An answer preempted in its first step has tokens but no
-    cache."""
+    """Whether an answer has started. After a preemption in its first step it has no cache."""
     return answer.cache is not None or bool(answer.tokens) or answer.ended
 
 

@@ -67,8 +67,7 @@ def listen(bound: socket.socket) -> str:
 
 
 def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
-    """uvicorn's settings for an application: connections with timeouts, no websockets, log on
-    stderr."""
+    """uvicorn's settings: connections with timeouts, no websockets, log on stderr."""
     log = copy.deepcopy(LOGGING_CONFIG)
     log["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
