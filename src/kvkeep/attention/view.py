@@ -74,7 +74,8 @@ class Segment(NamedTuple):
     rows: Tensor | None = None
     """The segment's rows, int64 (b,), if rows have different lengths; None: all rows."""
     part: bool = False
-    """Whether only its rows and head attend to this segment; other segments hold the others."""
+    """Whether the segment serves only its own rows and head; other segments serve other rows or
+    heads."""
     used: Tensor | None = None
     """Upper bound of the slots in use, int32 () on the slots' device: slots from this index on are
     empty and need not be read. None: unknown."""
