@@ -192,7 +192,7 @@ def test_doctor():
 def test_doctor_says_that_the_machine_is_busy(idle, warned, monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     monkeypatch.setattr("kvkeep.threads.advised", lambda most: min(most, idle))
-    assert ("generating uses 1 threads now" in run("doctor").stdout) == warned
+    assert ("generation uses 1 threads now" in run("doctor").stdout) == warned
 
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("real", marks=pytest.mark.slow)])

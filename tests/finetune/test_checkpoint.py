@@ -288,7 +288,7 @@ def early(data, tmp_path_factory):
         (checkpoint.CONTENTS, lambda path: path.write_text("[" * 99999), "damaged: "),
         (checkpoint.CONTENTS, change(files=4), "files is 4"),
         (checkpoint.CONTENTS, change(step=2), "it is from step 2"),
-        (checkpoint.CONTENTS, change(version=2), "has version 2, this kvkeep reads 3"),
+        (checkpoint.CONTENTS, change(version=2), "format version 2, this kvkeep reads 3"),
     ],
 )
 def test_damage_is_named(data, early, tmp_path, name, damage, says):

@@ -275,7 +275,7 @@ def _read(path: Path) -> Contents:
     try:
         fields = json.loads(read_file(path / CONTENTS, _MOST_CONTENTS))
         if fields["version"] != VERSION:
-            what = f"{path} has version {fields['version']}, this kvkeep reads {VERSION}"
+            what = f"{path} is in format version {fields['version']}, this kvkeep reads {VERSION}"
             raise CheckpointError(f"{what}; resume with the version that wrote it")
         return typed(Contents, fields)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -425,7 +425,7 @@ class Engine:
 
 
 def _at_work(answer: Answer) -> bool:
-    """Whether an answer has started. After a preemption in its first step it has no cache."""
+    """Whether an answer has started; if preempted in its first step, it has tokens but no cache."""
     return answer.cache is not None or bool(answer.tokens) or answer.ended
 
 
