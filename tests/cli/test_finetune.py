@@ -100,7 +100,7 @@ def test_it_says_what_came_of_it(base, data, tmp_path):
         (("--decay", "fast"), "give linear or cosine"),
         (("--host-memory", "much"), "give a size such as"),
         (("--eval", "nowhere.jsonl"), "does not exist"),
-        (("--chunk", "9-x"), "a chunk of '9-x'; give a number, or two such as 256-1024"),
+        (("--chunk", "9-x"), "a chunk of '9-x'; give a number, or a range such as 256-1024"),
         (("--chunk", "9-8"), "least_chunk is 9, but chunks have at most 8"),
         (("--full", "--rank", "4"), "rank of LoRA, but all weights are trained"),
         (("--offload",), "nothing can be offloaded from the CPU"),

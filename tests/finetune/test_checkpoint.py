@@ -194,11 +194,11 @@ def test_resume_begins_where_there_is_nothing(data, tmp_path):
 def test_a_run_is_not_written_over(data, tmp_path):
     run(data, tmp_path, steps=2)
     with pytest.raises(
-        CheckpointError, match=r"a run already \(checkpoint-2\); resume it with --res"
+        CheckpointError, match=r"already holds a run \(checkpoint-2\); resume it with --res"
     ):
         run(data, tmp_path, steps=2)
     (tmp_path / "checkpoint-2").rename(tmp_path / "other")
-    with pytest.raises(CheckpointError, match=r"a run already \(adapter_model.safetensors\)"):
+    with pytest.raises(CheckpointError, match=r"already holds a run \(adapter_model.safetensors\)"):
         run(data, tmp_path, steps=2)
     with pytest.raises(CheckpointError, match="the adapter of a run but no checkpoint"):
         run(data, tmp_path, steps=2, resume=True)
@@ -288,7 +288,7 @@ def early(data, tmp_path_factory):
         (checkpoint.CONTENTS, lambda path: path.write_text("[" * 99999), "damaged: "),
         (checkpoint.CONTENTS, change(files=4), "files is 4"),
         (checkpoint.CONTENTS, change(step=2), "it is from step 2"),
-        (checkpoint.CONTENTS, change(version=2), "of version 2, this kvkeep reads 3"),
+        (checkpoint.CONTENTS, change(version=2), "format version 2, this kvkeep reads 3"),
     ],
 )
 def test_damage_is_named(data, early, tmp_path, name, damage, says):

@@ -138,7 +138,7 @@ def test_bad_options():
         (("--api-key", "a", "--key-file", "keys"), "exclude each other"),
         (("--api-key", "a", "--share"), "--share is for servers without keys"),
         (("--key-file", "no/such/file"), "cannot read keys"),
-        (("--timeout", "inf"), "timeout_s of inf; give a finite number"),
+        (("--timeout", "inf"), "timeout_s is inf; give a finite number"),
         (("--allow-host", "http://gpu.example"), "give a name such as"),
         (("--allow-origin", "chat.example"), "give a scheme and a host"),
         (("--prompt-bytes", "much"), "give a size"),

@@ -227,8 +227,7 @@ def dispatch(
 
 
 def several_at_once(q: Tensor) -> bool:
-    """Whether one call of `dispatch_several` is faster than a call of `dispatch` per query like
-    q."""
+    """Whether one call of `dispatch_several` is faster than one of `dispatch` per query like q."""
     return q.is_cuda and not triton.reason()
 
 

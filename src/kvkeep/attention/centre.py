@@ -2,9 +2,9 @@
 
 Before the rotary embedding R, the keys of a head are a constant m plus a little, and after it they
 are R(p) m plus a little. With a centre, the slot of a token at position p holds k - R(p) m, whose
-range is smaller, so that the same number of bits encodes it more precisely. Attention adds q . R(p)
-m to the score of q for the slot. It is the sum over the frequencies f of a_f cos(p f) + b_f sin(p
-f), where a and b depend on q and m alone.
+range is smaller, so that the same number of bits encodes it more precisely. Attention adds
+q . R(p) m to the score of q for the slot. It is the sum over the frequencies f of
+a_f cos(p f) + b_f sin(p f), where a and b depend on q and m alone.
 
 Encoding, attention and decoding use the same cosines and sines. So frequencies other than the
 model's, or an error of m, make codes less precise, but no result wrong.

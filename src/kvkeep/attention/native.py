@@ -157,8 +157,7 @@ def call_of_step(
 
 
 def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
-    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; append the tensors it points to to
-    `kept`."""
+    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; `kept` keeps its tensors alive."""
     mean, turns = centre.mean.contiguous(), centre.turns
     kept += [mean, turns.table, turns.near]
     return _CENTRE.pack(

@@ -22,8 +22,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     """Softmax attention over all segments at once, by definition.
 
     Scores and sums are float32 (float64 for float64 input). Source: arXiv 1706.03762; grouped
-    queries arXiv 2305.13245; soft capping Gemma 2 (arXiv 2408.00118); sink logits gpt-oss (arXiv
-    2508.10925); slopes ALiBi (arXiv 2108.12409).
+    queries arXiv 2305.13245; soft capping Gemma 2 (arXiv 2408.00118); sink logits gpt-oss
+    (arXiv 2508.10925); slopes ALiBi (arXiv 2108.12409).
     """
     rows, query_heads, n, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -84,8 +84,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def received_mass(share: Tensor, options: Options) -> Tensor:
-    """The mass (B, H, S) of weights (B, H, G, n, S). Queries that do not count must have weights
-    of 0."""
+    """The mass (B, H, S) of weights (B, H, G, n, S), which are 0 for queries that do not count."""
     return share.amax(dim=(2, 3)) if options.peak else share.sum(dim=3).mean(dim=2)
 
 

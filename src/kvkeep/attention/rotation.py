@@ -22,7 +22,7 @@ class Rotation:
     Args:
         offset: d, in positions: position of use minus position of rotation; may be negative.
         inv_freq: (R/2,) angular frequencies of the model's rotary embedding; see `Rotary`.
-        interleaved, first: which dimensions are rotated; see `Rotary`.
+        interleaved, first: the rotated dimensions; see `Rotary`.
     """
 
     offset: int

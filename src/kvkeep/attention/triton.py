@@ -106,8 +106,7 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
 
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
-    """Whether torch's fused attention supports the call; it is faster for a prompt's first
-    chunk."""
+    """Whether torch's fused attention, faster for a prompt's first chunk, supports the call."""
     odd = options.softcap is not None or options.sinks is not None or options.slopes is not None
     return not odd and not options.need_mass and view.square
 

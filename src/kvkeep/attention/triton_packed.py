@@ -169,8 +169,7 @@ class _Packed:
 
     @staticmethod
     def _places(run: _Run, base: _Run) -> list[int]:
-        """Offsets of a run's planes from the first run's planes, in elements, and the strides of
-        their heads."""
+        """Offsets of a run's planes from the first run's, in elements, and the strides of heads."""
         offsets = []
         for own, other in ((run.k, base.k), (run.v, base.v)):
             for x, y in (

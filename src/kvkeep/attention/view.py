@@ -74,8 +74,8 @@ class Segment(NamedTuple):
     rows: Tensor | None = None
     """The segment's rows, int64 (b,), if rows have different lengths; None: all rows."""
     part: bool = False
-    """Whether its rows and head attend to this segment only; the view's other segments hold other
-    rows or heads."""
+    """Whether the segment serves only its own rows and head; other segments serve other rows or
+    heads."""
     used: Tensor | None = None
     """Upper bound of the slots in use, int32 () on the slots' device: slots from this index on are
     empty and need not be read. None: unknown."""
@@ -357,8 +357,8 @@ class View(NamedTuple):
         return not (self.ragged or self.reaches or limited)
 
     def observed(self, newest: int | None) -> Tensor | None:
-        """Which queries count for the mass, bool (B|1, n): the `newest` real queries of each row;
-        None: all."""
+        """Queries that count for the mass, bool (B|1, n): each row's `newest` queries; None:
+        all."""
         if newest is None or newest >= self.chunk:
             return None
         position = self.position.reshape(-1, self.chunk)
@@ -397,8 +397,8 @@ class View(NamedTuple):
         return seen & (chosen.gather(-1, at) == slot)
 
     def distances(self, position: Tensor, queries: slice = slice(None)) -> Tensor:
-        """How many positions each of the slots at `position`, int32 (B|1, 1|H, S), follows each
-        query: int32 (B|1, 1|H, len(queries), S), negative for older slots."""
+        """The distance in positions from each query to each slot at `position`, int32 (B|1, 1|H,
+        S): int32 (B|1, 1|H, len(queries), S), negative for older slots."""
         query = self.position.reshape(-1, 1, self.chunk, 1)[:, :, queries]
         return position[:, :, None, :] - query.to(position.dtype)
 

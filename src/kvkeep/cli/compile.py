@@ -52,7 +52,7 @@ def compile_if_it_pays(
         )
     except UnsupportedError as error:
         note_tokens(model, -1)
-        say(f"decode steps are not compiled, now and later: {error}", err=True)
+        say(f"decode steps are not compiled, now or later: {error}", err=True)
 
 
 def compile(

@@ -8,7 +8,7 @@ from kvkeep.cli.progress import Working
 
 def doctor(json: JsonFlag = False) -> None:
     """Show versions, threads, devices, and which attention backends are usable."""
-    with Working("looking at this machine"):
+    with Working("checking this machine"):
         from kvkeep.attention import backends
         from kvkeep.environment import environment
         from kvkeep.threads import advised
@@ -27,5 +27,5 @@ def doctor(json: JsonFlag = False) -> None:
         say(f"{name:>14}  {value}")
     say(f"{'tested with':>14}  " + ", ".join(f"{name} {range_}" for name, range_ in TESTED.items()))
     if steps < machine["threads"]:
-        say(f"Other processes use the rest of the cores: generating uses {steps} threads now.")
+        say(f"Other processes use some cores: generation uses {steps} threads now.")
     print_table("Attention backends, in the order they are tried", rows)

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from kvkeep.errors import KVKeepError, MissingPackageError
 
 OWN, OTHER = 2, 1
-"""Exit code of kvkeep's own errors and of wrong usage, and of all other errors."""
+"""Exit codes: for kvkeep's own errors and wrong usage, and for all other errors."""
 
 _INTERRUPTED, _NOT_READ = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 _LAB_COMMANDS = ("bench", "calibrate", "eval", "inspect")

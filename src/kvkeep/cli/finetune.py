@@ -58,7 +58,7 @@ def finetune(
         str | None,
         typer.Option(
             help="Tokens in each chunk; default: 1024, or the budget or the policy's step if less. "
-            "256-1024: each step draws a number."
+            "256-1024: each step draws a size."
         ),
     ] = None,
     evaluation: Annotated[
@@ -229,5 +229,5 @@ def _chunks(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     found = re.fullmatch(r"(?:([1-9][0-9]*)-)?([1-9][0-9]*)", text.strip())
     if found is None:
-        raise typer.BadParameter(f"a chunk of {text!r}; give a number, or two such as 256-1024")
+        raise typer.BadParameter(f"a chunk of {text!r}; give a number, or a range such as 256-1024")
     return None if found[1] is None else int(found[1]), int(found[2])

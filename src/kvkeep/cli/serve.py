@@ -33,7 +33,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 127.0.0.1 allows only this machine.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
     cache: Annotated[
         str,
         typer.Option(
@@ -71,7 +71,7 @@ def serve(
     key_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with a line name:key for each client. Prefixes are shared within a name."
+            help="File with a line name:key per client. Clients of one name share prefixes."
         ),
     ] = None,
     share: Annotated[

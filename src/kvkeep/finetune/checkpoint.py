@@ -65,12 +65,10 @@ class Checkpoints:
     """The directory of a run, with its checkpoints and its result.
 
     Attributes:
-        out: the directory.
         kind: the kind of training.
         options: all options that the weights depend on.
         fingerprint: the model's fingerprint.
         keep: number of newest checkpoints to keep.
-        processes: the processes of the run.
     """
 
     out: Path
@@ -185,7 +183,7 @@ class Checkpoints:
     def _fill(self, tensors: Mapping[str, Tensor], held: Any, path: Path) -> None:
         shapes = {name: tuple(held.get_slice(name).get_shape()) for name in list(held.keys())}
         if shapes != {name: tuple(x.shape) for name, x in tensors.items()}:
-            raise _damaged(path, f"it is of another {self.kind.noun}")
+            raise _damaged(path, f"it belongs to another {self.kind.noun}")
         for name, x in tensors.items():
             fill(x, held, name)
 
@@ -277,8 +275,8 @@ def _read(path: Path) -> Contents:
     try:
         fields = json.loads(read_file(path / CONTENTS, _MOST_CONTENTS))
         if fields["version"] != VERSION:
-            what = f"{path} has version {fields['version']}, this kvkeep reads {VERSION}"
-            raise CheckpointError(f"{what}; resume with the kvkeep that wrote it")
+            what = f"{path} is in format version {fields['version']}, this kvkeep reads {VERSION}"
+            raise CheckpointError(f"{what}; resume with the version that wrote it")
         return typed(Contents, fields)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, CheckpointError):

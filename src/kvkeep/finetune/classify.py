@@ -1,5 +1,4 @@
-"""Text classification: a head learns to predict a text's class from its last token's hidden
-state."""
+"""Text classification: a head predicts a text's class from its last token's hidden state."""
 
 from __future__ import annotations
 

@@ -261,8 +261,7 @@ def _messages(value: Any) -> tuple[list[dict[str, Any]], list[bool]]:
 
 
 def _call(call: Any, name: str) -> dict[str, Any]:
-    """A call with its arguments as an object, as templates expect; OpenAI's format has a JSON
-    text."""
+    """A call with its arguments as an object, as templates expect; OpenAI sends JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f'{name} is {call!r:.40}; give {{"function": {{"name": ...}}}}')
@@ -315,8 +314,7 @@ def _rendered(
 
 
 def encoded(tokenizer: Any, text: str, *, special: bool) -> Tensor:
-    """The token ids of a text, (n,); `special`: with the tokenizer's special tokens around the
-    text."""
+    """The token ids of a text, (n,); `special`: with the special tokens around a text."""
     # verbose=False: no warning that a text exceeds the model's context; it will be cut.
     ids = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
     return torch.tensor(ids, dtype=torch.int64)

@@ -1,5 +1,4 @@
-"""LongContext: transformers' Trainer, and trainers derived from it, with gradients through a
-cache."""
+"""LongContext: transformers' Trainer and its subclasses with gradients through a cache."""
 
 from __future__ import annotations
 
@@ -87,6 +86,6 @@ class LongContext(_Trainer):  # type: ignore[misc]
     def _text(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prepared: dict[str, Any] = self._prepare_inputs(inputs)
         if set(prepared) - _TEXT:
-            what = f"inputs {sorted(set(prepared) - _TEXT)} beside {sorted(_TEXT)}"
-            raise UnsupportedError(f"{what}; use a collator that pads texts, and packs none")
+            what = f"inputs {sorted(set(prepared) - _TEXT)}; only {sorted(_TEXT)} are supported"
+            raise UnsupportedError(f"{what}; use a collator that pads and does not pack")
         return prepared

@@ -49,7 +49,7 @@ class Lora(Trained):
         self._labels = model.config.id2label if options.task == "classify" else None
         try:
             with warnings.catch_warnings():
-                # Incompatible versions of PEFT and transformers raise these.
+                # PEFT's use of transformers raises these warnings.
                 warnings.simplefilter("ignore", FutureWarning)
                 return get_peft_model(model, config)
         except ValueError as error:

@@ -106,8 +106,7 @@ class Processes:
 
     @property
     def scale(self) -> float:
-        """The factor for a process's gradients so that they sum over all texts: FSDP2 averages
-        them."""
+        """The factor of a process's gradients that makes FSDP2's average the sum over all texts."""
         return float(self.count) if self.sharded else 1.0
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -129,7 +129,7 @@ def finetune(
 
 
 def _adapter_of(host: Host) -> Trained:
-    """LoRA for a model: LitGPT's for its models, otherwise PEFT's."""
+    """LitGPT's LoRA for a LitGPT model, PEFT's LoRA for other models."""
     if host.library == "LitGPT":
         return cast(Trained, import_module("kvkeep.finetune.litgpt_lora").LitGPTLora())
     return Lora()

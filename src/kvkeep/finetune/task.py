@@ -55,8 +55,8 @@ class Task(ABC):
 def divided(
     task: Task, data: Path, evaluation: Path | None, holdout: int | None
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """The pieces for training, and the pieces for evaluation: of another file, or of the last
-    `holdout` documents (default: one if there are several).
+    """The pieces for training and the pieces for evaluation. Evaluation uses another file, or the
+    last `holdout` documents (default: one if there are several).
 
     Raises:
         DataError: a file cannot be read, or has no label to learn.

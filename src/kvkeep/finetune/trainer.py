@@ -129,8 +129,8 @@ class FineTuner(Trainer):
         return norm
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """transformers' schedule shifted by one step, because its first rate is 0; it starts at the
-        resumed step."""
+        """transformers' schedule from the resumed step, one step late because its first rate is
+        0."""
         scheduler: Any = super().create_scheduler(num_training_steps + 1, optimizer)
         scheduler.last_epoch = done = self.state.global_step + 1
         groups = scheduler.optimizer.param_groups

@@ -191,8 +191,8 @@ class Answer:
         return bool(self.reason)
 
     def cancel(self) -> None:
-        """End the answer: the batch frees its slots before the next step. Its tokens and text
-        remain."""
+        """End the answer with its tokens and text; the batch frees its slots before the next
+        step."""
         if not self.reason:
             self.reason = CANCELLED
 
@@ -255,8 +255,7 @@ class Answer:
         return Piece(ids, self.cache)
 
     def feed_alone(self, ids: Tensor) -> Tensor:
-        """Feed its next tokens (n,) in a forward of their own; return the last token's logits (1,
-        V)."""
+        """Feed its next tokens (n,) in their own forward; return the last token's logits (1, V)."""
         assert self.cache is not None
         host, given = self._host, ids[None].to(self._device)
         if self.media:

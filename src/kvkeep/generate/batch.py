@@ -140,12 +140,12 @@ class Batch:
             prompt: text, or token ids (n,).
             params: sampling parameters; None: the defaults.
             n: number of answers; they share the prompt's slots.
-            spec: the spec of their caches; None: the batch's.
+            spec: the spec of their caches; None: the batch's spec.
             keep_until: keep the prompt up to this marker in the caches: see `kvkeep.keep_until`.
             queue: among answers of one priority, queues are served in turn. The batch remembers
                 every queue name, so use few, such as client names.
             namespace: the store's namespace to read from and write to; None: use no store.
-            reuse: starts and stores the caches; None: as the batch's store says.
+            reuse: starts and stores the caches; None: use the batch's store.
 
         Returns:
             The n answers, in order.
@@ -289,8 +289,7 @@ class Batch:
             return [answer for answer in self._answers if answer.cache is not None]
 
     def _groups(self, planned: Sequence[_Planned]) -> list[list[_Planned]]:
-        """Divide a step into forwards: one for all answers that can be packed, and one for each of
-        the rest."""
+        """Divide a step into forwards: one for all packed answers, and one per other answer."""
         together, groups = [], []
         for one in planned:
             if self._packs and one.answer.packs and one.answer not in self._suspects:
@@ -480,8 +479,7 @@ class _Planned(NamedTuple):
 
 
 class _Begun:
-    """A context that is true from the start of a step until the step returns; an error leaves it
-    true."""
+    """A context that is true from the start of a step until its return, and after an error."""
 
     def __init__(self) -> None:
         self._is = False

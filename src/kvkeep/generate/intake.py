@@ -77,7 +77,7 @@ class Intake:
         longest, limit = tokens + new, cache.token_limit()
         if limit is not None and longest - 1 > limit:  # the last token is never fed
             raise CapacityError(
-                f"a prompt of {tokens} tokens and {new} new ones, but the spec's storage holds "
+                f"a prompt of {tokens} tokens and {new} new tokens, but the spec's storage holds "
                 f"{limit}; ask for fewer, or use @growing"
             )
         if origin.reuse.given is not None:
@@ -86,7 +86,7 @@ class Intake:
         context = self._host.context
         if context is not None and longest > context:
             raise ShapeError(
-                f"a prompt of {tokens} tokens and {new} new ones exceed the model's context of "
+                f"a prompt of {tokens} tokens and {new} new tokens exceed the model's context of "
                 f"{context}; shorten the prompt, or lower max_new_tokens"
             )
         _require_one_reading(cache)

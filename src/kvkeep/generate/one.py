@@ -30,8 +30,9 @@ def stream(
         model: an attached model.
         prompt: text, or token ids, (n,) or (1, n). The cache may hold its first tokens.
         params: sampling parameters; None: the defaults.
-        cache: from `Host.new_cache`, of one row. At the end it holds the whole text except the last
-            token. With the policy `kvzip`, the prompt except its last token is compressed first.
+        cache: a cache of one row from `Host.new_cache`. At the end it holds the whole text except
+            the last token. With the policy `kvzip`, the prompt except its last token is compressed
+            first.
         tokenizer: encodes a text prompt and decodes the answer; None: the answer has no text.
         chunk: read the prompt in chunks of this many tokens; None: at once.
 

@@ -23,7 +23,7 @@ class SamplingParams:
     Args:
         max_new_tokens: most tokens of the answer.
         temperature: divides the logits; 0 chooses the likeliest token.
-        top_k: sample from the k likeliest tokens; 0: from all.
+        top_k: sample from the k likeliest tokens; 0: from all tokens.
         top_p: sample from the smallest set of likeliest tokens with at least this probability.
         min_p: sample from tokens with at least this share of the likeliest token's probability.
         seed: random seed of the answer; answer i of a prompt uses seed + i; None: arbitrary.
@@ -31,7 +31,8 @@ class SamplingParams:
         own_processors: functions that make a new processor for each answer; the processors may have
             state.
         stop: strings that end the answer; they are not part of its text.
-        end_tokens: tokens that end the answer and are not part of its text; None: the model's.
+        end_tokens: tokens that end the answer and are not part of its text; None: the model's end
+            tokens.
         shown_tokens: special tokens to show in the text.
         logprobs: record each token's log probability, by the logits before processors and sampling.
         top_logprobs: also record the log probabilities of this many likeliest tokens.

@@ -23,8 +23,7 @@ class Turns:
         self._last[answer.origin.queue] = next(self._numbers)
 
     def next(self, answers: Sequence[Answer]) -> Answer:
-        """The next answer: by highest priority, then by the least recently served queue, then by
-        age."""
+        """The next answer: highest priority, then least recently served queue, then age."""
         return min(answers, key=lambda x: (-x.params.priority, self._of(x), x.order))
 
     def in_order(self, answers: Sequence[Answer]) -> list[Answer]:

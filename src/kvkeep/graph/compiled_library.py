@@ -84,8 +84,7 @@ class CompiledLibrary:
             LIBRARY.kv_drop(self._made, outputs)
 
     def _last_error(self) -> str:
-        """This thread's last error; empty if none was recorded, for example when memory is
-        short."""
+        """This thread's last error; empty if none was recorded, as when memory is short."""
         text = c_char_p()
         self._library.AOTInductorGetLastError(ctypes.byref(text))
         return (text.value or b"").decode(errors="replace")

@@ -96,8 +96,7 @@ def _require_readings(traced: ExportedProgram) -> None:
 
 
 def _source(node: Node) -> str:
-    """The name of the input that a state tensor is, or from which it is copied on the same
-    device."""
+    """The name of the input that a state tensor is, or is copied from on the same device."""
     while node.op != _PLACEHOLDER:
         node = node.args[0]  # type: ignore[assignment]
     return node.name

@@ -124,14 +124,14 @@ class DeviceStep(Step):
             if self._centre is not None and not self._centre.turns.covers(self._fed + n):
                 raise CapacityError(
                     f"{self._fed + n} tokens fed, but these steps take keys up to position "
-                    f"{len(self._centre.turns.table)}; close() them, and create new ones"
+                    f"{len(self._centre.turns.table)}; close() them, and create new steps"
                 )
             return
         self._layer.storage.require(self._held + n)
         if self._held + n > self._slots:
             raise CapacityError(
                 f"{self._held + n} slots needed, but these steps have room for {self._slots}; "
-                "close() them, and create new ones with more tokens"
+                "close() them, and create new steps with more tokens"
             )
 
     def count(self, n: int) -> None:
@@ -202,8 +202,8 @@ class DeviceStep(Step):
         layer.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
-        """Pass the observation to the policy, and empty the slot of lowest worth, which takes the
-        next token."""
+        """Show the observation to the policy, then empty the slot of lowest worth for the next
+        token."""
         layer, policy = self._layer, self._layer.policy
         newest = self._columns.to(torch.int64).view(1, 1, 1)
         if observation.position is None:
@@ -236,8 +236,7 @@ def _slots_of(layer: LayerCache, tokens: int | None) -> int:
 
 
 def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
-    """Raise the errors that `DeviceStep` documents, except OutOfMemoryError, before anything
-    changes."""
+    """Raise `DeviceStep`'s errors, except OutOfMemoryError, before anything changes."""
     policy: Any = layer.policy
     storage = layer.storage
     if not storage.fixed_addresses and (tokens is None or not storage.reserves):

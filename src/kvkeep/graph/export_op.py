@@ -56,8 +56,7 @@ class Description:
     readers: int = 0
 
     def build(self) -> LayerCache:
-        """Build an empty layer. Its keys have no centre, because a program's state contains
-        none."""
+        """Build an empty layer, whose keys have no centre: a program's state holds none."""
         spec = CacheSpec.parse(self.spec)
         if spec.key_codec.centre:
             spec = replace(spec, key_codec=replace(cast(Any, spec.key_codec), centre=0))

@@ -394,8 +394,7 @@ def _header(fields: Any, path: Path) -> Header:
 
 
 def _not_ours(members: list[ZipInfo]) -> str:
-    """Describe a part that kvkeep does not write and torch might unpickle; empty if there is
-    none."""
+    """Describe a part that kvkeep does not write and torch might unpickle; empty if none."""
     seen = set[str]()
     for member in members:
         name = member.filename

@@ -76,8 +76,7 @@ def compressed_tokens(cache: ModelCache) -> int:
 
 @torch.inference_mode()
 def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> None:
-    """Feed a cache of policy `kvzip` the tokens of ids (B, n) that it lacks, in chunks; then
-    compress it."""
+    """Feed a cache of policy `kvzip` the rest of ids (B, n), in chunks; then compress it."""
     left = ids[:, cache.fed :]
     for piece in torch.split(left, chunk or left.shape[1], dim=1) if left.numel() else ():
         host.feed(piece, cache)
@@ -185,8 +184,7 @@ def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[
 
 
 def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor]) -> None:
-    """Replace the layers to compress by layers of `specs` with the kept slots, bool (B, H, n) for
-    each layer."""
+    """Replace layers by layers of `specs` with the kept slots, bool (B, H, n) for each layer."""
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
@@ -234,8 +232,7 @@ def _kept(
 
 
 def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
-    """All slots of a layer in the new layer's encoding; the new layer's `history` receives its
-    centre."""
+    """All slots of a layer in the new layer's encoding; the new `history` receives its centre."""
     late = layer.slots.block > 1  # some tokens are not encoded yet
     if not late and layer.codecs == new.codecs:
         planes = layer.slots.evictable()

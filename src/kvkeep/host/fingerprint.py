@@ -115,7 +115,7 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         elif part in then and part in now:
             found += _difference(part, then[part], now[part])
         elif part != "tokenizer":
-            what = "not recorded then" if part not in then else "recorded then, but unknown now"
+            what = "not recorded then" if part not in then else "recorded then, unknown now"
             found.append(f"{part}: {what}")
     return found
 

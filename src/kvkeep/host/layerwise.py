@@ -78,7 +78,7 @@ class Layerwise(ABC):
         vocabulary: logits per token, V.
 
     Attributes:
-        attention_mask: as given; None if no token is padding.
+        attention_mask: the given mask; None if no token is padding.
         carries: what each layer carries.
     """
 
@@ -146,8 +146,7 @@ class Layerwise(ABC):
 
     @abstractmethod
     def hidden(self, columns: slice, output: Tensor) -> Tensor:
-        """Apply the final norm to the last layer's output for a chunk, (B, n, width) -> the
-        same."""
+        """Apply the final norm to the last layer's output for a chunk, (B, n, width)."""
 
     @abstractmethod
     def logits(self, columns: slice, output: Tensor) -> Tensor:

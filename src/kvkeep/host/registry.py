@@ -64,8 +64,7 @@ def host_of(model: Any) -> Host:
 
 
 def require_host(host: str) -> None:
-    """Raise SpecError if kvkeep does not know a library, UnsupportedError if it is not
-    installed."""
+    """Raise SpecError for an unknown library, UnsupportedError if it is not installed."""
     if host not in HOSTS:
         raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
     if find_spec(host) is None:

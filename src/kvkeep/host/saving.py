@@ -114,8 +114,7 @@ def load(
 
 
 def _differing(recorded: Mapping[str, str], host: Host, tokenizer: Any) -> list[str]:
-    """The differences between a model and the model of a recorded fingerprint; empty if there are
-    none."""
+    """The differences between a model and a recorded fingerprint; empty if there are none."""
     now = host.fingerprint(tokenizer)
     found = differences(recorded, now)
     if not found:

@@ -30,7 +30,7 @@ _CLOSE_IN_HALF = 0.05
 
 
 def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> list[str] | None:
-    """How a model of another library differs from the transformers model with a recorded
+    """The differences between a model of another library and the transformers model with a recorded
     fingerprint.
 
     The config in the fingerprint must have the fields that the host knows, with equal values. Then

@@ -118,8 +118,7 @@ def attachment_of(gpt: GPT) -> Attachment | None:
 
 
 def _no_mask(gpt: GPT, device: torch.device) -> Tensor:
-    """A placeholder for LitGPT's mask: one element, because kvkeep's attention does not read the
-    mask."""
+    """A one-element placeholder for LitGPT's mask, which kvkeep's attention does not read."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     return one.expand(1, 1, gpt.config.block_size, 1)
 
@@ -138,8 +137,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces the model's `own` forward: with `input_pos`, runs a forward of the attachment's
-    cache."""
+    """Replaces the model's `own` forward: with `input_pos`, uses the attachment's cache."""
     if input_pos is None:
         return own(idx, None, input_pos_maxp1, *args, **kwargs)
     attachment: Attachment = getattr(gpt, _ATTRIBUTE)

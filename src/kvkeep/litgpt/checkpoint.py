@@ -21,8 +21,7 @@ from kvkeep.litgpt.lora import CONFIG, put_on, read_adapter
 WEIGHTS = "lit_model.pth"
 
 _MOST_POSITIONS = 1 << 24
-"""Largest context length. It bounds the table of rotary cosines and sines, whose size a file
-declares."""
+"""Largest context length; bounds the rotary table, whose size a file declares."""
 
 
 def load(

@@ -87,8 +87,7 @@ def as_transformers(gpt: GPT, kind: str) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def _fields(config: Config, kind: str) -> dict[str, Any] | None:
-    """The config fields of a type; None if LitGPT's config does not describe a model of the
-    type."""
+    """The config fields of a type; None if LitGPT's config describes no model of the type."""
     rope = _rope(config)
     usual = Config(
         n_layer=1,

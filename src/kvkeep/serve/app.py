@@ -165,8 +165,7 @@ class _Posted:
 
     @asynccontextmanager
     async def body(self, http: HTTPRequest) -> AsyncIterator[tuple[_Client, bytearray]]:
-        """Yield a request's client and body. The request holds its place while the context is
-        open."""
+        """Yield a request's client and body; its place is held until the context exits."""
         client = self.client_of(http)
         _require_json(http)
         with self.admission.place(client.name):
@@ -240,8 +239,7 @@ class _Answers(_Posted):
             return reply(chat.without_prompt(), encoded), encoded.prompts
 
     def _request(self, body: bytearray, client: _Client) -> tuple[Request, _MakeReply]:
-        """Parse a body; return the chat or completion request and a function that makes its
-        reply."""
+        """Parse a body; return the chat or completion request and the constructor of its reply."""
         asked = read(body, self.kind)
         body.clear()
         _require_model(self.engine, asked.model)

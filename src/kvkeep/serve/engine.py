@@ -37,7 +37,6 @@ class RequestState:
     """A request that the engine answers or queues.
 
     Args:
-        prompts: the request's prompts.
         add: adds one prompt to a batch.
         emit: called with each event.
         pictures: cache pictures of the request's only answer; None: the client wants none.
@@ -62,8 +61,7 @@ class RequestState:
         self._finished: set[Answer] = set()
 
     def cancel(self) -> None:
-        """End the request; its memory is freed before the next step. Any thread may call it,
-        repeatedly."""
+        """End the request and free its memory before the next step. Thread-safe and repeatable."""
         self.gone = True
         for answer in self.answers:
             answer.cancel()
@@ -91,8 +89,8 @@ class RequestState:
             self.emit(Started())
 
     def show(self, *, last: bool = False) -> None:
-        """Emit a picture of the answer's cache if the client wants pictures and one is due. `last`:
-        the answer has ended."""
+        """If the client wants pictures and one is due, take one of the answer's cache and emit it
+        when it is made. `last`: the answer has ended."""
         if self.pictures is not None and self.started and not self.gone:
             picture = self.pictures.look(self.answers[0], last=last)
             if picture is not None:
@@ -311,7 +309,7 @@ class Engine:
         """Submit a request; its answers start as soon as there is room.
 
         Args:
-            prompts: from `prompts.encode`.
+            prompts: prompts from `prompts.encode`.
             emit: called with each event from another thread; the last event is `Usage` or an error.
                 It is not called after the request was cancelled.
             n: answers to each prompt.
@@ -411,7 +409,7 @@ class Engine:
             self.metrics.cache_bytes.set(self.batch.live_bytes)
 
     def _show(self) -> None:
-        """Take the next picture, for the client whose last picture is the oldest."""
+        """Take the pictures that are due, the client with the oldest picture first."""
         if self._maker.free(last=False):
             looked = {
                 state: state.pictures.looked for state in list(self._states) if state.pictures
@@ -427,8 +425,7 @@ class Engine:
 
 
 def _at_work(answer: Answer) -> bool:
-    """Whether an answer has started. An answer preempted in its first step has tokens but no
-    cache."""
+    """Whether an answer has started; if preempted in its first step, it has tokens but no cache."""
     return answer.cache is not None or bool(answer.tokens) or answer.ended
 
 

@@ -59,8 +59,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Usage:
-    """All answers are complete. Counts of tokens: of the prompts, of all answers, and of the
-    prompts' tokens that came from the store."""
+    """All answers are complete. Token counts of the prompts, of all answers, and of the prompt
+    tokens found in the store."""
 
     prompt: int
     completion: int

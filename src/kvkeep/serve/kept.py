@@ -75,7 +75,7 @@ class Kept:
         return {"id": name, "object": "response", "deleted": True}
 
     def _asked(self, name: str, client: str) -> _Response:
-        self._require("response_id", "a client has to keep its responses")
+        self._require("response_id", "let clients keep responses")
         return self._get(name, client, "response_id", 404)
 
     def _require(self, field: str, otherwise: str) -> None:

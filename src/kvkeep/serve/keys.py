@@ -50,7 +50,7 @@ class Keys:
 
     @classmethod
     def single(cls, key: str) -> Keys:
-        """One key for all clients; surrounding white space is removed."""
+        """Keys with a single key for all clients; surrounding white space is removed."""
         return cls({key.strip(): ""})
 
     @classmethod

@@ -58,9 +58,9 @@ class Limits:
                 continue
             none = value == 0 and field.name in ("queue", "response_bytes")
             if not (value > 0 or none):
-                raise SpecError(f"{field.name} of {value}; give more")
+                raise SpecError(f"{field.name} is {value}; give a larger number")
             if math.isinf(value):
-                raise SpecError(f"{field.name} of {value}; give a finite number")
+                raise SpecError(f"{field.name} is {value}; give a finite number")
 
     def prompt_of(self, context: int | None) -> int:
         """Most bytes of a prompt for a model with a context of `context` tokens (None: unknown or

@@ -36,8 +36,7 @@ _Made = TypeVar("_Made")
 
 @final
 class Pace:
-    """Limits work to a small share of the time, of which a little accumulates while idle.
-    Thread-safe."""
+    """Limits work to a small share of the time; idle time accumulates a little. Thread-safe."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock, self._next, self._lock = clock, 0.0, Lock()

@@ -50,8 +50,7 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Wait until no other request of this client holds the turn; hold it while the context is
-        open."""
+        """Wait until this client holds no other turn, then hold it while the context is open."""
         self.unparsed += 1
         try:
             async with self._first[client]:
@@ -76,8 +75,7 @@ class Admission:
             raise RequestError(late, code="waited_too_long", status=503) from None
 
     async def parsed(self, parse: Callable[[], _Parsed], waiting: asyncio.Timeout) -> _Parsed:
-        """Parse a request in a thread, one request at a time. The time to parse does not count as
-        waiting."""
+        """Parse a request in a thread, one at a time. Parsing does not count as waiting."""
         async with self._parser:
             clock = asyncio.get_running_loop().time
             left = (waiting.when() or 0) - clock()

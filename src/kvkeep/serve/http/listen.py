@@ -67,8 +67,7 @@ def listen(bound: socket.socket) -> str:
 
 
 def configured(app: Starlette, limits: Limits) -> uvicorn.Config:
-    """uvicorn's settings for an application: connections with timeouts, no websockets, log on
-    stderr."""
+    """uvicorn's settings: connections with timeouts, no websockets, log on stderr."""
     log = copy.deepcopy(LOGGING_CONFIG)
     log["handlers"]["access"]["stream"] = "ext://sys.stderr"
     return uvicorn.Config(
@@ -96,7 +95,6 @@ def run(
 
     Args:
         bound: socket from `bind`.
-        limits: limits for connections.
         announce: called with the URL as soon as clients can connect.
         stop: ends the remaining answers; called five seconds after the signal, in a thread.
 
@@ -143,5 +141,5 @@ def _refusal_of(host: str, port: int) -> Iterator[None]:
         if error.errno != errno.EADDRINUSE:
             raise StateError(f"cannot listen on {host}, port {port}: {error.strerror}") from error
         raise StateError(
-            f"port {port} of {host} is in use; stop what listens there, or give another --port"
+            f"port {port} of {host} is in use; stop that server, or give another --port"
         ) from error

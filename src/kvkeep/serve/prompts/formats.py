@@ -113,8 +113,7 @@ def _xml_value(given: Any, common: dict[str, Any], name: str) -> list[Piece]:
 
 
 def reasoning_marks(template: str) -> tuple[str, str] | None:
-    """The start and end marks of reasoning for models with this chat template; None without
-    reasoning."""
+    """The start and end marks of reasoning in this chat template; None without reasoning."""
     return next((marks for marks in _REASONING if marks[1] in template), None)
 
 

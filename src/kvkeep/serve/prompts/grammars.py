@@ -35,7 +35,7 @@ class Grammars:
     """Makes logits processors that enforce grammars.
 
     Args:
-        tokenizer: the model's tokenizer; a fast one.
+        tokenizer: a fast tokenizer.
         vocabulary: the model's vocabulary size.
         ends: ids of the tokens that end an answer.
 
@@ -80,7 +80,7 @@ class Grammars:
             if after:
                 made = self._after(after, made)
             matcher = LLMatcher(self._tokenizer, made, log_level=0)
-            matcher.compute_bitmask()  # raises if the grammar is too complex
+            matcher.compute_bitmask()  # finds grammars that are too complex
             wrong = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             wrong = str(error)

@@ -118,7 +118,7 @@ def _opened(url: str, most_pixels: int) -> Any:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.width * image.height > most_pixels:
             size = f"{image.width} x {image.height} pixels"
-            raise _refused(f"{size}: a request may have {_MOST_PIXELS}; send smaller images")
+            raise _refused(f"{size} exceed the limit of {_MOST_PIXELS}; send smaller images")
         return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         formats = ", ".join(_FORMATS)

@@ -83,12 +83,9 @@ class Prompts:
     """Turns requests into token ids. Threads may share it; it serves one at a time.
 
     Args:
-        host: the model's host.
-        tokenizer: the model's tokenizer.
         processor: the model's processor for images; None: prompts are text only.
         name: the model's name for clients.
         context: most tokens of a prompt and its answer; None: no limit.
-        limits: limits of each request.
     """
 
     def __init__(
@@ -293,7 +290,7 @@ class Prompts:
             most = min(most, self.context - length)
         if answers * most > limit:
             asked = f"{answers} answers of up to {most} tokens are {answers * most} tokens"
-            message = f"{asked}, but a request gets {limit}; ask for fewer (max_tokens, n)"
+            message = f"{asked}, but a request may have {limit}; ask for fewer (max_tokens, n)"
             raise RequestError(message, "n" if request.answers > 1 else "max_tokens")
         return most
 

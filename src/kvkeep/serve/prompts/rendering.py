@@ -38,7 +38,6 @@ class Rendering:
     """Renders conversations.
 
     Args:
-        tokenizer: the tokenizer with the chat template.
         name: the model's name for clients.
         most_bytes: most bytes of a conversation and of its rendered text.
         sees: whether the template takes content as a list of text and image parts.

@@ -21,7 +21,6 @@ class Structured:
     """Selects the logits processors for structured output.
 
     Args:
-        tokenizer: the model's tokenizer.
         vocabulary: the model's vocabulary size.
         ends: returns the ids of the tokens that end an answer.
     """
@@ -60,7 +59,7 @@ class Structured:
             return [grammars.following(structure.kind, structure.text, field, after=after)]
         calls = forced_calls(template, tools or [])
         if calls is None:
-            why = "asks for calls, but how this model writes them is not known; leave it out"
+            why = "requires a call, but this model's call format is unknown; leave it out"
             raise RequestError.of(field, why)
         if structure is not None and not forced:
             if structure.kind != "json_schema":

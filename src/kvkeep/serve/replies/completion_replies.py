@@ -185,8 +185,7 @@ def _completion_logprobs(tokens: list[Scored]) -> _Object:
 
 
 def _by_name(one: Scored) -> dict[str, float | None] | None:
-    """The likeliest tokens and the chosen token by name; the chosen token need not be among the
-    likeliest."""
+    """The likeliest tokens, and the chosen token even if it is not among them, by name."""
     if one.chosen.logprob is None:
         return None
     every = (*one.top, one.chosen) if one.top else ()

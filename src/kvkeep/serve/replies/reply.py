@@ -23,9 +23,6 @@ from kvkeep.serve.requests.completions import Request
 class Reply(ABC):
     """The answers to one request, as one object or as stream chunks. Construct it in an event loop.
 
-    Args:
-        encoded: the request's prompts.
-
     Attributes:
         outcome: the outcome by which the request is counted; "left" until the last event.
     """

@@ -1,5 +1,4 @@
-"""Replies to requests for responses: an object whose items grow, and a stream of events about
-them."""
+"""Replies to requests for responses: an object whose items grow, and its stream of events."""
 
 from __future__ import annotations
 

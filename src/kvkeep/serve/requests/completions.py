@@ -109,8 +109,7 @@ class SampledRequest(Exact):
     """Up to four strings of 1,000 characters; the text ends before the first complete match, which
     may span tokens."""
     stop_token_ids: Annotated[list[Token], Field(max_length=1024), FirstError] = []
-    """Token ids that end an answer like the model's own end tokens; they are not part of its
-    text."""
+    """Token ids that end an answer like the model's end tokens; not part of its text."""
     ignore_eos: Flag = False
     """Whether the model's own end tokens are ignored."""
     seed: Integer | None = None
@@ -173,7 +172,7 @@ class GenerationRequest(SampledRequest):
     def _check_structure(self) -> Self:
         form, several = self.response_format, self._structures()[1:]
         if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-            why = "needs json_schema with type json_schema, and only with that"
+            why = "needs json_schema with type json_schema, and with no other type"
             raise RequestError.of("response_format", why)
         if several:
             raise RequestError.of(several[0].field, "is one of several grammars; give only one")
@@ -191,8 +190,7 @@ class GenerationRequest(SampledRequest):
 
     @property
     def extent(self) -> tuple[int | None, bool]:
-        """The most tokens of each answer, if the client sets it, and whether the client wants only
-        the prompt."""
+        """The client's limit of tokens per answer, and whether it wants only the prompt."""
         return self.max_tokens, False
 
     @validator(mode="after")
@@ -275,8 +273,7 @@ class Conversation(Exact):
     continue_final_message: Flag = False
     """Whether the answer continues the last message instead of starting a new one."""
     chat_template_kwargs: dict[Text, Any] = {}
-    """Variables for the chat template, such as `enable_thinking`; the template must read each of
-    them."""
+    """Variables for the chat template, such as `enable_thinking`; the template must read them."""
     reasoning_effort: Text | None = None
     """A variable for the chat template. If the template reads `enable_thinking` instead, `none`
     turns thinking off and any other value turns it on."""
@@ -367,8 +364,7 @@ class CompletionRequest(GenerationRequest):
         FirstError,
         BeforeValidator(_each_prompt),
     ]
-    """A text, the token ids of one, or a list of either; all prompts together may have 256
-    answers."""
+    """A text, the token ids of one, or a list of either; at most 256 answers together."""
     max_tokens: Annotated[Integer, Field(ge=0)] | None = 16
     """As for chats; with `echo`, 0 returns the prompt alone."""
     top_logprobs: Annotated[Integer, Field(ge=0, le=5)] | None = Field(None, alias="logprobs")

@@ -86,8 +86,7 @@ class Message(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _in_todays_form(cls, given: Any) -> Any:
-        """Convert deprecated functions to tools, and null content of an assistant or tool message
-        to text."""
+        """Convert deprecated functions to tools, and null content of assistant or tool to text."""
         if not isinstance(given, dict):
             return given
         given = dict(given)

@@ -67,7 +67,7 @@ class Part(Lenient):
     @validator(mode="after")
     def _check_image(self) -> Self:
         if (self.type == "input_image") != (self.image_url is not None):
-            raise ValueError("give image_url, which a part of type input_image has, and no other")
+            raise ValueError("give image_url with type input_image, and with no other type")
         return self
 
 
@@ -93,7 +93,7 @@ class Item(Lenient):
     def _check_needed(self) -> Self:
         for field in _NEEDED[self.type]:
             if getattr(self, field) is None:
-                raise ValueError(f"give {field}, which an item of type {self.type} has")
+                raise ValueError(f"give {field}, which type {self.type} requires")
         return self
 
 

@@ -27,8 +27,7 @@ class OneOf(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Any text up to and including an end mark; its number of characters is bounded (None: no
-    limit)."""
+    """Any text up to and including an end mark, of bounded length (None: no limit)."""
 
     end: str
     least: int
@@ -42,8 +41,7 @@ class Perhaps(NamedTuple):
 
 
 Piece = str | dict[str, Any] | OneOf | Until | Perhaps
-"""A piece of a text in a grammar: a literal, the JSON schema of a value, or one of the classes
-above."""
+"""A piece of a text in a grammar: a literal, a value's JSON schema, or one of these classes."""
 
 
 class JSONSchema(Exact):
