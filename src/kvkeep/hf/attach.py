@@ -17,6 +17,7 @@ from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.calls import PREFILL_CHUNK, PromptStore, Settings
+from kvkeep.hf.checkpointing import pause, resume
 from kvkeep.hf.compiled import CompiledSteps, programs_of
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.demands import require_exact
@@ -24,7 +25,6 @@ from kvkeep.hf.generate_hook import generate, prepare_cache, prepare_inputs, ref
 from kvkeep.hf.inline import is_inline, route_inline
 from kvkeep.hf.inputs import (
     arguments_of,
-    check_cached,
     check_fed,
     check_mask,
     check_rows,
@@ -261,6 +261,7 @@ def detach(model: PreTrainedModel) -> None:
     for part in _generating(model):
         for name in ("_prepare_cache_for_generation", "_is_stateful"):
             part.__dict__.pop(name, None)
+    resume(decoder_of(model))
     deactivate(model)
 
 
@@ -358,6 +359,7 @@ def _supply_cache(
     attachment: Attachment = getattr(decoder, ATTACHMENT)
     compiling = torch.compiler.is_compiling()
     if not compiling:
+        resume(decoder)
         reach_decoder()
         args, kwargs = (), arguments_of(decoder, args, kwargs) if args else kwargs
         check_rows(kwargs)
@@ -406,7 +408,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
             require_exact(cache, decoder_config(decoder.config).model_type, attachment.own)
         else:
             check_mask(decoder, given)
-        check_cached(decoder)
+        pause(decoder)
         check_fed(decoder, given, fed)
         require_one_text(given)
         cache.forget_unused()
@@ -426,6 +428,7 @@ def _require_attended(
     was fed beside token ids."""
     cache = cache_in(kwargs)
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        resume(decoder)
         if cache.awaited not in (None, cache.fed):
             raise not_served(
                 decoder, f"its cache holds {cache.fed} tokens where {cache.awaited} were fed"
