@@ -18,6 +18,7 @@ TEXTS = ["w3 w4 w5 w6 w7 w8 w9 w10", "w9 w8 w11", "w8 w7 w6 w5 w20 w21", "w11 w1
 DATA = {
     "SFT": {"text": TEXTS},
     "DPO": {"prompt": TEXTS, "chosen": [" w30 w31"] * 4, "rejected": [" w40 w41 w42"] * 4},
+    "KTO": {"prompt": TEXTS, "completion": [" w30 w31"] * 4, "label": [True, False] * 2},
     "GRPO": {"prompt": TEXTS},
     "RLOO": {"prompt": TEXTS},
 }
@@ -25,6 +26,7 @@ SAMPLING = {"per_device_train_batch_size": 8, "num_generations": 4, "max_complet
 OPTIONS = {
     "SFT": {"per_device_train_batch_size": 2, "eos_token": None, "max_length": None},
     "DPO": {"per_device_train_batch_size": 2},
+    "KTO": {"per_device_train_batch_size": 4},
     "GRPO": SAMPLING,
     "RLOO": SAMPLING,
 }

@@ -48,8 +48,8 @@ class LongContext(_Trainer):  # type: ignore[misc]
         if any(other.values()):
             names = ", ".join(name for name in other if other[name])
             raise UnsupportedError(
-                f"{names}: LongContext computes the gradients of cross entropy alone; leave it out, "
-                f"or leave LongContext out of {type(self).__name__}"
+                f"{names}: LongContext computes the gradients of cross entropy alone; leave it "
+                f"out, or leave LongContext out of {type(self).__name__}"
             )
 
     def training_step(
