@@ -1,11 +1,12 @@
 """What kvpress's presses keep of a text, and what kvkeep's specs of the same method keep.
 
     kvkeep eval --setup-kvpress kvpress-env
-    python benchmarks/presses.py --python kvpress-env/bin/python [--model smollm2-135m] [--tokens 800]
+    python benchmarks/presses.py --python kvpress-env/bin/python
+        [--model smollm2-135m] [--tokens 800]
 
 Run it with kvkeep's Python; `--python` is kvpress's. Both get the same weights in float32 and the
-same text, in one forward, and keep a fourth. For each spec: the share of heads that keep exactly the
-tokens that they keep under the press, and the mean share of tokens in common.
+same text, in one forward, and keep a fourth. Printed for each spec: the share of heads that keep
+exactly the tokens that they keep under the press, and the mean share of tokens in common.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ SPECS = {
     "KeyDiffPress": ["keydiff:{n},recent=0", "keydiff:{n}"],
     "KnormPress": ["knorm:{n},recent=0", "knorm:{n}"],
     "PyramidKVPress": ["snapkv:{n}", "pyramid(snapkv:{n})"],
-    "KVzipPress": ["kvzip:25%,recent=0", "kvzip:25%"],
+    "KVzipPress": ["kvzip:25%,recent=0,chunk=2048", "kvzip:25%"],
+    "KVzipPress without its prompt": ["kvzip:25%,recent=0,chunk=2048"],
 }
 """For each press the specs; the first keeps most of what it keeps. {n}: a fourth of the tokens."""
 
@@ -44,8 +46,11 @@ def theirs(model, ids, name) -> Kept:
     import kvpress
 
     removed = 1 - KEPT
+    name, _, bare = name.partition(" ")
     inner = [kvpress.SnapKVPress(removed)] if name == "AdaKVPress" else [removed]
     press = getattr(kvpress, name)(*inner)
+    if bare:
+        read_bare(press)
     model.set_attn_implementation("eager" if name == "ObservedAttentionPress" else "sdpa")
     caches = DynamicCache(), DynamicCache()
     model(input_ids=ids, past_key_values=caches[0])
@@ -65,6 +70,22 @@ def theirs(model, ids, name) -> Kept:
             found[-1].append(sorted(kept))
         module.self_attn.masked_key_indices = None
     return found
+
+
+def read_bare(press) -> None:
+    """Let kvpress's KVzip read the whole text again, without its prompt and what it leaves out."""
+    compress = press._perform_kvzip_compression
+
+    def prepare(model, tokenizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
+        press.score_val = torch.zeros(layers, 1, heads, press.context_length)
+        return [(part, part) for part in press._chunk_fn(press._context_ids, press.chunk_size)]
+
+    def whole(model, tokenizer) -> None:
+        press.prefix_length = 0
+        compress(model, tokenizer)
+
+    press.prepare, press._perform_kvzip_compression = prepare, whole
 
 
 def ours(model, ids, spec) -> Kept:
@@ -123,7 +144,7 @@ def main() -> None:
         for press, specs in SPECS.items():
             for spec in (one.format(n=n, rest=n - 4) for one in specs):
                 same, common = compared(kept[press], ours(model, ids, spec))
-                print(f"{press:24}{spec:44}{same:8.1%} of heads alike {common:8.1%} of tokens")
+                print(f"{press:31}{spec:43}{same:8.1%} of heads alike {common:8.1%} of tokens")
 
 
 @torch.no_grad()

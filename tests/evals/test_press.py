@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep.errors import UnsupportedError
 from kvkeep.host import host_of
-from kvkeep.host.compress import compress, compresses
+from kvkeep.host.compress import compress, compresses, stop_evicting
 
 TEXT = "The lighthouse stands on a cliff, and its lamp burns green in the night. " * 5
 QUESTIONS = ["What burns?", "Where does it stand, and since when?"]
@@ -39,6 +39,7 @@ def greedy(model, spec, context, question):
     host.feed(context, cache)
     if compresses(cache):
         compress(host, cache, context)
+    stop_evicting(cache)
     held, said = cache.stats().kept, []
     logits = host.forward(question, cache)
     for _ in range(STEPS):

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.host import Host, ModelCache, Specs, host_of
-from kvkeep.host.compress import compress, compresses
+from kvkeep.host.compress import compress, compresses, stop_evicting
 
 
 class KVKeepPress:
     """A press for kvpress's pipeline: `pipe(context, question=..., press=KVKeepPress("h2o:25%"))`.
 
     The context is read in one forward through a cache of this spec, evicted or compressed, and each
-    question is answered through a fork of what is left: slots that were evicted take no memory. The
+    question is answered through a fork of what is left: slots that were evicted take no memory. As
+    with other presses, the question and the answer are kept, and see all that is left. The
     `DynamicCache` of the pipeline stays empty. The first use attaches the model, which stays
     attached, because questions are asked after the press was left; `kvkeep.detach` undoes it.
 
@@ -125,5 +126,6 @@ class _Context:
         """The context was read."""
         if compresses(self._cache):
             compress(self._host, self._cache, torch.cat(self._ids, dim=1))
+        stop_evicting(self._cache)
         self._tokens = self._cache.fed
         self._frozen = self._cache.freeze()
