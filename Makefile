@@ -55,8 +55,10 @@ programs:
 	  redis-server chromium chromium-driver >/dev/null; } || \
 	  echo "not all of $(PROGRAMS): the tests of those that lack are skipped"
 
-# Without what LitGPT asks for, which is an older huggingface-hub than transformers needs.
+# Without what they ask for: LitGPT an older huggingface-hub than transformers needs, kvpress an
+# older transformers.
 LITGPT := litgpt lightning lightning-utilities torchmetrics pytorch-lightning jsonargparse
+KVPRESS := kvpress fire termcolor
 
 # The native kernels' tests.
 KERNELS := tests/attention tests/test_linears.py tests/layer/test_native_step.py tests/layer/test_native_packed.py
@@ -105,6 +107,6 @@ wheel-arm: .venv/installed
 .venv/installed: pyproject.toml lab/pyproject.toml constraints.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]" -e "./lab[plot]"
-	$(BIN)/pip install -q -c constraints.txt --no-deps $(LITGPT)
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]" -e "./lab[lm-eval,plot]"
+	$(BIN)/pip install -q -c constraints.txt --no-deps $(LITGPT) $(KVPRESS)
 	touch $@

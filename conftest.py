@@ -48,7 +48,8 @@ pytest_collect_file = SybilCollection(
             parsers=[PythonCodeBlockParser()],
             patterns=["docs/*.md"],
             # Mellea 0.8 needs an older transformers; `make test-versions` runs its examples.
-            excludes=["docs/mellea.md"] if _TRANSFORMERS >= (5, 24) else [],
+            # tests/evals/test_press.py runs those of evaluation.md, which import slowly.
+            excludes=["docs/evaluation.md", *["docs/mellea.md"] * (_TRANSFORMERS >= (5, 24))],
         ),
     ]
 ).pytest()

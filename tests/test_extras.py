@@ -152,7 +152,7 @@ def test_each_import_of_an_optional_package_names_an_extra_that_has_it(package):
     assert not bad
     asked = {
         "kvkeep": {"typer", "gguf", "fsspec", "redis", "peft", "starlette"},
-        "kvkeep_lab": {"matplotlib", "llama_cpp"},
+        "kvkeep_lab": {"matplotlib", "llama_cpp", "lm_eval"},
     }
     assert asked[package] <= seen
 
@@ -204,6 +204,7 @@ MISSING = [
     ("import kvkeep.serve.requests.completions", "uvicorn", "serve"),
     ("import kvkeep.finetune.run", "peft", "finetune"),
     ("import kvkeep_lab.bench.llama_cpp", "gguf", "llama-cpp"),
+    ("import kvkeep_lab.evals.harness", "lm_eval", "lm-eval"),
     ("import kvkeep.mellea", "mellea", "mellea"),
 ]
 """A program, a package that is missing, and the extra that its error names."""

@@ -88,6 +88,9 @@ def test_refuses_what_it_cannot_train_on(tmp_path):
     text = padded(examples(2))
     with pytest.raises(kvkeep.UnsupportedError, match="position_ids"):
         trainer.training_step(trainer.model, text | {"position_ids": text["input_ids"]})
+    text.pop("labels")
+    with pytest.raises(kvkeep.UnsupportedError, match="use a trainer of cross entropy"):
+        trainer.training_step(trainer.model, text)
     with pytest.raises(kvkeep.UnsupportedError, match="metrics cannot"):
         trainer.prediction_step(trainer.model, text, prediction_loss_only=False)
 
@@ -103,7 +106,9 @@ def test_refuses_other_losses(name, options, tmp_path):
     arguments = TrainingArguments(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, **options.pop("arguments", {})
     )
-    with pytest.raises(kvkeep.UnsupportedError, match=f"{name}: only cross entropy"):
+    with pytest.raises(
+        kvkeep.UnsupportedError, match=f"{name}: LongContext computes the gradients of"
+    ):
         LongTrainer(model=tiny("llama"), args=arguments, **options)
 
 

@@ -111,6 +111,25 @@ def test_another_implementation_for_forwards_without_a_cache(model):
 
 
 @torch.no_grad()
+def test_libraries_that_wrap_attention_functions(attached, monkeypatch):
+    """kvpress wraps all of them, and passes dropout by position."""
+    functions, name = (
+        tf.modeling_utils.ALL_ATTENTION_FUNCTIONS,
+        attached.config._attn_implementation,
+    )
+    function, seen = functions[name], []
+
+    def wrapped(module, query, key, value, attention_mask, dropout, **kwargs):
+        seen.append(module)
+        return function(module, query, key, value, attention_mask, dropout, **kwargs)
+
+    expected = attached(ids()).logits
+    monkeypatch.setitem(functions, name, wrapped)
+    assert attached(ids()).logits.equal(expected)
+    assert seen
+
+
+@torch.no_grad()
 def test_a_cache_that_was_built_before(model):
     """Where its model is attached, or detached, afterwards."""
     cache = kvkeep.Cache(model, "window:4")

@@ -16,6 +16,7 @@ from kvkeep import native_library
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.generate import SamplingParams, stream
 from kvkeep.host import host_of
+from kvkeep.host.compress import stop_evicting
 from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
@@ -276,6 +277,28 @@ def test_a_compressed_cache_goes_on_and_is_saved_forked_and_rewound(model, ids, 
         cache.rewind(TOKENS - 1)
     cache.reset()
     assert cache.length == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "spec", ["snapkv:12,window=4", "adakv(h2o:14)", "h2o:12+int8", "window:9,sinks=2"]
+)
+def test_a_cache_that_stops_evicting_keeps_what_comes(model, ids, spec):
+    """Attention precedes eviction, so the next chunk is computed as without; but with a window,
+    whose queries would not see all slots."""
+    cache, later = filled(model, ids, spec), ids[:, :7]
+    before = [kept(layer) for layer in cache.layers]
+    expected = model(later, past_key_values=cache.freeze().fork()).logits
+    stop_evicting(cache)
+    assert [kept(layer) for layer in cache.layers] == before
+    found = model(later, past_key_values=cache).logits
+    if spec.startswith("window"):
+        assert not torch.allclose(found, expected, atol=1e-2)
+    else:
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    model(ids[:, :1], past_key_values=cache)
+    new = [*range(TOKENS, TOKENS + 8)]
+    assert [kept(layer) for layer in cache.layers] == [[x + new for x in heads] for heads in before]
 
 
 def test_layers_with_a_window_keep_it(ids):

@@ -72,6 +72,27 @@ def test_gradient_checkpointing_in_training():
     assert cache.fed == 12
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradient_checkpointing_in_training_without_gradients(family):
+    """GPT-2's own code takes the cache from its layers."""
+    model = tiny(family)
+    expected = model.eval().generate(IDS, max_new_tokens=4, do_sample=False)
+    for part in model.modules():
+        part.p = 0.0  # of dropout
+    model.train()
+    model.gradient_checkpointing_enable()
+    kvkeep.attach(model)
+    assert model.generate(IDS, max_new_tokens=4, do_sample=False).equal(expected)
+    assert model.is_gradient_checkpointing
+    layers = model.model.layers if family == "llama" else model.transformer.h
+    hook = layers[-1].register_forward_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        model(IDS, past_key_values=kvkeep.Cache(model))
+    hook.remove()
+    model(IDS, labels=IDS).loss.backward()
+    assert model.is_gradient_checkpointing
+
+
 def test_a_second_detach():
     model = tiny("llama")
     kvkeep.attach(model)

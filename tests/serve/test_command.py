@@ -48,7 +48,7 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
     if size == "small":
         monkeypatch.setenv("KVKEEP_HOME", stand_in_home)
     model, tokenizer = load("smollm2-135m", "float32", "cpu")
-    options = {"model": "smollm2-135m", "temperature": 0, "max_tokens": 8}
+    options = {"model": "keeper", "temperature": 0, "max_tokens": 8}
     france, self = asking("What is the capital of France?"), asking("Who are you?")
     expected = generate(
         model,
@@ -61,7 +61,10 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
     kvkeep.detach(model)
     plain = model.generate(expected.prompt[None], max_new_tokens=8, do_sample=False)
     assert plain[0].equal(expected.ids)
-    with started("--store", str(tmp_path), KVKEEP_API_KEY="secret") as (url, process):
+    with started("--name", "keeper", "--store", str(tmp_path), KVKEEP_API_KEY="secret") as (
+        url,
+        process,
+    ):
         page = process.stdout.readline().split()[-1]
         assert page == url.removesuffix("v1")
         assert "<title>" in httpx2.get(page, trust_env=False).text
@@ -87,7 +90,7 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
         assert process.wait(60) == 0
     if size == "small":
         return
-    with started("--store", str(tmp_path)) as (url, process):
+    with started("--name", "keeper", "--store", str(tmp_path)) as (url, process):
         again = client(url).chat.completions.create(messages=self, **options)
         assert said(again) == said(second)
         assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1

@@ -30,6 +30,9 @@ _KEY_VARIABLE = "KVKEEP_API_KEY"
 def serve(
     model: ModelName = None,
     adapter: AdapterName = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name for clients; default: --model.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 127.0.0.1 allows only this machine.")
     ] = "127.0.0.1",
@@ -143,7 +146,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI clients, reusing the caches of shared prompt prefixes."""
     model = model_for(model, adapter)
-    name = model or str(adapter)
+    name = name or model or str(adapter)
     if store_budget is not None and store is None:
         raise typer.BadParameter("--store-budget needs --store; give both or neither")
     if api_key is not None and not api_key.strip():

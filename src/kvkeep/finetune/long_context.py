@@ -25,9 +25,9 @@ class LongContext(_Trainer):  # type: ignore[misc]
         cache, chunk, offload: see `kvkeep.train.backward`.
 
     Raises:
-        UnsupportedError: the loss is not cross entropy; or, in training or evaluation, there are
-            inputs other than texts, labels and padding (such as the positions of packed texts), or
-            metrics that need logits.
+        UnsupportedError: a loss other than cross entropy, such as DPO's and GRPO's; in training or
+            evaluation, inputs other than texts, labels and padding (such as the positions of
+            packed texts), and metrics that need logits.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class LongContext(_Trainer):  # type: ignore[misc]
         }
         if any(other.values()):
             names = ", ".join(name for name in other if other[name])
-            raise UnsupportedError(f"{names}: only cross entropy is supported; leave it out")
+            raise UnsupportedError(
+                f"{names}: LongContext computes the gradients of cross entropy alone; leave it "
+                f"out, or leave LongContext out of {type(self).__name__}"
+            )
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -85,7 +88,9 @@ class LongContext(_Trainer):  # type: ignore[misc]
 
     def _text(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prepared: dict[str, Any] = self._prepare_inputs(inputs)
-        if set(prepared) - _TEXT:
-            what = f"inputs {sorted(set(prepared) - _TEXT)}; only {sorted(_TEXT)} are supported"
-            raise UnsupportedError(f"{what}; use a collator that pads and does not pack")
+        if set(prepared) - _TEXT or "labels" not in prepared:
+            raise UnsupportedError(
+                f"LongContext trains on {sorted(_TEXT)}, but its trainer gives {sorted(prepared)}; "
+                "use a trainer of cross entropy, and a collator that pads texts and packs none"
+            )
         return prepared

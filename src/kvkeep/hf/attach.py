@@ -18,6 +18,7 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.demands import require_exact
+from kvkeep.hf.forward.checkpointing import pause, resume
 from kvkeep.hf.forward.inline import is_inline, route_inline
 from kvkeep.hf.forward.packed_rows import require_one_text
 from kvkeep.hf.forward.rehearsal import rehearse, rehearse_own
@@ -34,7 +35,6 @@ from kvkeep.hf.generation.generate_hook import (
 from kvkeep.hf.generation.replaying import Replaying, replays
 from kvkeep.hf.inputs import (
     arguments_of,
-    check_cached,
     check_fed,
     check_mask,
     check_rows,
@@ -266,6 +266,7 @@ def detach(model: PreTrainedModel) -> None:
     for part in _generating(model):
         for name in ("_prepare_cache_for_generation", "_is_stateful"):
             part.__dict__.pop(name, None)
+    resume(decoder_of(model))
     deactivate(model)
 
 
@@ -363,6 +364,7 @@ def _supply_cache(
     attachment: Attachment = getattr(decoder, ATTACHMENT)
     compiling = torch.compiler.is_compiling()
     if not compiling:
+        resume(decoder)
         reach_decoder()
         args, kwargs = (), arguments_of(decoder, args, kwargs) if args else kwargs
         check_rows(kwargs)
@@ -411,7 +413,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
             require_exact(cache, decoder_config(decoder.config).model_type, attachment.own)
         else:
             check_mask(decoder, given)
-        check_cached(decoder)
+        pause(decoder)
         check_fed(decoder, given, fed)
         require_one_text(given)
         cache.forget_unused()
@@ -433,6 +435,7 @@ def _require_attended(
     was fed beside token ids."""
     cache = cache_in(kwargs)
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
+        resume(decoder)
         if cache.awaited not in (None, cache.fed):
             raise not_served(
                 decoder, f"its cache holds {cache.fed} tokens where {cache.awaited} were fed"

@@ -11,13 +11,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import decoder_config
-
-_ALWAYS_TAKEN = "__call__" in vars(GradientCheckpointingLayer)
-"""Whether checkpointing takes the cache in training without gradients too: before 5.24."""
 
 _warned: WeakSet[PreTrainedModel] = WeakSet()
 """Decoders that have been warned about positions past their limit."""
@@ -107,22 +103,6 @@ def check_mask(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
                 "kvkeep's attention does not take; give a mask (B, columns), or use the cache with "
                 "kvkeep.detach(model)"
             )
-
-
-def check_cached(decoder: nn.Module) -> None:
-    """Check that a decoder's layers will use the cache that it is given.
-
-    Raises:
-        UnsupportedError: gradient checkpointing takes it from them.
-    """
-    takes = decoder.training and (_ALWAYS_TAKEN or torch.is_grad_enabled())
-    if takes and any(getattr(x, "gradient_checkpointing", False) for x in decoder.modules()):
-        raise UnsupportedError(
-            f"gradient checkpointing of {type(decoder).__name__} in training takes the cache from "
-            "its layers, which are computed again without it; call "
-            "model.gradient_checkpointing_disable() or model.eval(), use torch.no_grad(), or give "
-            "no cache"
-        )
 
 
 def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:

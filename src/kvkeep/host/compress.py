@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,9 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION, Planes, take
 from kvkeep.policy import Compression
+from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.ranking import lowest, rounded
+from kvkeep.policy.share import Share
 from kvkeep.spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -72,6 +75,26 @@ def compressed_tokens(cache: ModelCache) -> int:
     """The number of fed tokens that were compressed."""
     floors = (layer.history.floor for layer in cache.layers if layer.policy.compression)
     return max(floors, default=0)
+
+
+@torch.inference_mode()
+def stop_evicting(cache: ModelCache) -> None:
+    """Let a cache keep the slots that it holds now, and every later token; later queries see all of
+    them. Layers with a sliding window do not change.
+
+    Raises:
+        StateError: a forward is running.
+    """
+    cache.states("stop_evicting")
+    specs = list(cache.specs)
+    some = [
+        index
+        for index, layer in enumerate(cache.layers)
+        if layer.window is None and (layer.policy.evicts or layer.policy.reach is not None)
+    ]
+    for index in some:
+        specs[index] = replace(specs[index], policy=KVzip(Share(1)))
+    _evict(cache, specs, dict.fromkeys(some))
 
 
 @torch.inference_mode()
@@ -183,8 +206,11 @@ def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[
     return [(max(0, first - lost), max(0, end - lost)) for first, end in runs]
 
 
-def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor]) -> None:
-    """Replace layers by layers of `specs` with the kept slots, bool (B, H, n) for each layer."""
+def _evict(
+    cache: ModelCache, specs: Sequence[CacheSpec], kept: Mapping[int, Tensor | None]
+) -> None:
+    """Replace layers by layers of `specs` with the kept slots, bool (B, H, n) for each layer; None:
+    all slots that are not empty."""
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
@@ -197,6 +223,9 @@ def _evict(cache: ModelCache, specs: Sequence[CacheSpec], kept: dict[int, Tensor
         )
         history = layer.history
         planes = _encoded(layer, new, history)
+        if masks is None:
+            most = max(planes[name].shape[1] for name in planes)
+            masks = (planes[POSITION] >= 0).expand(-1, most, -1)
         heads = {
             f"head.{head}": _of_head(planes, head, masks[:, head]) for head in range(masks.shape[1])
         }

@@ -37,8 +37,8 @@ def attention_over(original: str) -> AttentionFunction:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        dropout: float = 0.0,  # by position in libraries that wrap attention functions
         scaling: float | None = None,
-        dropout: float = 0.0,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         **kwargs: Any,
@@ -49,10 +49,10 @@ def attention_over(original: str) -> AttentionFunction:
         if handed is not None and handed.absorbed is not None and handed is with_values:
             absorbed, handed.absorbed = handed.absorbed, None
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            given: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+            given: dict[str, Any] = {"scaling": scale, "softcap": softcap, "s_aux": s_aux}
             q = absorbed.queries(query)
             out, weights = attention(
-                module, q, key, value, attention_mask, scale, **given, **kwargs
+                module, q, key, value, attention_mask, dropout, **given, **kwargs
             )
             return absorbed.results(out), weights
         if (  # a decode step, where nothing else can be wrong
