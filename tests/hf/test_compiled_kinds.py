@@ -171,12 +171,14 @@ def expected_of(model: Any, spec: str, text: torch.Tensor, mask: torch.Tensor) -
         pytest.param("jamba", "keep_all+int8@fixed:32", marks=pytest.mark.slow),
         pytest.param("zamba2", "keep_all@fixed:32", marks=pytest.mark.slow),
         pytest.param("gemma4_text", "tova:8+int8@fixed", marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", "window:6,sinks=1@fixed", marks=pytest.mark.slow),  # complex
+        pytest.param("longcat_flash", "keep_all@fixed:32", marks=pytest.mark.slow),
     ],
 )
 def test_programs(kind: str, spec: str, tmp_path: Any) -> None:
     """With padding, which must change no state; saved in the midst of a text; and again after a
-    reset. (With recurrent layers a program feeds the prompt token by token, so the policies are
-    those whose decisions do not depend on that.)"""
+    reset. (Some programs read the prompt token by token, so their policies are those whose
+    decisions do not depend on that.)"""
     model, text = tiny(kind), ids(2, 20)
     mask = torch.ones_like(text)
     mask[0, :3] = 0
