@@ -19,6 +19,7 @@ from kvkeep import Cache
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.graph.package import Package
+from kvkeep.hf import compiled, packed
 from kvkeep.layer.layer import LayerCache
 
 pytestmark = pytest.mark.usefixtures("saved_graphs")
@@ -116,8 +117,11 @@ def test_states_of_an_interrupted_program_are_not_used(monkeypatch: pytest.Monke
 
 
 @torch.no_grad()
-def test_a_batch_and_drafts_beside_a_program(programs: list[int]) -> None:
-    """Packed forwards and drafts, whose states must be copied, run in no program."""
+def test_a_batch_and_drafts(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a batch are rows of a program, with spare ones behind them; forwards while drafts
+    are recorded, whose states must return to copies, run in none."""
+    for module in (packed, compiled):
+        monkeypatch.setattr(module, "NUMBERS", (3,))
     plain, model = pair("lfm2")
     texts = [ids(1, n)[0] for n in (9, 5)]
     found = []
@@ -127,9 +131,12 @@ def test_a_batch_and_drafts_beside_a_program(programs: list[int]) -> None:
         list(answers)
         found.append([answer.tokens for answer in added])
     assert found[0] == found[1]
+    assert len(programs) == 5
+    programs.clear()
     options = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 2}
     text = torch.cat([texts[0], texts[0]])[None]
     assert plain.generate(text, **options).equal(model.generate(text, **options))
+    assert not programs
 
 
 def test_a_graph_of_ones_own_keeps_no_states() -> None:
