@@ -84,9 +84,10 @@ def test_a_program_serves_all_caches(kind: str, programs: list[int]) -> None:
     forks = [(one.freeze().fork(), other.freeze().fork()) for one, other in caches]
     for at in range(25, 30):
         feed(text[:, at : at + 1], caches)
-    for one, other in (caches[0], caches[-1]):  # which evict nothing
-        one.rewind(21)
-        other.rewind(21)
+    for one, other in caches:
+        if all(layer.rollback_limit >= one.fed - 21 for layer in one.layers):  # none has evicted
+            one.rewind(21)
+            other.rewind(21)
     for at in range(30, 36):
         feed(text[:, at : at + 1], [*caches, *forks])
     assert all(one.stats() == other.stats() for one, other in caches)
@@ -173,11 +174,11 @@ def expected_of(model: Any, spec: str, text: torch.Tensor, mask: torch.Tensor) -
     ("kind", "spec"),
     [
         ("lfm2", "window:6,sinks=1@fixed"),
-        ("gemma3n_text", "h2o:8@fixed"),
+        pytest.param("gemma4_text", "h2o:8@fixed", marks=pytest.mark.slow),
         pytest.param("qwen3_5_text", "window:6,sinks=1@fixed", marks=pytest.mark.slow),
         pytest.param("jamba", "keep_all+int8@fixed:32", marks=pytest.mark.slow),
-        pytest.param("zamba2", "keep_all@fixed:32", marks=pytest.mark.slow),
-        pytest.param("gemma4_text", "tova:8+int8@fixed", marks=pytest.mark.slow),
+        pytest.param("bamba", "keep_all@fixed:32", marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", "tova:8@fixed", marks=pytest.mark.slow),
         pytest.param("deepseek_v2", "window:6,sinks=1@fixed", marks=pytest.mark.slow),  # complex
         pytest.param("longcat_flash", "keep_all@fixed:32", marks=pytest.mark.slow),
     ],
@@ -202,7 +203,7 @@ def test_programs(kind: str, spec: str, tmp_path: Any) -> None:
 
 
 def test_a_program_that_was_interrupted_before_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, program = ids(1, 12), kvkeep.export(tiny("gemma3n_text"), "h2o:6@fixed")
+    text, program = ids(1, 12), kvkeep.export(tiny("gemma4_text"), "h2o:6@fixed")
     first = program(text)
     with monkeypatch.context() as patch:
 
@@ -220,7 +221,7 @@ def test_a_program_that_was_interrupted_before_a_reading(monkeypatch: pytest.Mon
 
 def test_a_file_whose_reading_has_another_state_is_refused(tmp_path: Any) -> None:
     path, other = tmp_path / "a.pt2", tmp_path / "b.pt2"
-    kvkeep.export(tiny("gemma3n_text"), "keep_all@fixed:16").save(path)
+    kvkeep.export(tiny("gemma4_text"), "keep_all@fixed:16").save(path)
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
         for name in source.namelist():
             data = source.read(name)
