@@ -19,6 +19,8 @@ from kvkeep import Cache
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.graph.package import Package
+from kvkeep.hf.forward import packed
+from kvkeep.hf.steps import compiled
 from kvkeep.layer.layer import LayerCache
 
 pytestmark = pytest.mark.usefixtures("saved_graphs")
@@ -83,9 +85,10 @@ def test_a_program_serves_all_caches(kind: str, programs: list[int]) -> None:
     forks = [(one.freeze().fork(), other.freeze().fork()) for one, other in caches]
     for at in range(25, 30):
         feed(text[:, at : at + 1], caches)
-    for one, other in (caches[0], caches[-1]):  # which evict nothing
-        one.rewind(21)
-        other.rewind(21)
+    for one, other in caches:
+        if all(layer.rollback_limit >= one.fed - 21 for layer in one.layers):  # none has evicted
+            one.rewind(21)
+            other.rewind(21)
     for at in range(30, 36):
         feed(text[:, at : at + 1], [*caches, *forks])
     assert all(one.stats() == other.stats() for one, other in caches)
@@ -116,8 +119,11 @@ def test_states_of_an_interrupted_program_are_not_used(monkeypatch: pytest.Monke
 
 
 @torch.no_grad()
-def test_a_batch_and_drafts_beside_a_program(programs: list[int]) -> None:
-    """Packed forwards and drafts, whose states must be copied, run in no program."""
+def test_a_batch_and_drafts(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a batch are rows of a program, with spare ones behind them; forwards while drafts
+    are recorded, whose states must return to copies, run in none."""
+    for module in (packed, compiled):
+        monkeypatch.setattr(module, "NUMBERS", (3,))
     plain, model = pair("lfm2")
     texts = [ids(1, n)[0] for n in (9, 5)]
     found = []
@@ -127,9 +133,12 @@ def test_a_batch_and_drafts_beside_a_program(programs: list[int]) -> None:
         list(answers)
         found.append([answer.tokens for answer in added])
     assert found[0] == found[1]
+    assert len(programs) == 5
+    programs.clear()
     options = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 2}
     text = torch.cat([texts[0], texts[0]])[None]
     assert plain.generate(text, **options).equal(model.generate(text, **options))
+    assert not programs
 
 
 def test_a_graph_of_ones_own_keeps_no_states() -> None:
@@ -166,17 +175,19 @@ def expected_of(model: Any, spec: str, text: torch.Tensor, mask: torch.Tensor) -
     ("kind", "spec"),
     [
         ("lfm2", "window:6,sinks=1@fixed"),
-        ("gemma3n_text", "h2o:8@fixed"),
+        pytest.param("gemma4_text", "h2o:8@fixed", marks=pytest.mark.slow),
         pytest.param("qwen3_5_text", "window:6,sinks=1@fixed", marks=pytest.mark.slow),
         pytest.param("jamba", "keep_all+int8@fixed:32", marks=pytest.mark.slow),
-        pytest.param("zamba2", "keep_all@fixed:32", marks=pytest.mark.slow),
-        pytest.param("gemma4_text", "tova:8+int8@fixed", marks=pytest.mark.slow),
+        pytest.param("bamba", "keep_all@fixed:32", marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", "tova:8@fixed", marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", "window:6,sinks=1@fixed", marks=pytest.mark.slow),  # complex
+        pytest.param("longcat_flash", "keep_all@fixed:32", marks=pytest.mark.slow),
     ],
 )
 def test_programs(kind: str, spec: str, tmp_path: Any) -> None:
     """With padding, which must change no state; saved in the midst of a text; and again after a
-    reset. (With recurrent layers a program feeds the prompt token by token, so the policies are
-    those whose decisions do not depend on that.)"""
+    reset. (Some programs read the prompt token by token, so their policies are those whose
+    decisions do not depend on that.)"""
     model, text = tiny(kind), ids(2, 20)
     mask = torch.ones_like(text)
     mask[0, :3] = 0
@@ -193,7 +204,7 @@ def test_programs(kind: str, spec: str, tmp_path: Any) -> None:
 
 
 def test_a_program_that_was_interrupted_before_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, program = ids(1, 12), kvkeep.export(tiny("gemma3n_text"), "h2o:6@fixed")
+    text, program = ids(1, 12), kvkeep.export(tiny("gemma4_text"), "h2o:6@fixed")
     first = program(text)
     with monkeypatch.context() as patch:
 
@@ -211,7 +222,7 @@ def test_a_program_that_was_interrupted_before_a_reading(monkeypatch: pytest.Mon
 
 def test_a_file_whose_reading_has_another_state_is_refused(tmp_path: Any) -> None:
     path, other = tmp_path / "a.pt2", tmp_path / "b.pt2"
-    kvkeep.export(tiny("gemma3n_text"), "keep_all@fixed:16").save(path)
+    kvkeep.export(tiny("gemma4_text"), "keep_all@fixed:16").save(path)
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
         for name in source.namelist():
             data = source.read(name)

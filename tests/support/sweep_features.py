@@ -217,7 +217,8 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
             if exact._can_set_experts_implementation():
                 exact.set_experts_implementation("eager")  # torch's own takes no float64
             try:
-                exact(ids)
+                with in_float64(exact):
+                    exact(ids)
             except Exception as its:
                 raise UnsupportedError(f"unattached, in float64, it raises {said(its)}") from its
             for spec in ("keep_all",) if own else ("keep_all", WINDOW, EVICT):

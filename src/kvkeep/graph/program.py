@@ -254,8 +254,8 @@ class Program:
 
 
 def tokens_of(traced: ExportedProgram) -> int | torch.SymInt:
-    """How many tokens a traced step takes: 1 if the model has recurrent layers, whose other
-    forwards depend on the number of tokens; otherwise a symbol."""
+    """How many tokens a traced step takes: 1, or a symbol if torch could trace it for any number. A
+    model with recurrent layers computes several tokens in another way."""
     name = traced.graph_signature.user_inputs[0]
     found = next(node for node in traced.graph.nodes if node.name == name)
     return cast("int | torch.SymInt", found.meta["val"].shape[1])

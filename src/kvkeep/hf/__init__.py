@@ -24,7 +24,8 @@ How an attached model runs:
   program depends on is `model_state`. Layers prepare their steps in the memory of tickets, where
   the program finds them; a layer without a prepared step calls back into Python. On other devices
   a graph is compiled for the process, and CUDA graphs (`cuda_graph`) replay steps whose state
-  lies on the device.
+  lies on the device. A program changes recurrent states in place. A reading of another layer's
+  slots is a step of its own ticket, which Python makes.
 - Attention weights, and dropout on them, come from separate operations over the same slots
   (`weights`).
 - In `generate()`, `demands` refuses before the first token what a cache could not do later.

@@ -28,6 +28,8 @@ from kvkeep.host import Specs
 from kvkeep.planes import Chunks
 
 _NEAR = 1e-4
+_SEVERAL = 4
+"""Tokens with which a step for any number is traced: a size of 1 would be a constant."""
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
 
@@ -83,11 +85,41 @@ def _exported(
     model: PreTrainedModel, spec: Specs, rows: int, tokenizer: Any
 ) -> tuple[ExportedProgram, Header]:
     step = _Step(model, spec, rows)
-    # A size of 1 is traced as a constant; the program checks its room itself. With recurrent layers
-    # it feeds tokens one by one.
-    some = 1 if step.state_names else 4
-    example = torch.zeros(rows, some, dtype=torch.int64, device=model.device)
-    tokens = {1: Dim("tokens", min=1, max=max(some, min(step.room, 2**20)))} if some > 1 else {}
+    fault: Exception | None = None
+    try:
+        traced = None if step.state_names else _traced(step, rows, _SEVERAL)
+    except _TraceError as error:
+        traced, fault = None, error
+    try:
+        traced = traced or _traced(step, rows, 1)  # the program then feeds tokens one by one
+    except _TraceError as error:
+        raise UnsupportedError(
+            f"torch cannot export a step of {type(model).__name__}: {fault or error}; run the "
+            "model itself"
+        ) from error
+    assert traced is not None  # one token is traced whatever the numbers are
+    traced._example_inputs = None  # would be saved as pickles
+    specs = [description.spec for description in step.descriptions]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])
+    known = fingerprint(model, tokenizer)
+    return traced, Header.now(specs, rows, step.room, vocabulary, known)
+
+
+class _TraceError(Exception):
+    """The text of an error of torch's tracer, which raises errors of many types."""
+
+
+def _traced(step: _Step, rows: int, some: int) -> ExportedProgram | None:
+    """A step for any number of tokens, traced with `some`, or for one token. None: torch would save
+    it for this number of tokens only, because it computes with complex numbers.
+
+    Raises:
+        _TraceError: torch cannot trace it.
+    """
+    example = torch.zeros(rows, some, dtype=torch.int64, device=step.model.device)
+    most = max(some, min(step.room, 2**20))  # the program checks its room itself
+    tokens = {1: Dim("tokens", min=1, max=most)} if some > 1 else {}
     try:
         with torch.no_grad():
             traced = torch.export.export(
@@ -98,23 +130,11 @@ def _exported(
             )
     except (KVKeepError, MemoryError):
         raise
-    except Exception as error:  # torch's tracer raises errors of many types
-        raise UnsupportedError(
-            f"torch cannot export a step of {type(model).__name__}: {reason_of(error)}; run the "
-            "model itself"
-        ) from error
+    except Exception as error:
+        raise _TraceError(reason_of(error)) from error
     values = (node.meta.get("val") for node in traced.graph.nodes)
-    if any(isinstance(x, Tensor) and x.is_complex() for x in values):
-        raise UnsupportedError(
-            f"{type(model).__name__} computes with complex numbers, for which torch saves programs "
-            "of one number of tokens only; run the model itself"
-        )
-    traced._example_inputs = None  # would be saved as pickles
-    specs = [description.spec for description in step.descriptions]
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary = int(embeddings.weight.shape[0])
-    known = fingerprint(model, tokenizer)
-    return traced, Header.now(specs, rows, step.room, vocabulary, known)
+    complexes = any(isinstance(x, Tensor) and x.is_complex() for x in values)
+    return None if complexes and some > 1 else traced
 
 
 class _Step(nn.Module):

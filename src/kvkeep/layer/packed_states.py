@@ -35,6 +35,30 @@ class PackedStates(NamedTuple):
     places: Tensor | None = None
 
 
+def with_spare_rows(packed: PackedStates, rows: int) -> RecurrentStates | None:
+    """A copy of the states of all sequences, one token each, as the first of `rows` rows, which a
+    program may change; None: some sequence has no states yet, or has more tokens."""
+    held = packed.parts[0].states.tensors()
+    if len(packed.parts) > 1 or not held:
+        return None
+    made, copied = packed.parts[0].states.empty(), {}
+    with torch.inference_mode(False), torch.no_grad():
+        for name, x in held.items():
+            copied[name] = torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=x.device)
+            copied[name][: len(x)] = x
+    made.load(copied)
+    made.running = True
+    return made
+
+
+def take_back(packed: PackedStates, changed: RecurrentStates) -> None:
+    """Give the sequences the states of `with_spare_rows` after a step."""
+    now = changed.tensors()
+    with torch.inference_mode():  # allows in-place changes of tensors made in any mode
+        for name, x in packed.parts[0].states.tensors().items():
+            x.copy_(now[name][: len(x)])
+
+
 class Rows:
     """The states of several sequences as the rows of one. The tensors of each sequence are views of
     its row, so nothing is copied from one forward to the next while the sequences are the same.

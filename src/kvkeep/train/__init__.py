@@ -16,6 +16,10 @@ gradient buffer of the same slots; docs/training.md has a picture.
 - A cell is one chunk's attention. Gradients of its output come from the layer above, gradients of
   its slots from the buffer, in at least float32; gradients of earlier slots are added to the
   buffer.
+- A recurrent layer's states before each chunk are stored with its inputs, and the gradient of a
+  state goes back from chunk to chunk.
+- A layer that reads an earlier layer's slots walks through the chunks as that layer did. Its
+  gradients of the keys and values of each chunk are stored until that layer's backward.
 - Random numbers are drawn from a seed for each layer and chunk, itself drawn from torch's
   generator.
 - Processes that share a text (`chain`) each own consecutive chunks. A layer's state travels

@@ -71,8 +71,8 @@ class Recording(Passing):
     Args:
         cache: the layer's cache, empty.
         trace: gets the evictions, and the keys and values if `read`.
+        states: see `Passing`.
         read: whether other layers read them.
-        before: the slots after the chunks of earlier processes, and the text; None: there are none.
     """
 
     def __init__(

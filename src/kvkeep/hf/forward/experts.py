@@ -34,7 +34,7 @@ def _longcat(module: Any, x: Tensor, ends: Tensor) -> Tensor:
     ends = ends[:count]
     gate, up = grouped(x, module.gate_up_proj[:count].mT, ends).chunk(2, dim=-1)
     found = grouped(module.act_fn(gate) * up, module.down_proj.mT, ends)
-    computed = torch.arange(len(x), device=x.device) < ends[-1]
+    computed = torch.arange(x.shape[0], device=x.device) < ends[-1]
     return torch.where(computed[:, None], found, x)
 
 

@@ -4,7 +4,6 @@ row, or, in a compiled step, as rows with one token each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 from weakref import ref
 
 import torch
@@ -20,13 +19,13 @@ from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.interface.layers_cache import LayersCache
 from kvkeep.hf.interface.model_layers import TellsLayers
-from kvkeep.hf.kinds import KeepsStates, kinds_of, layer_kinds
+from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
 from kvkeep.host.packed import Packed
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
-from kvkeep.layer.recurrent import NoStates
+from kvkeep.layer.recurrent import NoStates, RecurrentStates
 from kvkeep.layer.step import StepInputs
 
 
@@ -190,19 +189,27 @@ class RowsOf(AttendingLayer):
         return out
 
 
-class RowsCache(LayersCache):
-    """The `cache` argument of a compiled step of several sequences."""
+class RowsCache(KeepsStates, TellsLayers, LayersCache):
+    """The `cache` argument of a compiled step of several sequences.
 
-    def __init__(self, config: Any) -> None:
-        kinds = layer_kinds(config)
-        layers = [RowsOf(kind.window) for kind in kinds]
-        pairs = zip(layers, kinds, strict=True)
-        own = [Ticket(ref(layer), kind.readers) for layer, kind in pairs]
+    Args:
+        like: any cache of the model.
+    """
+
+    def __init__(self, like: Cache) -> None:
+        layers = [RowsOf(layer.window) for layer in like.layers]
+        pairs = zip(layers, like.layers, strict=True)
+        own = [Ticket(ref(layer), one.readers) for layer, one in pairs]
         super().__init__(layers, with_readings(own))
-        self.carried = NoStates()
+        self.carried: RecurrentStates = NoStates()
+        self.model_layers = like.model_layers
 
-    def use(self, layers: Sequence[PackedLayer | None]) -> None:
-        """See `RowsOf.use`."""
+    def index(self, place: int) -> int:
+        return self.model_layers.indices.get(place, 0)
+
+    def use(self, layers: Sequence[PackedLayer | None], states: RecurrentStates) -> None:
+        """See `RowsOf.use`. `states`: of all rows."""
+        self.carried = states
         for own, layer in zip(self.layers, layers, strict=True):
             own.use(layer)
 

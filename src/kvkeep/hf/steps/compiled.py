@@ -30,6 +30,8 @@ from kvkeep.hf.steps.model_state import ModelState
 from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.hf.weight_parts import is_plain, part_named, parts
 from kvkeep.host.packed import Packed
+from kvkeep.layer.packed_states import take_back, with_spare_rows
+from kvkeep.layer.recurrent import NoStates
 from kvkeep.native_library import available
 
 if TYPE_CHECKING:  # torch's compiler is slow to import
@@ -80,24 +82,31 @@ class CompiledSteps(ReplacedForward):
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
             return None
-        if drops_weights(self.model) or self.gives_more or tokens.states.parts:
+        if drops_weights(self.model) or self.gives_more:
+            return None
+        states = with_spare_rows(tokens.states, rows) if tokens.states.parts else NoStates()
+        if states is None:
             return None
         if not self._packing.acquire(blocking=False):  # another thread packs sequences
             return None
         try:
             if self._rows is None:
-                self._rows = RowsCache(self.model.config)
-            self._rows.use(tokens.layers)
+                self._rows = RowsCache(Cache(self.model))
+            self._rows.use(tokens.layers, states)
             position = tokens.positions + first_position(self.model)
             given = {
                 name: pad(x[0], (0, rows - count))[:, None]
                 for name, x in (("input_ids", tokens.ids), ("position_ids", position))
             }
             out = self._run(given, self._rows)
-            return None if out is None else cast(Tensor, out.logits[:count, -1])
+            if out is None:
+                return None
+            if states:
+                take_back(tokens.states, states)
+            return cast(Tensor, out.logits[:count, -1])
         finally:
             if self._rows is not None:
-                self._rows.use([None] * len(self._rows))
+                self._rows.use([None] * len(self._rows), NoStates())
             self._packing.release()
 
     def _run(self, given: dict[str, Tensor], cache: Cache | RowsCache) -> Any:
@@ -234,11 +243,11 @@ def run_program(
 ) -> Sequence[Tensor] | None:
     """Run a program on a cache's layers and states. If it is interrupted, the states are unknown:
     see `RecurrentStates.require`."""
-    if cache.carried:
-        cache.carried.change()
+    carried = cache.carried
+    before = carried.columns
+    carried.change()
     found = program(given, tickets)
-    if cache.carried:
-        cache.carried.end(cache.fed)
+    carried.end(before if found is None else before + 1)
     return found
 
 
