@@ -67,9 +67,9 @@ class ModelState:
                 self._unreplaced.append(own)
         joined = [x for _, _, x in self._held if is_joined(x)]
         for x in joined:  # longer in each turn: parts may consist of others
-            inner = [(name, getattr(x, name)) for name in x.__tensor_flatten__()[0]]
-            self._held += [(vars(x), name, part) for name, part in inner]
-            joined += [part for _, part in inner if is_joined(part)]
+            own = {name: vars(x)[name] for name in x.__tensor_flatten__()[0] if name in vars(x)}
+            self._held += [(vars(x), name, part) for name, part in own.items()]
+            joined += filter(is_joined, own.values())
         weights = [x for _, _, x in self._held if isinstance(x, Tensor) and _has_memory(x)]
         self._weights: list[Any] = weights
         self._addresses, self._dtypes = [*map(_ADDRESS, weights)], [*map(_DTYPE, weights)]
@@ -188,7 +188,8 @@ class ModelState:
         text = f"{_name(type(x))}{_layout(x)}"
         if is_joined(x):
             names, context = x.__tensor_flatten__()
-            text += f"{self._text(context)}{[self._weight(getattr(x, name)) for name in names]}"
+            inner = [part for name in names if isinstance(part := getattr(x, name), Tensor)]
+            text += f"{self._text(context)}{[*map(self._weight, inner)]}"
         return text
 
     def _text(self, value: Any, depth: int = 0) -> str:
