@@ -43,7 +43,8 @@ from kvkeep.hf.inputs import (
 from kvkeep.hf.kinds import kinds_of, require
 from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
-from kvkeep.hf.steps.compiled import CompiledSteps, programs_of
+from kvkeep.hf.steps.compiled import CompiledSteps
+from kvkeep.hf.steps.step import programs_of
 from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate

@@ -12,7 +12,7 @@ from kvkeep.hf.attach import attach, unwrapped
 from kvkeep.hf.forward.packed import numbers_up_to
 from kvkeep.hf.host import TransformersHost
 from kvkeep.hf.steps import saved_steps
-from kvkeep.hf.steps.compiled import key_of, programs_of
+from kvkeep.hf.steps.step import key_of, programs_of
 from kvkeep.host.progress import Progress, silent
 
 PAYS_AFTER = 4000

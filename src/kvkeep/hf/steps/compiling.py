@@ -33,7 +33,7 @@ from kvkeep.hf.config import changing_ropes
 from kvkeep.hf.forward.packed import RowsCache
 from kvkeep.hf.forward.placing import first_position, takes_positions
 from kvkeep.hf.steps import saved_steps
-from kvkeep.hf.steps.compiled import Program, Signature, Step, run_program, step_name
+from kvkeep.hf.steps.step import Program, Signature, Step, run_program, step_name
 from kvkeep.hf.weight_parts import Joining, is_plain, parts
 
 _MOST_GRAPHS = 32
