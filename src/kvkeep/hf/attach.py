@@ -44,8 +44,8 @@ from kvkeep.hf.kinds import kinds_of, require
 from kvkeep.hf.kinds.base import Handle
 from kvkeep.hf.kinds.multimodal import note_fed, reach_decoder, require_placed, watch
 from kvkeep.hf.steps.compiled import CompiledSteps
-from kvkeep.hf.steps.step import programs_of
 from kvkeep.hf.steps.replaced_forward import ReplacedForward
+from kvkeep.hf.steps.step import programs_of
 from kvkeep.host import Host, Specs, host_of
 from kvkeep.host.adapters import activate, deactivate
 from kvkeep.host.cache import DEFAULT_SPEC

@@ -6,34 +6,27 @@ each input; torch fuses the small operations between them. It serves all caches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from sys import modules as imported
+from collections.abc import Mapping
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel, modeling_outputs
+from transformers import PreTrainedModel
 
-from kvkeep.graph.custom_ops import Ticket
-from kvkeep.graph.package import Package
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
+from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.forward.packed import NUMBERS, RowsCache
 from kvkeep.hf.forward.placing import first_position
 from kvkeep.hf.forward.weights import drops_weights
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.steps import saved_steps
-from kvkeep.hf.steps.model_state import ModelState
 from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.hf.steps.step import Step, step_name
-from kvkeep.hf.weight_parts import is_plain, part_named, parts
 from kvkeep.host.packed import Packed
 from kvkeep.layer.packed_states import take_back, with_spare_rows
 from kvkeep.layer.recurrent import NoStates
-from kvkeep.native_library import available
 
 if TYPE_CHECKING:  # torch's compiler is slow to import
     from kvkeep.hf.steps.compiling import Compiler

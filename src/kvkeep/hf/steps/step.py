@@ -5,31 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from sys import modules as imported
-from threading import Lock
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel, modeling_outputs
 
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.package import Package
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import OF_GENERATE, cache_in, name_in
-from kvkeep.hf.forward.packed import NUMBERS, RowsCache
-from kvkeep.hf.forward.placing import first_position
-from kvkeep.hf.forward.weights import drops_weights
-from kvkeep.hf.inputs import check_fed
+from kvkeep.hf.cache_argument import OF_GENERATE, name_in
+from kvkeep.hf.forward.packed import RowsCache
 from kvkeep.hf.steps import saved_steps
 from kvkeep.hf.steps.model_state import ModelState
-from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.hf.weight_parts import is_plain, part_named, parts
-from kvkeep.host.packed import Packed
-from kvkeep.layer.packed_states import take_back, with_spare_rows
-from kvkeep.layer.recurrent import NoStates
 from kvkeep.native_library import available
-
 
 Program = Callable[[Sequence[Tensor], Sequence[Ticket]], Sequence[Tensor] | None]
 """Computes a step; see `kvkeep.graph.package.Package`."""
@@ -108,7 +97,8 @@ def run_program(
     see `RecurrentStates.require`."""
     carried = cache.carried
     before = carried.columns
-    carried.change()
+    if carried:
+        carried.change()
     found = program(given, tickets)
     carried.end(before if found is None else before + 1)
     return found
