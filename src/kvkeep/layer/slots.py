@@ -41,6 +41,11 @@ class Codecs(NamedTuple):
         return self.value.decode(part(planes, "k" if self.value.of_keys else "v"), dtype)
 
     @property
+    def have_tail(self) -> bool:
+        """Whether tokens have slots of their own but should stay plain for a while."""
+        return self.key.block == 1 and self.key.together == self.value.together > 1
+
+    @property
     def unencoded(self) -> Codecs:
         """Those of tokens that wait to be encoded in a block."""
         return Codecs(self.key.unencoded, self.value.unencoded)
