@@ -154,6 +154,11 @@ class LayerSlots(ABC):
         return None
 
     @property
+    def reads_chunk(self) -> bool:
+        """Whether queries read their own chunk as it was computed, although it is encoded."""
+        return self.single and self.codecs.have_tail
+
+    @property
     def torn(self) -> bool:
         """Whether a change failed after changing some of the slots."""
         return False

@@ -98,16 +98,14 @@ class Writing(Settling, Step):
 
     def _as_computed(self, k: Tensor, v: Tensor, position: Tensor) -> Segment | None:
         """New tokens as they were computed, keys less their centre, for the chunk's own queries;
-        None: these read the tokens' slots, as single tokens and drafts always do.
+        None: these read the tokens' slots.
 
         Args:
             position: the plane of the tokens' positions.
         """
-        cursor, n = self.cursor, k.shape[2]
-        slots, drafts = cursor.slots, cursor.record_past and cursor.tentative
-        if n == 1 or drafts or not (slots.single and slots.codecs.have_tail):
+        if not self.cursor.slots.reads_chunk:
             return None
-        codecs = slots.codecs.unencoded
+        codecs = self.cursor.slots.codecs.unencoded
         return Segment(codecs.encode(k.to(v.dtype), v) | {POSITION: position}, *codecs)
 
     def _note(self, n: int) -> None:
