@@ -106,6 +106,7 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
             held = live_tokens(layer) if start else [[([], k, v)] * HEADS] * 2
             live = [[set(place) for place, _, _ in row] for row in held]
         queries, *new = (x[:, :, part].to(DEVICE) for x in (q, k, v))
+        reads_chunk = layer.slots.reads_chunk
         view = layer.extend(*new, None if given is None else given.to(DEVICE))
         # Attention reads what was encoded, in some layers but for the chunk's own tokens; of a
         # block, that is another thing each time.
@@ -125,7 +126,7 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
             as_computed = q[:, :, part], k[:, :, part], v[:, :, part], position
             before = deepcopy(stored)
             expected = stored.step(*inputs, scale=0.4, live=live)
-            if layer.slots.reads_chunk:
+            if reads_chunk:
                 expected = before.step(*as_computed, scale=0.4, live=live)
             if spec.policy.budget is not None:
                 out = out.masked_fill((position < 0)[:, None, :, None], 0.0)
