@@ -217,7 +217,7 @@ def test_inspect_in_a_terminal_that_is_not_utf8():
         (("eval", "--samples-file", __file__), "exists; give another name, or --overwrite"),
         (("eval", "--samples-file", "nowhere/x"), "there is no directory nowhere"),
         (("eval", "--no-retrieval", "--samples-file", "x"), "without tasks would stay empty"),
-        (("eval", "--against", "vllm"), "there is kvpress"),
+        (("eval", "--against", "vllm"), "there is kvpress and llama.cpp"),
         (("eval", "--against", "kvpress"), "needs --kvpress DIR"),
         (("eval", "--against", "kvpress", "--kvpress", "nowhere"), "no environment in nowhere"),
         (("eval", "--setup-kvpress", "."), "give a new or empty directory"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvkeep_lab.evals.tradeoff import family, figure
+from kvkeep_lab.evals.tradeoff import family, figure, series, short
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,13 @@ def test_a_figure_that_was_not_measured_is_none():
     assert figure(row, "accuracy") is None
     assert figure(row, "kl") == (0.5, 0.4, 0.7)
     assert figure(row, "bytes") == (9, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("spec", "of", "name"),
+    [("kvpress knorm", ", kvpress", "knorm"), ("llama.cpp q4_0", ", llama.cpp", "q4_0"),
+     ("keep_all", "", "keep_all")],
+)  # fmt: skip
+def test_a_row_of_another_library_is_a_series_of_its_own(spec, of, name):
+    assert series({"spec": spec, "context": 1000}) == "1,000 tokens" + of
+    assert short(spec) == name

@@ -29,6 +29,7 @@ from kvkeep_lab.cli.html import HtmlFile, check_html
 from kvkeep_lab.cli.plot import PlotFile, check_plot, plot_tradeoff
 from kvkeep_lab.evals.names import PRESSES, TASKS
 
+AGAINST = ("kvpress", "llama.cpp")
 DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 
 
@@ -85,8 +86,9 @@ def evaluate(
     against: Annotated[
         str | None,
         typer.Option(
-            help="kvpress: also compare its presses, in the environment of --kvpress.",
-            autocompletion=one_of("kvpress"),
+            help="kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: "
+            "its caches in 8, 5 and 4 bits.",
+            autocompletion=one_of(*AGAINST),
         ),
     ] = None,
     kvpress: Annotated[
@@ -138,9 +140,9 @@ def evaluate(
             raise typer.BadParameter("--recorded needs --plot FILE or --html FILE to draw")
         _draw("Quality over the bytes held", *_recorded(recorded), plot, html)
         return
-    if against not in (None, "kvpress"):
-        raise typer.BadParameter(f"--against {against}: there is kvpress")
-    if against and kvpress is None:
+    if against not in (None, *AGAINST):
+        raise typer.BadParameter(f"--against {against}: there is {' and '.join(AGAINST)}")
+    if against == "kvpress" and kvpress is None:
         raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
     if samples_file is not None and not (retrieval and listed(tasks, ",")):
         raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
@@ -150,11 +152,14 @@ def evaluate(
         from kvkeep.environment import environment
         from kvkeep.spec import split_specs
         from kvkeep_lab.evals.kvpress import Kvpress
+        from kvkeep_lab.evals.llama_cpp import LlamaCpp
         from kvkeep_lab.evals.run import run
         from kvkeep_lab.evals.tradeoff import rows_of
 
         some = PRESSES if presses is None else listed(presses, ",")
-        other = None if against is None or kvpress is None else Kvpress(kvpress, some, kept)
+        other: Kvpress | LlamaCpp | None = LlamaCpp() if against == "llama.cpp" else None
+        if against == "kvpress" and kvpress is not None:
+            other = Kvpress(kvpress, some, kept)
         result = run(
             model,
             adapter=adapter,

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -67,6 +67,9 @@ class Kvpress:
         SpecError: a press or the share does not exist.
         UnsupportedError: the environment does not exist.
     """
+
+    late: ClassVar[bool] = True
+    """Whether all questions come late."""
 
     place: Path
     presses: Sequence[str] = PRESSES

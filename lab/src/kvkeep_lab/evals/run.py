@@ -22,6 +22,7 @@ from kvkeep_lab.evals.answers import Answer, answered
 from kvkeep_lab.evals.figures import in_figures
 from kvkeep_lab.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep_lab.evals.kvpress import Kvpress
+from kvkeep_lab.evals.llama_cpp import LlamaCpp
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of, written
@@ -100,7 +101,7 @@ def evaluate(
     samples: int = SAMPLES,
     late_question: bool = False,
     record: Record = lambda row: None,
-    against: Kvpress | None = None,
+    against: Kvpress | LlamaCpp | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Compare cache specs with the full cache, on a loaded model that is not attached.
@@ -124,7 +125,8 @@ def evaluate(
         late_question: feed the question when the text has been read, so that what is evicted until
             then cannot depend on it. `kvzip` is always evaluated so.
         record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
-        against: also compare these presses; the question then comes late for all.
+        against: also compare these presses, where the question comes late for all; or llama.cpp,
+            which answers no tasks.
         progress: called during the evaluation; see `Progress`.
 
     Returns:
@@ -135,9 +137,9 @@ def evaluate(
         `allocated` of one row after the context, `tokens_per_s` of one row's steps from there,
         `retrieval_by_depth` (percent of the text -> share), `kl_95` (the 95 % interval of `kl`),
         and `tasks` (name -> `accuracy`, its 95 % interval `low` to `high`, and `samples`). With
-        `against` also such rows for its presses, with `kept` (share of keys and values that are
-        attended to) and `versions`, or with the reason in `failed`. `skipped` has the `context`,
-        `task` and `reason` of each task that was skipped.
+        `against` also such rows for its presses or types, with `versions`, and for presses with
+        `kept` (share of keys and values that are attended to) or the reason in `failed`. `skipped`
+        has the `context`, `task` and `reason` of each task that was skipped.
 
     Raises:
         SpecError: a spec or a task does not exist, a spec does not fit the model, or none is given.
@@ -153,8 +155,8 @@ def evaluate(
         distinct.setdefault(spec, name)
     host = host_of(model)
     if against is not None:
-        late_question = True
-        if chunk is not None:
+        late_question |= against.late
+        if against.late and chunk is not None:
             raise UnsupportedError(
                 f"chunks of {chunk} tokens, but kvpress compresses a context that is fed at once; "
                 "leave out --chunk"

@@ -11,8 +11,8 @@ from kvkeep_lab.evals.intervals import of_share
 
 Row = Mapping[str, Any]
 
-PRESS = "kvpress "
-"""How the names of kvpress's presses begin, in place of a spec."""
+OTHERS = ("kvpress", "llama.cpp")
+"""What is compared with kvkeep. Rows of these have their name and a space before their spec."""
 
 
 class Figure(NamedTuple):
@@ -24,7 +24,7 @@ class Figure(NamedTuple):
 
 
 def rows_of(result: Mapping[str, Any], model: str = "") -> list[dict[str, Any]]:
-    """The rows of an evaluation, and after them the rows of kvpress that did not fail. At each
+    """The rows of an evaluation, and after them the rows of `OTHERS` that did not fail. At each
     context the full cache comes first, unless its spec is among them.
 
     Args:
@@ -72,13 +72,15 @@ def group(row: Row) -> str:
 
 
 def series(row: Row) -> str:
-    """The group of a row, which decides its colour, and whether it is of kvpress."""
-    return f"{group(row)}, kvpress" if row["spec"].startswith(PRESS) else group(row)
+    """The group of a row, which decides its colour, and which of `OTHERS` it is of."""
+    other = row["spec"].partition(" ")[0]
+    return f"{group(row)}, {other}" if other in OTHERS else group(row)
 
 
 def short(spec: str) -> str:
-    """A spec without the names of files, or the name of a press."""
-    return re.sub(r",scorer=[^,+@)]*", "", spec.removeprefix(PRESS))
+    """A spec without the names of files, or what follows the name of one of `OTHERS`."""
+    other, _, rest = spec.partition(" ")
+    return re.sub(r",scorer=[^,+@)]*", "", rest if other in OTHERS else spec)
 
 
 def family(spec: str) -> str:
