@@ -47,11 +47,14 @@ class Kind:
         lacks: the features that models of this kind lack.
         placeless: whether a forward uses no positions but those of slots, and so is given none.
         own: why models of this kind compute attention themselves, as a clause; empty: they do not.
+        returns_cache: whether a forward's output has the cache, by which transformers takes drafts
+            back.
     """
 
     lacks: ClassVar[Lacks] = {}
     placeless: ClassVar[bool] = False
     own: ClassVar[str] = ""
+    returns_cache: ClassVar[bool] = True
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 
