@@ -164,11 +164,6 @@ def test_a_sliding_layer_keeps_its_window_only(model):
 
 REFUSED = {
     "t5": (tf.T5Config, tf.T5ForConditionalGeneration, "encoder-decoder"),
-    "recurrent_gemma": (
-        tf.RecurrentGemmaConfig,
-        tf.RecurrentGemmaForCausalLM,
-        "outside of the cache",
-    ),
     "xlnet": (tf.XLNetConfig, tf.XLNetLMHeadModel, "AttentionInterface"),
     "deepseek_v4": (tf.DeepseekV4Config, tf.DeepseekV4ForCausalLM, "compressed_sparse"),
 }

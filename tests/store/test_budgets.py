@@ -271,8 +271,8 @@ def test_a_batch_finds_what_others_stored(model):
 
 
 def test_windows_of_the_model():
-    """A layer with a window of its own is served while nothing has left it; the others begin
-    with all tokens."""
+    """A layer with a window of its own begins with its window; the others begin with all
+    tokens."""
     model, text, store = tiny("gemma3", max_position_embeddings=256), ids(), PrefixStore()
     with kvkeep.attach(model):
         for n in (7, LENGTH):

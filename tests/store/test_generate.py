@@ -125,7 +125,7 @@ def test_bit_for_bit():
 
 
 def test_windows():
-    """Layers with windows are served while nothing has left them."""
+    """Layers with windows are served after tokens have left them, too."""
     model, store = tiny("mistral"), PrefixStore()
     with kvkeep.attach(model, store=store):
         short, long = ids(6), ids(40)
@@ -133,8 +133,7 @@ def test_windows():
             expected = model.generate(prompt, past_key_values=kvkeep.Cache(model), **OPTIONS)
             for _ in range(2):
                 assert model.generate(prompt, **OPTIONS).equal(expected)
-    assert store.stats().refused > 0
-    assert store.stats().hit_tokens == 3 * 5  # the long prompt begins like the short one
+    assert store.stats().hit_tokens == 5 + 6 + 39  # the long prompt begins like the short one
 
 
 def test_another_process_finds_it_on_disk(tmp_path):

@@ -227,8 +227,9 @@ def _replace_generate(model: PreTrainedModel, settings: Settings) -> None:
     """Let `generate()`, and the methods that it calls, use kvkeep's caches."""
     for part in _generating(model):
         part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
-        # transformers refuses drafts with recurrent layers; kvkeep's caches take them back
-        part.__dict__["_is_stateful"] = False
+        if all(kind.returns_cache for kind in kinds_of(model)):
+            # transformers refuses drafts with recurrent layers; kvkeep's caches take them back
+            part.__dict__["_is_stateful"] = False
     model.__dict__["generate"] = partial(generate, model, settings)
     before: Any = model.prepare_inputs_for_generation
     inputs = update_wrapper(partial(prepare_inputs, model), before)  # its signature is read

@@ -16,6 +16,9 @@ from kvkeep.hf.config import decoder_config
 from kvkeep.hf.kinds import layer_kinds
 from kvkeep.rotary import Rotary
 
+_OF_ATTENTION = "apply_rotary_position_embeddings"
+"""The method of RoFormer's attention that rotates."""
+
 
 def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
     """The rotary embedding of each layer of the model with this config; None for layers without.
@@ -40,7 +43,8 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
         for name, found in vars(module).items()
         if name.endswith("RotaryEmbedding") and "Vision" not in name
     ]
-    if turning is None and not classes:
+    turns_itself = any(hasattr(found, _OF_ATTENTION) for found in vars(module).values())
+    if turning is None and not classes and not turns_itself:
         return dict.fromkeys(names)
     embedding = classes[0](text) if turning is not None and len(classes) == 1 else None
     rope = getattr(text, "rope_parameters", None) or {}

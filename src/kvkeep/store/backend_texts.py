@@ -13,7 +13,7 @@ from kvkeep.store.backend import Backend
 from kvkeep.store.block import Label, StoredBlock, beginning, digest, key_of, token_bytes
 from kvkeep.store.compressed import Compressed, CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.layer_slices import Marks, Stretch
+from kvkeep.store.layer_slices import Marks, Pieces, Stretch
 from kvkeep.store.tree import common
 
 _LOOKED_AT = 16  # most blocks of one key prefix that are compared
@@ -42,7 +42,7 @@ class BackendTexts:
         self,
         identity: str,
         tokens: Tensor,
-        content_of: Callable[[int, int], Stretch],
+        content_of: Pieces,
         geometry: ModelGeometry,
         marks: Marks,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -10,11 +11,12 @@ from threading import RLock
 from torch import Tensor
 
 from kvkeep.errors import StateError
+from kvkeep.planes import slot_count
 from kvkeep.store.backend import require_budget
 from kvkeep.store.compressed import CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
-from kvkeep.store.layer_slices import Marks, Stretch, marks_between
+from kvkeep.store.layer_slices import Marks, Pieces, Stretch, marks_between
 from kvkeep.store.stats import StoredNode
 from kvkeep.store.tree import Node, RadixTree
 
@@ -104,15 +106,12 @@ class Entries:
             return Hit(self.tree(identity).match(tokens), self._geometries.get(identity))
 
     def keep(
-        self,
-        identity: str,
-        tokens: Tensor,
-        content_of: Callable[[int, int], Stretch],
-        marks: Marks,
-        priority: int = 0,
+        self, identity: str, tokens: Tensor, content_of: Pieces, marks: Marks, priority: int = 0
     ) -> int:
         """Put tokens into the tree as far as the budget allows; returns how many of them it holds
         then. The geometry must be known.
+
+        Slots in windows that the tree lacks are added to its tokens, too.
 
         Args:
             marks: the recurrent states in the result of `content_of`. States that the tree lacks
@@ -127,19 +126,34 @@ class Entries:
 
             def added(length: int) -> int:
                 marked = sum(at <= length for at in beyond)
-                return geometry.token_bytes * (length - known) + geometry.state_bytes * marked
+                return content_of.nbytes(known, length) + geometry.state_bytes * marked
 
             length, new = len(tokens), added(len(tokens))
             states = geometry.state_bytes * len(lacking)
             room = self._make_room(new + states, path)
             if new > room:
-                length = max(known, length - -(-(new - room) // geometry.token_bytes))
+                length = known + bisect_right(range(known + 1, length + 1), room, key=added)
             path = tree.insert(tokens[:length], content_of, priority)
             if lacking:  # prefer later states: hits end there
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
                 _add_marks(path, {at: marks[at] for at in lacking})
+            if geometry.windowed:
+                self._add_windows(path, content_of, known)
             return length
+
+    def _add_windows(self, path: Sequence[Node], content_of: Pieces, known: int) -> None:
+        """Add slots that nodes lack among the first `known` tokens, if they fit."""
+        found = list[tuple[Node, Stretch]]()
+        for node in path:
+            first = node.content.first
+            if first < known:
+                new = node.content.lacking(content_of(first, first + len(node.tokens)))
+                found.append((node, new))
+        needed = sum(new.nbytes for _, new in found)
+        if needed and self._make_room(needed, path) >= needed:
+            for node, new in found:
+                node.content = node.content.with_slots(new)
 
     # -- compressed texts -------------------------------------------------------------------
 
@@ -226,7 +240,8 @@ class Entries:
 def _nbytes(node: Node, geometry: ModelGeometry) -> int:
     """Bytes of a node."""
     marks = geometry.state_bytes * len(node.content.marks)
-    return geometry.token_bytes * len(node.tokens) + marks
+    pairs = zip(node.content.layers, geometry.layers, strict=True)
+    return sum(slot_count(planes) * layer.slot_bytes for planes, layer in pairs) + marks
 
 
 def _remove(texts: list[CompressedText], text: CompressedText) -> int:

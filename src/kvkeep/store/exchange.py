@@ -16,7 +16,7 @@ from kvkeep.store.backend_texts import BackendTexts
 from kvkeep.store.compressed import CompressedText
 from kvkeep.store.entries import Entries
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.layer_slices import Marks, Stretch, pieces_of
+from kvkeep.store.layer_slices import Marks, Pieces, Stretch
 
 _LOG = logging.getLogger("kvkeep.store")
 _READERS = 8
@@ -71,13 +71,14 @@ class Exchange:
         pieces, marks, at = list[Stretch](), dict[int, Mapping[str, Tensor]](), first
         for block in blocks:
             assert isinstance(block.content, Stretch)
-            pieces.append(block.content.to(devices))
+            content = block.content.to(devices)
+            pieces.append(Stretch(content.layers, len(content), content.marks, at))
             marks |= {at + after: mark for after, mark in block.content.marks.items()}
             at += len(block.content)
         with entries.lock:
             if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            entries.keep(identity, tokens[:stop], pieces_of(pieces, marks, first), marks)
+            entries.keep(identity, tokens[:stop], Pieces(pieces, marks), marks)
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. The future holds its error."""
@@ -87,7 +88,7 @@ class Exchange:
         self,
         identity: str,
         tokens: Tensor,
-        content_of: Callable[[int, int], Stretch],
+        content_of: Pieces,
         geometry: ModelGeometry,
         marks: Marks,
         *,
@@ -107,7 +108,7 @@ class Exchange:
         if wait:
             self._texts.write(identity, tokens, content_of, geometry, marks)
             return
-        nbytes = geometry.token_bytes * len(tokens)
+        nbytes = geometry.text_bytes(len(tokens))
         with self._lock:
             self._writes = [one for one in self._writes if not one.done.done()]
             if self._writes and sum(one.nbytes for one in self._writes) + nbytes > _MOST_BYTES:
@@ -115,10 +116,11 @@ class Exchange:
                 return
             # Copy from the tree where possible: unlike a cache, it does not change.
             with self._entries.hit(identity, tokens) as hit:
-                pieces = hit.stretches
-            if hit.length < len(tokens):
-                pieces = [*pieces, content_of(hit.length, len(tokens))]
-            args = identity, tokens.clone(), pieces_of(pieces, marks), geometry, marks
+                pieces = hit.stretches if hit.known == hit.length else []
+            start = hit.length if pieces else 0
+            if start < len(tokens):
+                pieces = [*pieces, content_of(start, len(tokens))]
+            args = identity, tokens.clone(), Pieces(pieces, marks), geometry, marks
             job = partial(_logged, partial(self._texts.write, *args))
             self._writes.append(_Write(self._writer.submit(job), nbytes))
 

@@ -7,32 +7,47 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.geometry import Geometry
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
-from kvkeep.planes import Planes, PlaneSpec
+from kvkeep.planes import OwnWindow, Planes, PlaneSpec, Reach
 from kvkeep.policy import KeepAll
 
 
 @dataclass(frozen=True)
 class LayerGeometry:
     """A layer's geometry for one row, the planes of its slots, whether its heads may keep different
-    numbers of tokens, and whether its keys lack a mean (`Centre`)."""
+    numbers of tokens, whether its keys lack a mean (`Centre`), and the window in which its slots
+    are needed; None: they are always needed."""
 
     of_row: Geometry
     planes: Mapping[str, PlaneSpec]
     ragged: bool = False
     centred: bool = False
+    window: OwnWindow | None = None
 
     @classmethod
     def of(cls, layer: LayerCache, geometry: Geometry) -> LayerGeometry:
         """The geometry of a layer with keys and values of `geometry`."""
         planes = planes_of(layer, geometry)
         own, centred = geometry._replace(rows=1), bool(layer.key_codec.centre)
-        return cls(own, planes, layer.policy.ragged, centred)
+        return cls(own, planes, layer.policy.ragged, centred, window_in(layer))
+
+    def needed(self, tokens: Tensor) -> Tensor:
+        """The first position whose slot is needed after so many tokens; int64, any shape."""
+        if self.window is None:
+            return torch.zeros_like(tokens)
+        first: Tensor = tokens - self.window.behind(tokens) + 1
+        return first.clamp(min=0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return sum(spec.slot_bytes(self.of_row.heads) for spec in self.planes.values())
 
     @property
     def centre(self) -> tuple[tuple[int, ...], torch.dtype] | None:
@@ -84,18 +99,18 @@ class ModelGeometry:
         return cls.of(cache.layers, known, cache.routed, cache.carried.specs)
 
     @property
+    def windowed(self) -> bool:
+        """Whether some layers keep a window."""
+        return any(layer.window is not None for layer in self.layers)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent states at a mark."""
         return sum(spec.nbytes for spec in self.states.values())
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's slots in all layers."""
-        return sum(
-            spec.slot_bytes(layer.of_row.heads)
-            for layer in self.layers
-            for spec in layer.planes.values()
-        )
+    def text_bytes(self, tokens: int) -> int:
+        """Bytes of the slots of a text in all layers, with one window in layers that have one."""
+        return sum(layer.slot_bytes * min(tokens, layer.window or tokens) for layer in self.layers)
 
     @cached_property
     def of_rows(self) -> list[Geometry]:
@@ -109,6 +124,13 @@ class ModelGeometry:
             f"{first.key_width}/{first.value_width}, {first.dtype} on {first.device}, planes "
             f"{', '.join(planes)}, routed={self.routed}"
         )
+
+
+def window_in(layer: LayerCache) -> OwnWindow | None:
+    """A layer's own window, if its policy keeps what that shows; None: there is none, or another
+    policy decides."""
+    window = layer.window
+    return window if window is not None and layer.policy.reach == Reach(window) else None
 
 
 def planes_of(layer: LayerCache, geometry: Geometry) -> dict[str, PlaneSpec]:

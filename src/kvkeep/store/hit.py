@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.errors import StateError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
+from kvkeep.planes import POSITION, slot_count
 from kvkeep.policy import Policy
 from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
@@ -23,14 +25,24 @@ class Hit(AbstractContextManager["Hit"]):
 
     Attributes:
         length: tokens of the prefix; 0 if nothing was found.
+        known: tokens that are stored, of which `length` can be used: windows or recurrent states
+            are missing after the others.
         stretches: the stored slots of these tokens, in order.
     """
 
     def __init__(self, match: Match, geometry: ModelGeometry | None) -> None:
         self.length, self._state = _usable(match, geometry)
+        self.known = match.length
         self._geometry = geometry
         self._lock: Lock | None = match.path[-1].lock() if match.path else None
         self.stretches = _stretches(match, self.length)
+
+    @property
+    def border(self) -> int:
+        """Where a text that is read leaves the stored ones, if no cache can begin there because
+        windows are missing; otherwise `length`."""
+        windowed = self._geometry is not None and self._geometry.windowed
+        return self.known if windowed else self.length
 
     def fits(self, cache: Cache) -> bool:
         """Whether the layers of a cache have the same planes."""
@@ -66,7 +78,10 @@ class Hit(AbstractContextManager["Hit"]):
         for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
             history = History()
             history.columns, history.geometry = self.length, own
-            layer.adopt_frozen(history, [Run.of(one.layers[index]) for one in self.stretches])
+            first = int(geometry.layers[index].needed(torch.tensor(self.length)))
+            history.floor = self.length if first else 0
+            runs = [Run.of(one.planes_from(index, first)) for one in self.stretches]
+            layer.adopt_frozen(history, [run for run in runs if slot_count(run.planes)])
         specs = geometry.states
         state = {name: x.to(specs[name].device) for name, x in self._state.items()}
         cache.carried.restore(state, self.length)
@@ -82,17 +97,40 @@ class Hit(AbstractContextManager["Hit"]):
 
 def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[str, Tensor]]:
     """The number of matched tokens with which a cache can begin, and the recurrent states after
-    them. If the model has recurrent states, the prefix ends where they were stored."""
-    if geometry is None or not geometry.states:
-        return (0 if geometry is None else match.length), {}
+    them. The prefix ends where all layers with sliding windows have the slots in their windows,
+    and, if the model has recurrent states, where they were stored."""
+    if geometry is None:
+        return 0, {}
+    ends = _with_windows(match, geometry)
+    if not geometry.states:
+        return int(ends.nonzero()[-1]), {}
     length, start = 0, 0
     state: Mapping[str, Tensor] = {}
     for node in match.path:
         for at in sorted(node.content.marks):
-            if start + at <= match.length:
+            if start + at <= match.length and ends[start + at]:
                 length, state = start + at, node.content.marks[at]
         start += len(node.tokens)
     return length, state
+
+
+def _with_windows(match: Match, geometry: ModelGeometry) -> Tensor:
+    """For 0 to `match.length` tokens, whether all layers have the slots that are needed after them;
+    bool (length + 1,)."""
+    numbers = torch.arange(match.length + 1)
+    found = torch.ones(match.length + 1, dtype=torch.bool)
+    for index, layer in enumerate(geometry.layers):
+        if layer.window is None:
+            continue
+        missing = torch.ones(match.length + 1, dtype=torch.bool)
+        for node in match.path:
+            held = node.content.layers[index][POSITION].flatten().cpu()
+            missing[held[held < match.length]] = False
+        # The last missing position before each number of tokens; -1: none is missing.
+        last = torch.where(missing, numbers, -1).cummax(dim=0).values.roll(1)
+        last[0] = -1
+        found &= last < layer.needed(numbers)
+    return found
 
 
 def _stretches(match: Match, length: int) -> list[Stretch]:

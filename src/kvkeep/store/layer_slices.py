@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.layer.layer import LayerCache
-from kvkeep.planes import POSITION, Planes, Reach, plane_bytes
-from kvkeep.store.geometry import LayerGeometry
+from kvkeep.planes import POSITION, Planes, concatenated, plane_bytes, slot_count
+from kvkeep.store.geometry import LayerGeometry, window_in
 
 Marks = Mapping[int, Mapping[str, Tensor]]
 """A number of tokens -> the recurrent states after them, by name."""
@@ -22,12 +22,22 @@ Marks = Mapping[int, Mapping[str, Tensor]]
 
 @final
 class Stretch:
-    """Each layer's encoded planes, (1, H|1, n, ...), for n consecutive tokens, and the recurrent
-    states, (1, ...) each, after some of the tokens (`marks`). It never changes."""
+    """Each layer's encoded planes, (1, H|1, S, ...), for n consecutive tokens of a text, and the
+    recurrent states, (1, ...) each, after some of the tokens (`marks`). It never changes.
 
-    def __init__(self, layers: Sequence[Planes], tokens: int, marks: Marks | None = None) -> None:
+    A layer has a slot for each token, S = n, in ascending order of position; a layer with a sliding
+    window may lack some, which had left the window when the text was stored.
+
+    Args:
+        first: the position of the first token.
+    """
+
+    def __init__(
+        self, layers: Sequence[Planes], tokens: int, marks: Marks | None = None, first: int = 0
+    ) -> None:
         self.layers = [FrozenPlanes(planes) for planes in layers]
         self.marks: Marks = marks or {}
+        self.first = first
         self._tokens = tokens
 
     def __len__(self) -> int:
@@ -41,7 +51,8 @@ class Stretch:
 
     def part(self, start: int, stop: int) -> Stretch:
         """A copy of tokens `start` to `stop`. States are shared, because they never change."""
-        return pieces_of([self], self.marks)(start, stop)
+        marks = {self.first + at: mark for at, mark in self.marks.items()}
+        return Pieces([self], marks)(self.first + start, self.first + stop)
 
     def to(self, devices: Sequence[torch.device]) -> Stretch:
         """This stretch on the layers' devices; a layer on its device is not copied."""
@@ -49,16 +60,37 @@ class Stretch:
             {n: planes[n].to(device) for n in planes}
             for planes, device in zip(self.layers, devices, strict=True)
         ]
-        return Stretch(layers, self._tokens, self.marks)
+        return Stretch(layers, self._tokens, self.marks, self.first)
 
     def marked(self, marks: Marks) -> Stretch:
         """This stretch with further states; nothing is copied."""
-        return Stretch(self.layers, self._tokens, {**self.marks, **marks})
+        return Stretch(self.layers, self._tokens, {**self.marks, **marks}, self.first)
+
+    def lacking(self, other: Stretch) -> Stretch:
+        """The slots of a stretch of the same tokens that this one lacks, copied."""
+        layers = []
+        for own, planes in zip(self.layers, other.layers, strict=True):
+            new = ~torch.isin(planes[POSITION].flatten(), own[POSITION].flatten())
+            layers.append({n: planes[n][:, :, new.to(planes[n].device)] for n in planes})
+        return Stretch(layers, self._tokens, first=self.first)
+
+    def with_slots(self, other: Stretch) -> Stretch:
+        """This stretch with the slots of `other` too, copied where it has some."""
+        pairs = zip(self.layers, other.layers, strict=True)
+        layers = [_in_order(concatenated(a, b)) if slot_count(b) else a for a, b in pairs]
+        return Stretch(layers, self._tokens, self.marks, self.first)
 
     def head(self, tokens: int) -> Stretch:
         """The first `tokens` tokens, not copied."""
-        layers = [planes.head(tokens) for planes in self.layers]
-        return Stretch(layers, tokens, marks_between(self.marks, 0, tokens))
+        stop = self.first + tokens
+        layers = [planes.head(_slots(planes, self.first, stop)[1]) for planes in self.layers]
+        return Stretch(layers, tokens, marks_between(self.marks, 0, tokens), self.first)
+
+    def planes_from(self, index: int, position: int) -> Planes:
+        """The slots of layer `index` from a position on, not copied."""
+        planes = self.layers[index]
+        start, stop = _slots(planes, position, self.first + len(self))
+        return {n: planes[n].narrow(2, start, stop - start) for n in planes}
 
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
         """Why layer `index` cannot hold its planes from position `start` on; empty if it can."""
@@ -71,6 +103,54 @@ class Stretch:
         return ""
 
 
+class Pieces(NamedTuple):
+    """Consecutive stretches of a text, of which parts are copied.
+
+    Args:
+        stretches: in order.
+        marks: recurrent states, by numbers of the text's tokens.
+    """
+
+    stretches: Sequence[Stretch]
+    marks: Marks
+
+    def __call__(self, start: int, stop: int) -> Stretch:
+        """A copy of tokens `start` to `stop` of the text, with their marks."""
+        layers = [
+            {name: torch.cat([planes[name] for planes in runs], dim=2) for name in runs[0]}
+            for runs in zip(*self._within(start, stop), strict=True)
+        ]
+        return Stretch(layers, stop - start, marks_between(self.marks, start, stop), start)
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Bytes of the slots of tokens `start` to `stop`."""
+        return sum(plane_bytes(p) for runs in self._within(start, stop) for p in runs)
+
+    def _within(self, start: int, stop: int) -> Iterator[Sequence[Planes]]:
+        for stretch in self.stretches:
+            if start < stretch.first + len(stretch) and stretch.first < stop:
+                bounds = [_slots(planes, start, stop) for planes in stretch.layers]
+                yield [
+                    {n: p[n][:, :, a:b] for n in p}
+                    for p, (a, b) in zip(stretch.layers, bounds, strict=True)
+                ]
+
+
+def _slots(planes: Planes, start: int, stop: int) -> tuple[int, int]:
+    """The slots at positions `start` to `stop`, as the first and the end of a range."""
+    position = planes[POSITION].flatten()
+    borders = torch.tensor([start, stop], dtype=position.dtype, device=position.device)
+    first, end = torch.searchsorted(position, borders).tolist()
+    return first, end
+
+
+def _in_order(planes: Planes) -> Planes:
+    """Slots in ascending order of position, without empty ones, copied."""
+    position = planes[POSITION].flatten()
+    order = position.argsort()[int((position < 0).sum()) :]
+    return {n: planes[n].index_select(2, order.to(planes[n].device)) for n in planes}
+
+
 def why_not_kept(layer: LayerCache) -> str:
     """Why a layer's slots cannot be stored for other prompts; empty if they can.
 
@@ -78,11 +158,15 @@ def why_not_kept(layer: LayerCache) -> str:
     """
     if layer.history.joined:
         return "it joins texts that were computed separately; store each text by itself"
-    return why_not_whole(layer)
+    return why_not_whole(layer, of_window=True)
 
 
-def why_not_whole(layer: LayerCache) -> str:
-    """Why a layer does not hold the slots of all fed tokens, in order; empty if it does."""
+def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
+    """Why a layer does not hold the slots of all fed tokens, in order; empty if it does.
+
+    Args:
+        of_window: of a layer with a sliding window, the slots that the next token sees suffice.
+    """
     reason = _why_not_keepable(layer)
     if reason:
         return reason
@@ -96,7 +180,9 @@ def why_not_whole(layer: LayerCache) -> str:
     if layer.padded:
         return "its rows are padded; feed one text at a time"
     if layer.length < layer.fed or layer.history.floor:
-        if layer.window is not None and layer.policy.reach == Reach(layer.window):
+        if window_in(layer) is not None:
+            if of_window:
+                return ""
             return (
                 f"{layer.fed} tokens were fed, and some were evicted because its sliding window "
                 f"holds {layer.window}; store only texts as short as that"
@@ -145,39 +231,14 @@ def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
 
 
 def stored_slots(cache: Cache, row: int = 0) -> Stretch:
-    """A row's slots for a store, not copied, without the policy's scores. See `require_kept`."""
+    """A row's slots for a store, without the policy's scores. See `require_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]
         stored = {n: planes[n][row : row + 1] for n in planes if n not in layer.policy.planes}
-        found.append(stored | {POSITION: stored[POSITION][:, :1]})
+        stored |= {POSITION: stored[POSITION][:, :1]}
+        found.append(stored if window_in(layer) is None else _in_order(stored))
     return Stretch(found, cache.fed)
-
-
-def pieces_of(
-    stretches: Sequence[Stretch], marks: Marks, first: int = 0
-) -> Callable[[int, int], Stretch]:
-    """A function that copies tokens `start` to `stop` of a text, with their marks.
-
-    Args:
-        stretches: consecutive stretches of the text's tokens from `first` on.
-        marks: by numbers of the text's tokens.
-    """
-
-    def content_of(start: int, stop: int) -> Stretch:
-        parts, begin = list[Sequence[Planes]](), first
-        for stretch in stretches:
-            a, b = max(start, begin) - begin, min(stop, begin + len(stretch)) - begin
-            if a < b:
-                parts.append([{n: p[n][:, :, a:b] for n in p} for p in stretch.layers])
-            begin += len(stretch)
-        layers = [
-            {name: torch.cat([planes[name] for planes in runs], dim=2) for name in runs[0]}
-            for runs in zip(*parts, strict=True)
-        ]
-        return Stretch(layers, stop - start, marks_between(marks, start, stop))
-
-    return content_of
 
 
 def marks_of(cache: Cache, row: int = 0) -> Marks:

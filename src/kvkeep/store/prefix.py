@@ -175,7 +175,7 @@ class PrefixStore(TextStore):
         probed = partial(geometry_of, host, host.new_cache(specs), tokens)
         geometry = self._entries.geometry(identity, probed)
         states = geometry.state_bytes * -(-len(tokens) // self.block)
-        return geometry.token_bytes * len(tokens) + states <= self.budget
+        return geometry.text_bytes(len(tokens)) + states <= self.budget
 
     def read(
         self,
@@ -232,16 +232,35 @@ class PrefixStore(TextStore):
             capacity=capacity,
             whole_text=whole_text,
         )
-        feed(host, tokens[found:], cache, chunk, block=self.block)
+        if not compresses(cache):
+            text = keyed(host, tokens, cache.specs, namespace, cache.activation)
+            self._read_to_border(host, tokens, cache, chunk, text, priority)
+        feed(host, tokens[cache.fed :], cache, chunk, block=self.block)
         if compresses(cache):
             if len(tokens):
                 compress(host, cache, tokens)
                 self._add_compressed(host, tokens, cache, namespace, priority)
         elif cache.fed > found and not compressed_tokens(cache):
-            text = keyed(host, tokens, cache.specs, namespace, cache.activation)
             self.offer(*text, cache, priority=priority)
             cache.carried.unmark()  # the store has these states now
         return Reading(cache, found)
+
+    def _read_to_border(
+        self,
+        host: Host,
+        tokens: Tensor,
+        cache: ModelCache,
+        chunk: int | None,
+        text: Keyed,
+        priority: int,
+    ) -> None:
+        """Feed tokens up to where the text leaves the stored ones, and store the windows there, so
+        that the next text with this beginning finds it."""
+        with self._entries.hit(*text) as hit:
+            border = hit.border
+        if cache.fed < border < len(tokens):
+            feed(host, tokens[cache.fed : border], cache, chunk, block=self.block)
+            self.offer(text.identity, text.keys[:border], cache, priority=priority)
 
     def find(
         self,

@@ -15,7 +15,14 @@ from kvkeep.store.exchange import Exchange
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import flat
-from kvkeep.store.layer_slices import marks_of, pieces_of, require_kept, stored_slots, why_not_kept
+from kvkeep.store.layer_slices import (
+    Pieces,
+    marks_of,
+    require_kept,
+    stored_slots,
+    why_not_kept,
+    why_not_whole,
+)
 from kvkeep.store.stats import StoredNode, StoreStats
 
 
@@ -111,10 +118,11 @@ class TextStore:
             return 0
         require_kept(cache)
         marks = marks_of(cache, row)
-        content_of = pieces_of([stored_slots(cache, row)], marks)
+        content_of = Pieces([stored_slots(cache, row)], marks)
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         kept = self._entries.keep(identity, tokens, content_of, marks, priority)
-        self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
+        if not any(map(why_not_whole, cache.layers)):  # a backend's blocks are whole
+            self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:

@@ -7,7 +7,7 @@ and each change of the tree is one assignment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from heapq import nsmallest
 from itertools import count, islice, pairwise
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.store.layer_slices import Stretch
+from kvkeep.store.layer_slices import Pieces, Stretch
 from kvkeep.store.stats import StoredNode
 
 _LOOKED_AT = 4096  # newest children of a node that an outline considers
@@ -94,9 +94,7 @@ class RadixTree:
             node.used = now
         return found
 
-    def insert(
-        self, tokens: Tensor, content_of: Callable[[int, int], Stretch], priority: int = 0
-    ) -> list[Node]:
+    def insert(self, tokens: Tensor, content_of: Pieces, priority: int = 0) -> list[Node]:
         """Store `tokens`; `content_of(start, stop)` is called for new tokens.
 
         Returns:

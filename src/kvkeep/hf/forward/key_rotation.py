@@ -18,6 +18,7 @@ from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of
 from kvkeep.hf.kinds import kinds_of, layer_kinds, to_slots
+from kvkeep.hf.forward.placing import placed, placing
 from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
 
@@ -66,6 +67,8 @@ def _applied(
     try:
         with cheap_forwards():
             copied = without_weights(decoder)
+            for module in copied.modules():
+                placing(module)
             first, later = (_keys(copied, at) for at in (0, _AT))
     except MemoryError:
         raise
@@ -109,7 +112,8 @@ def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
     """The keys (1, H, 1, D) of a token at a position, in each layer that has some."""
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
-    decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
+    with placed(place):
+        decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
     kinds = kinds_of(decoder)
     layers: dict[int, Any] = dict(enumerate(cache.layers))
     return {

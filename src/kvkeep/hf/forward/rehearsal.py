@@ -106,7 +106,8 @@ def _own_fault(decoder: PreTrainedModel) -> str:
 def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
     text = decoder_config(decoder.config)
     text._attn_implementation = implementation
-    inline = route_inline(decoder, implementation)
+    changes = [change for kind in kinds_of(decoder) for change in kind.attach(decoder)]
+    changes += route_inline(decoder, implementation)
     try:
         _forwards(decoder, _CountingCache)
     except KVKeepError as error:
@@ -114,7 +115,7 @@ def _fault(decoder: PreTrainedModel, implementation: str) -> str | None:
         return said.replace(f"{text.model_type}'s attention", "its attention")
     except Exception as error:
         text._attn_implementation = EAGER
-        for change in inline:
+        for change in changes:
             change.remove()
         try:
             _forwards(decoder, lambda config: DynamicCache(config=config))
@@ -241,10 +242,11 @@ def _forwards(decoder: PreTrainedModel, new_cache: Callable[[PreTrainedConfig], 
 def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> Iterator[Tensor]:
     """The decoder's output (B, n, D) for each chunk of token ids (B, n)."""
     for ids in chunks:
+        given = {"input_ids": ids, "use_cache": True, **as_cache(decoder, cache)}
         if isinstance(cache, _CountingCache):
-            for kind in cache.kinds:
-                kind.begin(cache, decoder, {"input_ids": ids})
-        yield decoder(input_ids=ids, **as_cache(decoder, cache), use_cache=True)[0]
+            for kind in cache.kinds:  # which may change what is given
+                kind.begin(cache, decoder, given)
+        yield decoder(**given)[0]
         if isinstance(cache, _CountingCache):
             cache.require_complete()
             cache.end_forward()

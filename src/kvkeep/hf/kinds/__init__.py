@@ -22,6 +22,7 @@ from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.biased import Biased
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
+from kvkeep.hf.kinds.own_states import Griffin, Lightning
 from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
@@ -41,6 +42,8 @@ _KINDS: tuple[Kind, ...] = (
     Indexed(),
     SharesChoice(),
     Recurrent(),
+    Lightning(),
+    Griffin(),
     StatesAlone(),
     Biased(),
     Local(),

@@ -49,6 +49,8 @@ class Kind:
         own: why models of this kind compute attention themselves, as a clause; empty: they do not.
         narrows: whether later layers compute those tokens only whose logits are asked for.
         attends: whether some layer attends.
+        returns_cache: whether a forward's output has the cache, by which transformers takes drafts
+            back.
     """
 
     lacks: ClassVar[Lacks] = {}
@@ -56,6 +58,7 @@ class Kind:
     own: ClassVar[str] = ""
     narrows: ClassVar[bool] = False
     attends: ClassVar[bool] = True
+    returns_cache: ClassVar[bool] = True
 
     # -- what a model is like, by the config of its decoder ---------------------------------
 

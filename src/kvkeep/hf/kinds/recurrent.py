@@ -35,6 +35,9 @@ _HYBRID, _HYBRID_SLIDING = "hybrid", "hybrid_sliding"
 _ONLY = frozenset({"linear_attention", "conv"})
 """Those of layers that are recurrent only."""
 
+_ELSEWHERE = frozenset({"minimax", "recurrent_gemma"})
+"""The types of models that keep their states otherwise; see `kvkeep.hf.kinds.own_states`."""
+
 _MASK = "attention_mask"
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 _SETTINGS = (*NAMES, "use_cache")
@@ -46,19 +49,29 @@ class Recurrent(Kind):
     lacks: ClassVar[Lacks] = LACKS
 
     def has(self, text: PreTrainedConfig) -> bool:
-        return bool(_numbers(text))
+        return bool(self.numbers(text)) and text.model_type not in _ELSEWHERE
 
     def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         attending = (LayerKind(_HYBRID, None), LayerKind(_HYBRID_SLIDING, window_of(text)))
         return {**dict.fromkeys(_ONLY), **{kind.name: kind for kind in attending}}
 
+    def numbers(self, text: PreTrainedConfig) -> list[int]:
+        """How many recurrent or convolutional states each layer of a model has: 0 if it only
+        attends. Empty: no layer has any."""
+        names = getattr(text, "layer_types", None) or []
+        recurrent = _ONLY | {_HYBRID, _HYBRID_SLIDING}
+        if recurrent.isdisjoint(names):
+            return []
+        own = getattr(text, "number_of_conv_states", 1)
+        return [own if name in recurrent else 0 for name in names]
+
     def states(self, text: PreTrainedConfig) -> RecurrentStates:
-        return TransformersStates(_numbers(text))
+        return TransformersStates(self.numbers(text))
 
     def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
         """Found by a forward of one token."""
         text, decoder = decoder_config(model.config), decoder_of(model)
-        states, own = TransformersStates(_numbers(text)), DynamicCache(config=text)
+        states, own = TransformersStates(self.numbers(text)), DynamicCache(config=text)
         one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         with torch.no_grad():
             decoder(input_ids=one, use_cache=True, **as_cache(decoder, own))
@@ -70,7 +83,8 @@ class Recurrent(Kind):
         the cache holds a state."""
         decoder = decoder_of(model)
         paths, tokens = recurrent_layers(decoder)
-        return [Divided(decoder.get_submodule(path), tokens=tokens) for path in paths]
+        layers = map(decoder.get_submodule, paths)
+        return [Divided(layer, layer.layer_idx if tokens else None) for layer in layers]
 
     def unpackable(self, changes: Sequence[Handle]) -> str:
         if any(isinstance(change, Divided) for change in changes):
@@ -104,17 +118,6 @@ class Recurrent(Kind):
 
     def end(self, cache: Any) -> None:
         cache.carried.end(cache.fed)
-
-
-def _numbers(text: PreTrainedConfig) -> list[int]:
-    """How many recurrent or convolutional states each layer of a model has: 0 if it only attends.
-    Empty: no layer has any."""
-    names = getattr(text, "layer_types", None) or []
-    recurrent = _ONLY | {_HYBRID, _HYBRID_SLIDING}
-    if recurrent.isdisjoint(names):
-        return []
-    own = getattr(text, "number_of_conv_states", 1)
-    return [own if name in recurrent else 0 for name in names]
 
 
 @dataclass(frozen=True)

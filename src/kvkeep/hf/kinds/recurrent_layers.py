@@ -28,20 +28,21 @@ class Divided(Replaced):
     """A layer whose forwards are divided.
 
     Args:
-        tokens: whether chunks after the first are divided into tokens.
+        place: the layer's place in the model, if chunks after the first are divided into tokens;
+            None: they are not.
     """
 
-    def __init__(self, module: nn.Module, *, tokens: bool) -> None:
+    def __init__(self, module: nn.Module, place: Any) -> None:
         own = vars(module).get("forward")
-        super().__init__(module, "forward", partial(_forward, module, own, tokens))
+        super().__init__(module, "forward", partial(_forward, module, own, place))
 
 
-def _forward(module: nn.Module, own: Any, tokens: bool, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, own: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
     """The layer's forward; see `Divided`. `own`: what stood in place of its class's."""
     forward: Any = partial(type(module).forward, module) if own is None else own
-    if tokens:
-        forward = partial(_token_by_token, module.layer_idx, forward)
-    cache = _cache_in(args, kwargs)
+    if place is not None:
+        forward = partial(_token_by_token, place, forward)
+    cache = cache_among(args, kwargs)
     if cache is None or not cache.packed_states.parts:
         return forward(*args, **kwargs)
     parts, places = cache.packed_states
@@ -56,26 +57,29 @@ def _forward(module: nn.Module, own: Any, tokens: bool, *args: Any, **kwargs: An
                 return x[0, part.tokens.to(x.device)].view(part.rows, -1, *x.shape[2:])
             return x
 
-        own_args, own_kwargs = _changed((args, kwargs), own_of)
+        own_args, own_kwargs = changed((args, kwargs), own_of)
         found.append(forward(*own_args, **own_kwargs))
     return _joined(found, lambda some: torch.cat([x.flatten(0, 1) for x in some])[places][None])
 
 
-def _cache_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeepsStates | None:
+def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeepsStates | None:
+    """The kvkeep cache among the arguments of a layer; None: there is none."""
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, KeepsStates)), None)
 
 
-def _changed(x: Any, change: Callable[[Any], Any]) -> Any:
+def changed(x: Any, change: Callable[[Any], Any]) -> Any:
     """An argument, or those in a container, after a change."""
     if isinstance(x, (tuple, list)):
-        return tuple(_changed(one, change) for one in x)
+        return tuple(changed(one, change) for one in x)
     if isinstance(x, dict):
-        return {name: _changed(one, change) for name, one in x.items()}
+        return {name: changed(one, change) for name, one in x.items()}
     return change(x)
 
 
 def _joined(found: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]) -> Any:
-    """The outputs of several forwards, tensors or tuples of them, as those of one."""
+    """The outputs of several forwards, tensors, None, or tuples of them, as those of one."""
+    if found[0] is None:
+        return None
     if isinstance(found[0], tuple):
         return tuple(_joined(each, join) for each in zip(*found, strict=True))
     return join(found)
@@ -87,7 +91,7 @@ def _token_by_token(place: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     Args:
         place: the layer's place in the model.
     """
-    cache = _cache_in(args, kwargs)
+    cache = cache_among(args, kwargs)
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     rows, n = hidden.shape[:2]
     if n == 1 or cache is None or not cache.has_previous_state(place):
@@ -99,7 +103,7 @@ def _token_by_token(place: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
             of_tokens = isinstance(x, Tensor) and x.shape[:2] == (rows, n)
             return x[:, token : token + 1] if of_tokens else x
 
-        own_args, own_kwargs = _changed((args, kwargs), own_of)
+        own_args, own_kwargs = changed((args, kwargs), own_of)
         found.append(forward(*own_args, **own_kwargs))
     return _joined(found, partial(torch.cat, dim=1))
 

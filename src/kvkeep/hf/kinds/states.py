@@ -125,9 +125,15 @@ class KeepsStates:
         """A layer's recurrent state, a tensor; None before the first token."""
         return self._states_to_change().get_recurrent_state(*args, **kwargs)
 
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
         """Replace a layer's recurrent state, a tensor, and return it."""
-        return self._states_to_change().update_recurrent_state(*args, **kwargs)
+        states = self._states_to_change()
+        found = states.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        # Transformers notes it with a convolution state, which not every layer has.
+        states.layers[layer_idx].has_previous_state[state_idx] = True
+        return found
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
         """Whether a layer has a state; without a layer, the last one that has states."""
