@@ -17,8 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, decoder_of
-from kvkeep.hf.kinds import kinds_of, layer_kinds, to_slots
 from kvkeep.hf.forward.placing import placed, placing
+from kvkeep.hf.kinds import kinds_of, layer_kinds, to_slots
 from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.rotary import Rotary
 

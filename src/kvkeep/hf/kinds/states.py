@@ -131,8 +131,10 @@ class KeepsStates:
         """Replace a layer's recurrent state, a tensor, and return it."""
         states = self._states_to_change()
         found = states.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-        # Transformers notes it with a convolution state, which not every layer has.
-        states.layers[layer_idx].has_previous_state[state_idx] = True
+        if isinstance(states, transformers.Cache):
+            # Transformers notes it with a convolution state, which not every layer has.
+            layer: Any = states.layers[layer_idx]
+            layer.has_previous_state[state_idx] = True
         return found
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
