@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 21;
+constexpr int KV_ABI = 20;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -222,7 +222,6 @@ struct KvStep {
     KvReach reaches[2];   // applied if the query does not see all slots
     int64_t reach_count;
     int64_t* left;        // receives the number of slots in use after a step
-    int64_t own;          // 1: queries read their own token as given, not its codes
 };
 
 // Tokens. Token t of part p of a layer, such as a head, is t token strides and p part strides, in

@@ -84,24 +84,17 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
 
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors);
 
-// A step's keys (rows, heads, width), less their turned centre if there is one, in `type`; `kept`
-// holds keys that are not the caller's.
-KvPlane keys_in(const KvSequence& step, const char* key, int64_t type, std::vector<float>& kept) {
-    const KvEncoding& e = step.step->key;
-    if (!step.step->call.centre) return {key, e.x.row, e.x.head, e.width, e.x.type};
-    kept = centred_keys(step, key);
-    auto* narrow = (uint16_t*)kept.data();
-    for (size_t i = 0; type != KV_F32 && i < kept.size(); ++i)
-        narrow[i] = type == KV_BF16 ? BF16::narrow1(kept[i]) : F16::narrow1(kept[i]);
-    return {kept.data(), e.heads * e.width, e.width, e.width, type};
-}
-
 // Copies or encodes a step's key to slot `slot`.
 bool write_key(const KvSequence& step, const char* key, int64_t slot, float* errors) {
     KvEncoding e = step.step->key;
-    std::vector<float> kept;
-    e.x = keys_in(step, key, e.codes.type >= KV_I8 ? KV_F32 : e.x.type, kept);
-    return write(e, (const char*)e.x.data, slot, errors);
+    if (!step.step->call.centre) return write(e, key, slot, errors);
+    std::vector<float> keys = centred_keys(step, key);
+    const int64_t type = e.codes.type >= KV_I8 ? KV_F32 : e.x.type;
+    auto* narrow = (uint16_t*)keys.data();
+    for (size_t i = 0; type != KV_F32 && i < keys.size(); ++i)
+        narrow[i] = type == KV_BF16 ? BF16::narrow1(keys[i]) : F16::narrow1(keys[i]);
+    e.x = {nullptr, e.heads * e.width, e.width, e.width, type};
+    return write(e, (const char*)keys.data(), slot, errors);
 }
 
 // Copies or encodes x to slot `slot`. `errors` may be null.
@@ -162,36 +155,14 @@ bool append(const KvSequence& step, const Token& token) {
     return true;
 }
 
-// The step's own token as a segment of one slot, which is read in place of its codes.
-KvSegment own_token(const KvSequence& step, const Token& token, std::vector<float>& kept) {
-    const KvStep& s = *step.step;
-    KvSegment own = step.segments[s.call.segment_count - 1];
-    const int64_t slot = (slots_after(step) - 1) * own.position.slot;
-    if (own.position.data) own.position.data = (const int32_t*)own.position.data + slot;
-    own.k = own.v = {};
-    own.k.block = own.v.block = own.slots = 1;
-    own.k.plane = keys_in(step, token.k, s.key.x.type, kept);
-    const KvPlane& value = s.value.x;
-    own.v.plane = s.value.rows ? KvPlane{token.v, value.row, value.head, s.value.width, value.type}
-                               : own.k.plane;  // values are elements of the keys
-    own.shared = own.follows = 0;
-    return own;
-}
-
 // Attends with the queries of one step, whose token is already written.
 int attend_alone(const KvSequence& step, const Token& token, float* mass) {
     const KvStep& s = *step.step;
     std::vector<KvSegment> segments(step.segments, step.segments + s.call.segment_count);
-    segments.back().slots = slots_after(step) - s.own;
-    std::vector<float> kept;
-    if (s.own) {
-        if (!segments.back().slots) segments.pop_back();
-        segments.push_back(own_token(step, token, kept));
-    }
     for (KvSegment& segment : segments) segment.queries.data = token.q;
+    segments.back().slots = slots_after(step);
     std::vector<int32_t> places, bounds;
     KvCall call = s.call;
-    call.segment_count = (int64_t)segments.size();
     call.out = token.out;
     call.mass = mass;
     call.dense = step.dense;
@@ -236,7 +207,6 @@ class Together {
     std::vector<int32_t> places;
     std::vector<char> queries;  // queries of rows that share segments, adjacent
     std::vector<float> means;   // of the rows' centres
-    std::vector<std::vector<float>> keys;  // of the rows' own tokens
     KvCentre centre;
     int64_t query_bytes;        // bytes of one row's query
 
@@ -353,28 +323,21 @@ class Together {
         for (int64_t i = from; i < to; ++i) {
             KvSegment segment = rows[first]->segments[i];
             const KvSequence& sequence = *rows[first];
-            const bool last = i + 1 == sequence.step->call.segment_count;
-            if (last) segment.slots = slots_after(sequence) - sequence.step->own;
+            if (i + 1 == sequence.step->call.segment_count)
+                segment.slots = slots_after(sequence);
             segment.follows &= i > from;
             segment.shared = end - first > 1;
-            if (!last || segment.slots) add(first, end, segment);
-            if (!last || !sequence.step->own) continue;
-            keys.emplace_back();
-            add(first, end, own_token(sequence, Token(tokens, sequence), keys.back()));
+            for (KvPlane* plane : {&segment.k.plane, &segment.k.scale, &segment.k.zero,
+                                   &segment.v.plane, &segment.v.scale, &segment.v.zero,
+                                   &segment.position})
+                plane->row = 0;
+            const int64_t type = segment.queries.type, size = element_bytes(type);
+            const int64_t width = query_bytes / size;
+            const KvCall& call = sequence.step->call;
+            segment.queries = {queries.data(), width, call.key_width, call.key_width, type};
+            segments.push_back(segment);
+            holders.push_back({first, end});
         }
-    }
-
-    // Adds a segment of rows `first` to `end` - 1.
-    void add(int64_t first, int64_t end, KvSegment segment) {
-        for (KvPlane* plane : {&segment.k.plane, &segment.k.scale, &segment.k.zero,
-                               &segment.v.plane, &segment.v.scale, &segment.v.zero,
-                               &segment.position})
-            plane->row = 0;
-        const int64_t type = segment.queries.type, width = query_bytes / element_bytes(type);
-        const KvCall& call = rows[first]->step->call;
-        segment.queries = {queries.data(), width, call.key_width, call.key_width, type};
-        segments.push_back(segment);
-        holders.push_back({first, end});
     }
 };
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -103,13 +102,11 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         evicts = spec.policy.budget is not None and spec.policy.reach is None
         live = None
         if evicts:
-            held = live_tokens(layer) if start else [[([], k, v)] * HEADS] * 2
-            live = [[set(place) for place, _, _ in row] for row in held]
+            before = live_tokens(layer) if start else [[([], k, v)] * HEADS] * 2
+            live = [[set(place) for place, _, _ in row] for row in before]
         queries, *new = (x[:, :, part].to(DEVICE) for x in (q, k, v))
-        reads_chunk = layer.slots.reads_chunk
         view = layer.extend(*new, None if given is None else given.to(DEVICE))
-        # Attention reads what was encoded, in some layers but for the chunk's own tokens; of a
-        # block, that is another thing each time.
+        # What attention reads is what was encoded; of a block, that is another thing each time.
         keys, values = encoded(layer, *new, position.to(DEVICE))
         # Where a backend refuses a call, the one that attend chooses answers for it.
         named = next(b for b in backends() if b.name == backend)
@@ -122,12 +119,7 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         layer.settle(Observation(mass, queries=queries))
         oracle.step(q[:, :, part], k[:, :, part], v[:, :, part], position, scale=0.4)
         if layer.slots.block == 1:
-            inputs = q[:, :, part], keys, values, position
-            as_computed = q[:, :, part], k[:, :, part], v[:, :, part], position
-            before = deepcopy(stored)
-            expected = stored.step(*inputs, scale=0.4, live=live)
-            if reads_chunk:
-                expected = before.step(*as_computed, scale=0.4, live=live)
+            expected = stored.step(q[:, :, part], keys, values, position, scale=0.4, live=live)
             if spec.policy.budget is not None:
                 out = out.masked_fill((position < 0)[:, None, :, None], 0.0)
                 expected = expected.masked_fill((position < 0)[:, None, :, None], 0.0)

@@ -15,7 +15,6 @@ from kvkeep.planes import (
     LAST,
     POSITION,
     Chain,
-    Front,
     Planes,
     PlaneSpec,
     Reach,
@@ -272,14 +271,6 @@ class View(NamedTuple):
     reaches: tuple[Reach, ...] = ()
     bounds: Tensor | None = None
     chosen: Tensor | None = None
-
-    def ending_with(self, newest: Segment) -> View:
-        """The same view, in which `newest` is read in place of as many of the last slots."""
-        *before, last = self.segments
-        older = last.slots - newest.slots
-        if older:
-            before.append(last._replace(planes=Front(unsliced(last.planes), older)))
-        return self._replace(segments=(*before, newest))
 
     @property
     def chunk(self) -> int:

@@ -47,8 +47,7 @@ class Codec(ABC):
     def together(self) -> int:
         """How many tokens a layer encodes at a time, after they leave its plain tail; a multiple of
         `block`. 1: it has no tail, and encodes tokens as they arrive. If slots hold single tokens,
-        a layer has a tail only if it evicts nothing and its storage grows; otherwise only the
-        chunk's own queries read tokens that are not encoded."""
+        a layer has a tail only if it evicts nothing and its storage grows."""
         return self.block
 
     @property

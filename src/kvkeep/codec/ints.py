@@ -46,10 +46,8 @@ class Ints(Grouped):
 
     Before that, the mean of the first `centre` tokens is taken out of keys (0: nothing is); see
     `kvkeep.attention.centre`. Where a layer evicts nothing and its storage grows, the first `sinks`
-    tokens, the newest `recent` and up to 31 more stay plain; elsewhere tokens are encoded as they
-    arrive. In both, a chunk's queries read its own tokens as they were computed, except in heads or
-    rows with storages of their own and in steps on a device; with `recent` and `sinks` of 0 they
-    read codes.
+    tokens, the newest `recent` and up to 31 more stay plain, so a chunk's queries read its own
+    tokens as they were computed; elsewhere tokens are encoded as they arrive.
     """
 
     group: int = 32

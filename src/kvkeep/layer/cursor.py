@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Segment
 from kvkeep.errors import StateError
 from kvkeep.layer.history import History, Prompt
 from kvkeep.layer.slots import LayerSlots
@@ -60,8 +59,8 @@ class Cursor:
         unread: number of layers that have not yet attended to the last chunk's slots; see
             `Settling`.
         observed: the observation that the policy gets after these readings.
-        queries: positions of the last chunk's queries, the newest position that each sees, and the
-            segment that they read in place of their own slots; None: one token.
+        queries: positions of the last chunk's queries, and the newest position that each sees;
+            None: one token.
     """
 
     def __init__(self, slots: LayerSlots) -> None:
@@ -75,7 +74,7 @@ class Cursor:
         self.evicted: list[Tensor] | None = None
         self.unread = 0
         self.observed: Observation | None = None
-        self.queries: tuple[Tensor, Tensor | None, Segment | None] | None = None
+        self.queries: tuple[Tensor, Tensor | None] | None = None
 
     def fork(self) -> Cursor:
         """A copy of the cursor that shares the frozen slots."""

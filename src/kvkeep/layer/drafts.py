@@ -94,7 +94,7 @@ class Drafts(Writing):
 
     def require_recordable(self) -> None:
         """Raise UnsupportedError if the layer cannot decide about drafts as it would without."""
-        if self.readers and (self._journaled or self.cursor.slots.reads_chunk):
+        if self.readers and self._journaled:
             raise UnsupportedError(
                 f"policy {self.policy.name} and codec {self.key_codec.name} decide after each "
                 "draft, but other layers attend to this layer's slots after all of them; use "
@@ -109,11 +109,11 @@ class Drafts(Writing):
     def _together(self, left: int) -> int:
         """How many of the next `left` tokens are fed at once: the size of a step without drafts, or
         more if the policy makes no decision in between."""
-        prompt, slots = self.cursor.prompt, self.cursor.slots
+        prompt = self.cursor.prompt
         certain = prompt.columns - self.cursor.history.columns
         if certain > 0:
             return min(left, certain, prompt.chunk or certain)
-        return 1 if self.by_token or slots.reads_chunk or slots.fills(left) else left
+        return 1 if self.by_token or self.cursor.slots.fills(left) else left
 
     def _recorded(self, inputs: StepInputs, attend: Attend | None) -> Tensor:
         """A step in pieces, whose tokens may be taken back. If it fails, the whole step is undone;

@@ -45,8 +45,13 @@ def new_slots(
     if ragged:
         storage.bound = None if budget is None else 0  # a head's share of the budget changes
         return ByHead(codecs, storage)
-    grows = budget is None and storage.lasting and not storage.limited
-    if key_codec.block > 1 or (grows and codecs.have_tail):
+    if key_codec.block > 1 or (budget is None and storage.lasting and _has_tail(codecs, storage)):
         return BlockEncoded(codecs, storage)
     storage.bound = budget
     return Undivided(codecs, own, storage)
+
+
+def _has_tail(codecs: Codecs, storage: Storage) -> bool:
+    """Whether tokens that are encoded one by one stay plain for a while."""
+    key, value = codecs
+    return key.together == value.together > 1 and not storage.limited

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Attend, Centre, Segment, View, dispatch
+from kvkeep.attention import Attend, Centre, View, dispatch
 from kvkeep.attention.centre import Turns
 from kvkeep.checks import Checks, wants_gradients
 from kvkeep.codec import Codec
@@ -207,7 +207,7 @@ class Settling:
             own = k[:, :, -q.shape[2] :]
             self._checks.queries(q, own, inputs.sinks, inputs.softcap, self.slopes)
             self.check_gradients(q)
-            view = self._view(*(cursor.queries or (None, None, None)))
+            view = self._view(*(cursor.queries or (None, None)))
             # Every limit of the view also holds for a subset of its queries.
             n = q.shape[2]
             bounds = None if view.bounds is None else view.bounds[..., -n:]
@@ -215,7 +215,7 @@ class Settling:
             out, _ = (attend or dispatch)(q, view, inputs.options(self.slopes, self.centre))
             if cursor.unread == 1:
                 self._settle_now(cursor.observed, packs=attend is None)
-                cursor.observed = cursor.queries = None
+                cursor.observed = None
             cursor.unread -= 1  # last, so that after an error the forward counts as interrupted
             return out
 
@@ -235,18 +235,14 @@ class Settling:
         """Record at the end of a step that readings follow."""
         self.cursor.unread, self.cursor.observed = self.readers, observation
 
-    def _view(
-        self, queries: Tensor | None, until: Tensor | None, newest: Segment | None = None
-    ) -> View:
-        """The view of queries at these positions; None: of the newest token. `newest`: read in
-        place of the slots of the newest tokens."""
+    def _view(self, queries: Tensor | None, until: Tensor | None) -> View:
+        """The view of queries at these positions; None: of the newest token."""
         slots, history = self.cursor.slots, self.cursor.history
         if queries is None:
             assert history.geometry is not None
             queries = history.next_positions(1, history.geometry.device) - 1
         hides = slots.frozen.hides or slots.hidden > 0
-        view = self.sight.after(slots.segments(), queries, history, slots.length, hides, until)
-        return view if newest is None else view.ending_with(newest)
+        return self.sight.after(slots.segments(), queries, history, slots.length, hides, until)
 
     def check_gradients(self, *tensors: Tensor) -> None:
         """Raise StateError if gradients are required that the storage or a codec does not

@@ -42,11 +42,6 @@ class Codecs(NamedTuple):
         return self.value.decode(part(planes, "k" if self.value.of_keys else "v"), dtype)
 
     @property
-    def have_tail(self) -> bool:
-        """Whether tokens have slots of their own but should stay plain for a while."""
-        return self.key.block == 1 and self.key.together == self.value.together > 1
-
-    @property
     def unencoded(self) -> Codecs:
         """The codecs of tokens that wait to be encoded in a block."""
         return Codecs(self.key.waiting(Plain()), self.value.waiting(Plain()))
@@ -153,11 +148,6 @@ class LayerSlots(ABC):
         """The planes of a chunk that did not fit, until the policy has evicted; None: every chunk
         fits."""
         return None
-
-    @property
-    def reads_chunk(self) -> bool:
-        """Whether queries read their own chunk as it was computed, although it is encoded."""
-        return self.single and self.codecs.have_tail
 
     @property
     def torn(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Centre, Segment, View
+from kvkeep.attention import Centre, View
 from kvkeep.attention.centre import measured
 from kvkeep.checks import check_places, check_range, resolved
 from kvkeep.errors import StateError
@@ -92,21 +92,8 @@ class Writing(Settling, Step):
         cursor.state = State.IDLE
         if until is not None:
             until = torch.where(position < 0, -1, until.to(k.device)).to(torch.int32)
-        newest = self._as_computed(coded, v, own[POSITION])
-        cursor.queries = (queries, until, newest) if self.readers else None
-        return self._view(queries, until, newest)
-
-    def _as_computed(self, k: Tensor, v: Tensor, position: Tensor) -> Segment | None:
-        """New tokens as they were computed, keys less their centre, for the chunk's own queries;
-        None: these read the tokens' slots.
-
-        Args:
-            position: the plane of the tokens' positions.
-        """
-        if not self.cursor.slots.reads_chunk:
-            return None
-        codecs = self.cursor.slots.codecs.unencoded
-        return Segment(codecs.encode(k.to(v.dtype), v) | {POSITION: position}, *codecs)
+        cursor.queries = (queries, until) if self.readers else None
+        return self._view(queries, until)
 
     def _note(self, n: int) -> None:
         """Record the state before n tokens, unless they are certain.

@@ -22,9 +22,8 @@ class Window(Policy):
     """Each query sees the last `size` tokens, its own included, the first `sinks` tokens, and
     positions `keep_from` to `keep_to` (exclusive).
 
-    The result does not depend on how the tokens are split into chunks, unless a codec such as
-    `int4` lets a chunk read itself as it was computed, or the size is a share of the tokens fed:
-    then the size at the last chunk counts, but at least `least`. Sources:
+    The result does not depend on how the tokens are split into chunks, unless the size is a share
+    of the tokens fed: then the size at the last chunk counts, but at least `least`. Sources:
     Mistral 7B (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
     """
 

@@ -102,7 +102,7 @@ class StepPlan:
         records = LayerRecords(
             *(policy, rule, slots.codecs, history.geometry.value_width),
             *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), centre),
-            *(self._left, slots.reads_chunk),
+            self._left,
         )
         self.parts: list[PartRecords] = [
             records.of(index, part, inputs) for index, part in enumerate(parts)

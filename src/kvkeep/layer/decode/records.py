@@ -61,8 +61,6 @@ class LayerRecords(NamedTuple):
     slopes: Tensor | None
     centre: Centre | None
     left: Tensor
-    own: bool
-    """Whether queries read their own token as it was computed."""
 
     def of(self, index: int, part: StepPart, inputs: StepInputs) -> PartRecords:
         """Pack the records of a part.
@@ -157,7 +155,6 @@ class LayerRecords(NamedTuple):
                 *(REACH.pack(*reach) for reach in (*reaches, *[Reach(0)] * (2 - len(reaches)))),
                 _NUMBER.pack(len(reaches)),
                 _NUMBER.pack(self.left.data_ptr() + 8 * index),
-                _NUMBER.pack(self.own),
             ]
         )
 
