@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, modeling_outputs
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.graph.package import Package
 from kvkeep.hf.cache import Cache
-from kvkeep.hf.cache_argument import OF_GENERATE, name_in
+from kvkeep.hf.cache_argument import name_in
 from kvkeep.hf.forward.packed import RowsCache
 from kvkeep.hf.steps import saved_steps
 from kvkeep.hf.steps.model_state import ModelState
@@ -57,7 +57,7 @@ class Step:
         self._program = program
         self._given: list[Any] = [None] * (len(weights) + len(self._inputs))
         self._output = _output_class(model, output)
-        self._cache_field = name_in(self._output) or OF_GENERATE
+        self._cache_field = name_in(self._output)  # RecurrentGemma's output has no cache
         for place, name in zip(places, weights, strict=True):
             self._given[place] = part_named(model, name).detach()
         self._free = [place for place, x in enumerate(self._given) if x is None]
@@ -87,7 +87,8 @@ class Step:
         found = run_program(self._program, given, used, cache)
         if found is None:
             return None
-        return self._output(logits=found[self._logits], **{self._cache_field: cache})
+        with_cache = {} if self._cache_field is None else {self._cache_field: cache}
+        return self._output(logits=found[self._logits], **with_cache)
 
 
 def run_program(
