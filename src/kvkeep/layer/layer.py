@@ -15,7 +15,7 @@ from kvkeep.checks import Checks
 from kvkeep.codec import Codec, WithinKeys, warn_about_keys
 from kvkeep.errors import SpecError
 from kvkeep.layer.cursor import Cursor, State, Turn
-from kvkeep.layer.decode.plan import StepPlan, settles_alone
+from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.frozen import Run
@@ -116,7 +116,7 @@ class LayerCache(Drafts):
             budget=policy.budget + policy.room if policy.budget else 0 if policy.evicts else None,
         )
         self.cursor, self._checks = Cursor(slots), Checks()
-        self.by_token = not settles_alone(policy)
+        self.by_token = not _settles_alone(policy)
         self.plans = True
         self._plan: StepPlan | None = None
         self._turns = None
@@ -456,3 +456,12 @@ class LayerCache(Drafts):
     def stats(self) -> LayerStats:
         """All figures at once."""
         return replace(self.slots.stats(), kept=self.kept)
+
+
+def _settles_alone(policy: Policy) -> bool:
+    """Whether a decode step under this policy changes only its own slot and slots that the reach
+    has passed."""
+    reach = policy.reach
+    bounded = reach is not None and policy.budget == reach.size + reach.fixed
+    looks_on = policy.observes or policy.needs or policy.planes
+    return (not policy.evicts or bounded) and not looks_on

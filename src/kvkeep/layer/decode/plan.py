@@ -29,7 +29,7 @@ from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing
 from kvkeep.native_library import LIBRARY, TYPES
 from kvkeep.planes import LAST, Chunks, limits
-from kvkeep.policy import Arrivals, Policy
+from kvkeep.policy import Arrivals
 from kvkeep.policy.base import rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.storage import Storage
@@ -60,15 +60,6 @@ class Kind(NamedTuple):
     v: Layout
     scale: float
     softcap: float | None
-
-
-def settles_alone(policy: Policy) -> bool:
-    """Whether a decode step under this policy changes only its own slot and slots that the reach
-    has passed."""
-    reach = policy.reach
-    bounded = reach is not None and policy.budget == reach.size + reach.fixed
-    looks_on = policy.observes or policy.needs or policy.planes
-    return (not policy.evicts or bounded) and not looks_on
 
 
 class StepPlan:
