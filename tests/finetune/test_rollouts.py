@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tiny_models import tiny
-from transformers import PreTrainedTokenizerFast
 
 import kvkeep
 from kvkeep.finetune import Rollouts
@@ -15,19 +14,6 @@ trl = pytest.importorskip("trl")
 
 ANSWERS, LONGEST, TEMPERATURE = 4, 6, 0.7
 LIKED = "w7"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    found = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2"))
-    found.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=found, pad_token="w0", eos_token="w1", padding_side="left"
-    )
 
 
 def trainer_of(model, tokenizer, tmp_path, rollouts, **options):

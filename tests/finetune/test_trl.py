@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tiny_models import tiny
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep.finetune import LongContext, Rollouts
@@ -30,19 +30,6 @@ OPTIONS = {
     "GRPO": SAMPLING,
     "RLOO": SAMPLING,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    found = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2"))
-    found.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=found, pad_token="w0", eos_token="w1", padding_side="left"
-    )
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

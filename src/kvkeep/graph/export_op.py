@@ -166,12 +166,15 @@ def described(text: str) -> tuple[Description, list[str]]:
     return typed(Description, fields), names
 
 
-@torch.library.custom_op(
-    "kvkeep::step_in",
-    mutates_args=("state",),
-    schema=f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
-    tags=ON_HOST,
-)
+_OF_STATE: dict[str, Any] = {
+    "mutates_args": ("state",),
+    "schema": f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
+    "tags": ON_HOST,
+}
+"""What the operators of a layer have in common."""
+
+
+@torch.library.custom_op("kvkeep::step_in", **_OF_STATE)
 def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.run`: `state`: its buffers in order; `text`: its description as JSON."""
     description, names = described(text)
@@ -204,12 +207,7 @@ def _count(layer: LayerCache, counts: Tensor) -> None:
     counts.copy_(torch.tensor([columns, history.floor, layer.length]))
 
 
-@torch.library.custom_op(
-    "kvkeep::read_in",
-    mutates_args=("state",),
-    schema=f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
-    tags=ON_HOST,
-)
+@torch.library.custom_op("kvkeep::read_in", **_OF_STATE)
 def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.read`, after `step_in` with the same state and text. The last reading evicts,
     which changes the state."""

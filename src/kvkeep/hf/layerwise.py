@@ -24,7 +24,7 @@ from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.interface.model_layers import ModelLayers, TellsLayers
+from kvkeep.hf.interface.model_layers import ByPlace, ModelLayers
 from kvkeep.hf.kinds import KeepsStates, PassedStates, kinds_of, layer_kinds, require
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Carries, ChunkStep, Embedded, LayerStep, Layerwise
@@ -333,7 +333,7 @@ class _TextLayer(AttendingLayer):
         return self.attention.run(inputs)
 
 
-class _TextCache(KeepsStates, TellsLayers, LayersCache):
+class _TextCache(KeepsStates, ByPlace, LayersCache):
     """The cache of a model whose layers are run one by one, after some columns of a text.
 
     Args:
@@ -347,9 +347,6 @@ class _TextCache(KeepsStates, TellsLayers, LayersCache):
         self._handed = list[Handed]()
         self._passed = PassedStates({})
         self.seek(0)
-
-    def index(self, place: int) -> int:
-        return self.model_layers.indices.get(place, 0)
 
     def _states(self) -> PassedStates:
         return self._passed

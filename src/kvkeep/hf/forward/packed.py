@@ -18,7 +18,7 @@ from kvkeep.hf.forward.placing import Placed, takes_positions
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.interface.model_layers import TellsLayers
+from kvkeep.hf.interface.model_layers import ByPlace
 from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
@@ -116,7 +116,7 @@ class LaidCache(LayersCache):
             )
 
 
-class PackedCache(KeepsStates, TellsLayers, LaidCache):
+class PackedCache(KeepsStates, ByPlace, LaidCache):
     """The `cache` argument of a packed forward.
 
     Args:
@@ -128,9 +128,6 @@ class PackedCache(KeepsStates, TellsLayers, LaidCache):
         super().__init__(tokens.layers)
         self.carried, self.packed_states = NoStates(), tokens.states
         self.model_layers = cache.model_layers
-
-    def index(self, place: int) -> int:
-        return self.model_layers.indices.get(place, 0)
 
 
 NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -189,7 +186,7 @@ class RowsOf(AttendingLayer):
         return out
 
 
-class RowsCache(KeepsStates, TellsLayers, LayersCache):
+class RowsCache(KeepsStates, ByPlace, LayersCache):
     """The `cache` argument of a compiled step of several sequences.
 
     Args:
@@ -203,9 +200,6 @@ class RowsCache(KeepsStates, TellsLayers, LayersCache):
         super().__init__(layers, with_readings(own))
         self.carried: RecurrentStates = NoStates()
         self.model_layers = like.model_layers
-
-    def index(self, place: int) -> int:
-        return self.model_layers.indices.get(place, 0)
 
     def use(self, layers: Sequence[PackedLayer | None], states: RecurrentStates) -> None:
         """See `RowsOf.use`. `states`: of all rows."""
