@@ -36,6 +36,16 @@ constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 
 // the output does, the next output's block is prefetched.
 constexpr int64_t ahead_of(int rows) { return rows == 1 ? 4096 : 8192; }
 
+// Prefetches weights, which are read once.
+KV_INLINE void prefetch_once(const char* weight, int64_t bytes) {
+    if (kv_bypasses_cache) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weight + i, 0, 0);
+    } else {
+        prefetch(weight, bytes);
+    }
+}
+
 // Whether weights of type K, when first read, are read in memory order, one output after the other.
 // An output's sums are then one chain of additions, which takes longer than reading unless each
 // addition takes in enough weights.
