@@ -105,25 +105,35 @@ struct Tiles {
 };
 #endif
 
-// Products of two groups of 16 rows of pairs, `first` and `second` (`stride` bytes apart), with rows
-// of B (`step` bytes apart), one for each of `pairs` pairs, of which 32 columns are used. The
-// results are written to `out` and `other`, whose rows are `width` floats apart. A row's results do
-// not depend on its place. `pairs` is a multiple of 16.
-[[maybe_unused]] void multiply_tiles(const void* first, const void* second, int64_t stride,
-                                     int64_t pairs, const void* b, int64_t step, float* out,
-                                     float* other, int64_t width) {
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+// Products of one or two groups of 16 rows of pairs, `first` and `second` (`stride` bytes apart), with
+// rows of B (`step` bytes apart), one for each of `pairs` pairs, of which 32 columns are used. The
+// results are written, or added if ADD, to `out` and `other`, whose rows are `width` floats apart.
+// A row's results do not depend on its place. `pairs` is a multiple of 16.
+template <bool BOTH, bool ADD>
+void multiply_tiles(const void* first, const void* second, int64_t stride, int64_t pairs,
+                    const void* b, int64_t step, float* out, float* other, int64_t width) {
+    const int64_t line = width * 4;
+    if constexpr (ADD) {
+        tile_load<0>(out, line), tile_load<1>(out + 16, line);
+        if constexpr (BOTH) tile_load<2>(other, line), tile_load<3>(other + 16, line);
+    } else {
+        tile_zero<0>(), tile_zero<1>();
+        if constexpr (BOTH) tile_zero<2>(), tile_zero<3>();
+    }
     for (int64_t p = 0; p < pairs; p += TILE_PAIRS) {
         const char* rows = (const char*)b + p * step;
         tile_load<4>((const char*)first + p * 4, stride);
         tile_load<6>(rows, step);
+        tile_multiply<0, 4, 6>();
         tile_load<7>(rows + TILE_BYTES, step);
-        tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>();
-        tile_load<5>((const char*)second + p * 4, stride);
-        tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        tile_multiply<1, 4, 7>();
+        if constexpr (BOTH) {
+            tile_load<5>((const char*)second + p * 4, stride);
+            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        }
     }
-    tile_store<0>(out, width * 4), tile_store<1>(out + 16, width * 4);
-    tile_store<2>(other, width * 4), tile_store<3>(other + 16, width * 4);
+    tile_store<0>(out, line), tile_store<1>(out + 16, line);
+    if constexpr (BOTH) tile_store<2>(other, line), tile_store<3>(other + 16, line);
 }
 
 // Whether Linux lets this process use tiles, which must be asked for once.
