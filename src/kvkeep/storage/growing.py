@@ -74,10 +74,14 @@ class Bounded(NamedTuple):
         wanted = little if self.factor is None else int(slots * self.factor)
         return min(self.bound, max(_FIRST_SLOTS, wanted))
 
+    def most(self, slots: int) -> int:
+        """The most capacity that is kept for `slots` slots."""
+        stay = max(slots, self.bound)
+        return stay + max(2, stay // 8)
+
     def less(self, slots: int, capacity: int) -> int | None:
         """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""
-        stay = max(slots, self.bound)
-        return None if capacity <= stay + max(2, stay // 8) else self.room(slots)
+        return None if capacity <= self.most(slots) else self.room(slots)
 
 
 @final
@@ -121,6 +125,13 @@ class Growing(Buffer):
         else:
             self._growth = Bounded(self.bound, self.factor)
         return self._growth.room(slots)
+
+    def takes(self, slots: int) -> bool:
+        # Allocating room for a chunk, and freeing it, takes longer than reading the chunk as a
+        # second segment, which only the native library does with the same result.
+        if not self.bound or self.described() is None:
+            return True
+        return slots <= max(self.capacity, Bounded(self.bound).most(self.bound))
 
     def evict(self, victims: Tensor) -> None:
         super().evict(victims)
