@@ -121,6 +121,12 @@ std::atomic<bool> is_forked{false};
 
 }  // namespace
 
+#if defined(KV_X86)
+const bool kv_bypasses_cache = __builtin_cpu_is("amd");
+#else
+const bool kv_bypasses_cache = false;
+#endif
+
 const Instructions& instructions() {
     const Instructions* one = in_use.load();
     if (!one) in_use = one = best();
