@@ -58,10 +58,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
-        library.kv_evict.argtypes = (
-            *(c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4),
-            *(c_char_p, c_int64),
-        )
+        evict = library.kv_evict
+        evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4, c_char_p, c_int64)
         library.kv_use_torch.argtypes = (c_char_p,)
         library.kv_use_torch.restype = None
         library.kv_run_program.argtypes = (c_char_p, c_char_p, c_int64, *[c_void_p] * 2, c_int64)

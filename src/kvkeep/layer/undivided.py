@@ -26,8 +26,8 @@ from kvkeep.storage import Concat, Storage, parted
 class Undivided(LayerSlots):
     """Frozen runs, then a storage, then a chunk set aside because it does not fit.
 
-    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only in
-    fixed storage, and only until the policy has evicted.
+    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only if
+    the storage has no room for it, and only until the policy has evicted.
 
     Args:
         codecs: encode keys and values.
@@ -103,7 +103,7 @@ class Undivided(LayerSlots):
 
         self._rows, n = k.shape[0], k.shape[2]
         room = self.limit is None or self.length + n <= self.limit
-        fits = room and (self.frozen.runs or self._storage.takes(self._storage.length + n))
+        fits = room and (self.frozen.runs or self._storage.make_room(self._storage.length + n))
         storage = self._storage if fits and not self._aside.length else self._aside
         if not storage.append_in_place(n, put):
             storage.append(codecs.encode(k, v) | dict(own))

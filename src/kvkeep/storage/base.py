@@ -157,9 +157,12 @@ class Storage(ABC):
         order = torch.arange(length, device=victims.device).expand(*victims.shape[:2], -1)
         return order.scatter(2, holes, movers)[:, :, : length - count]
 
-    def takes(self, slots: int) -> bool:
-        """Whether a step may make `slots` slots of this storage before it evicts some. If not, the
-        step keeps its new slots elsewhere until then, see `append_evicting`."""
+    def make_room(self, slots: int) -> bool:
+        """Prepare for a step that needs `slots` slots before it evicts some.
+
+        Returns False if the step must keep its new slots elsewhere until it evicts, see
+        `append_evicting`; then the slots that stay have room.
+        """
         return self.limit is None or slots <= self.limit
 
     def append_evicting(self, planes: Planes, victims: Tensor) -> None:

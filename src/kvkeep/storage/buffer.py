@@ -148,10 +148,7 @@ class Buffer(Storage):
         if failed == 1:
             raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
         if failed:
-            raise ShapeError(
-                f"victims {tuple(victims.shape)} of {slots} slots: a policy must name "
-                f"{victims.shape[2]} different ones, 0 to {slots - 1}, for each row and head"
-            )
+            self.remaining(victims, slots)  # raises the error that says which are wrong
         self._length = slots - victims.shape[2]
 
     def truncate(self, length: int) -> None:

@@ -59,7 +59,7 @@ class Bounded(NamedTuple):
     At most an eighth is spare, on any device: on the CPU too, small buffers are memory, and so are
     slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
     each slot is copied sixteen times in all. Chunks of at most an eighth of the bound are fed
-    without reallocation.
+    without reallocation; for larger ones see `Growing.make_room`.
     """
 
     bound: int
@@ -126,12 +126,16 @@ class Growing(Buffer):
             self._growth = Bounded(self.bound, self.factor)
         return self._growth.room(slots)
 
-    def takes(self, slots: int) -> bool:
+    def make_room(self, slots: int) -> bool:
         # Allocating room for a chunk, and freeing it, takes longer than reading the chunk as a
-        # second segment, which only the native library does with the same result.
+        # second segment. Only the native library does the latter with the same result.
         if not self.bound or self.described() is None:
             return True
-        return slots <= max(self.capacity, Bounded(self.bound).most(self.bound))
+        if slots <= max(self.capacity, Bounded(self.bound).most(self.bound)):
+            return True
+        if self.capacity < self.bound:
+            self._reallocate(self.bound, self._planes)
+        return False
 
     def evict(self, victims: Tensor) -> None:
         super().evict(victims)
