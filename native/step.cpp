@@ -131,7 +131,7 @@ bool drop(const KvSequence& step) {
     ranking.count = 1;
     return !kv_lowest(&ranking) &&
            !kv_evict(step.planes, step.plane_count, step.step->call.rows, victims.data(),
-                     ranking.rows, ranking.heads, 1, step.slots);
+                     ranking.rows, ranking.heads, 1, step.slots, nullptr, 0);
 }
 
 // Frees a slot if asked to, and writes the token. Returns false if memory cannot be allocated.

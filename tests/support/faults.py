@@ -57,8 +57,15 @@ FAULTS = (
     Fault(
         "growing-gives-nothing-back",
         "storage/growing.py",
-        "return None if capacity <= stay + max(2, stay // 8) else self.room(slots)",
+        "return None if capacity <= self.most(slots) else self.room(slots)",
         "return None",
+        "storage/test_growth.py",
+    ),
+    Fault(
+        "no-room-for-what-stays-of-a-chunk",
+        "storage/growing.py",
+        "self._reallocate(self.bound, self._planes)",
+        "pass",
         "storage/test_growth.py",
     ),
     Fault(

@@ -18,7 +18,7 @@ from kvkeep.layer.parted import ByRows
 from kvkeep.layer.slots import Codecs, LayerSlots, StepPart, on_one_device
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.write_tokens import write
-from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
+from kvkeep.planes import POSITION, Chain, Planes, slot_count
 from kvkeep.storage import Concat, Storage, parted
 
 
@@ -26,8 +26,8 @@ from kvkeep.storage import Concat, Storage, parted
 class Undivided(LayerSlots):
     """Frozen runs, then a storage, then a chunk set aside because it does not fit.
 
-    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only in
-    fixed storage, and only until the policy has evicted.
+    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only if
+    the storage has no room for it, and only until the policy has evicted.
 
     Args:
         codecs: encode keys and values.
@@ -102,7 +102,8 @@ class Undivided(LayerSlots):
             write(k, v, own, slots, *codecs)
 
         self._rows, n = k.shape[0], k.shape[2]
-        fits = self.limit is None or self.length + n <= self.limit
+        room = self.limit is None or self.length + n <= self.limit
+        fits = room and (self.frozen.runs or self._storage.make_room(self._storage.length + n))
         storage = self._storage if fits and not self._aside.length else self._aside
         if not storage.append_in_place(n, put):
             storage.append(codecs.encode(k, v) | dict(own))
@@ -132,16 +133,16 @@ class Undivided(LayerSlots):
             storage.write_plane(name, piece)
 
     def evict(self, victims: Tensor) -> None:
-        if not (self.frozen.runs or self._aside.length):
-            self._storage.evict(victims)
+        if not self.frozen.runs:
+            if self._aside.length:
+                self._storage.append_evicting(self._aside.read(), victims)
+                self._aside.reset()
+            else:
+                self._storage.evict(victims)
             return
-        planes = self.evictable()
-        kept = take(planes, self._storage.remaining(victims, slot_count(planes)))
-        storage = self._blank.empty_copy() if self.frozen.runs else self._storage
+        storage = self._blank.empty_copy()
+        storage.append_evicting(self.evictable(), victims)
         self._aside.reset()
-        storage.reset()
-        if slot_count(kept):
-            storage.append(kept)
         self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
 
     def hide(self, victims: Tensor, count: int) -> None:

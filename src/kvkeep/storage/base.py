@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import CapacityError, ShapeError
-from kvkeep.planes import Planes, marked, moves, plane_bytes, slot_count
+from kvkeep.planes import (
+    Chain,
+    Planes,
+    marked,
+    moves,
+    plane_bytes,
+    slot_count,
+    take,
+)
 from kvkeep.renamed import Renamed, require_new_names
 
 
@@ -148,6 +156,24 @@ class Storage(ABC):
         holes, movers = moves(victims, length)
         order = torch.arange(length, device=victims.device).expand(*victims.shape[:2], -1)
         return order.scatter(2, holes, movers)[:, :, : length - count]
+
+    def make_room(self, slots: int) -> bool:
+        """Prepare for a step that needs `slots` slots before it evicts some.
+
+        Returns False if the step must keep its new slots elsewhere until it evicts, see
+        `append_evicting`; then the slots that stay have room.
+        """
+        return self.limit is None or slots <= self.limit
+
+    def append_evicting(self, planes: Planes, victims: Tensor) -> None:
+        """Like `append(planes)` followed by `evict(victims)`, without room for more slots than
+        stay."""
+        rows = next(iter(planes.values())).shape[0]
+        fed = Chain([self.read(), planes], rows) if self.length else planes
+        kept = take(fed, self.remaining(victims, slot_count(fed)))
+        self.reset()
+        if slot_count(kept):
+            self.append(kept)
 
     @abstractmethod
     def truncate(self, length: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
 from struct import Struct
 from typing import Any, ClassVar, NamedTuple
 
@@ -103,8 +102,8 @@ class Buffer(Storage):
 
     def evict(self, victims: Tensor) -> None:
         described = self.described()
-        if LIBRARY is not None and described is not None:
-            self._evict_in_one_call(LIBRARY, described, victims.contiguous())
+        if described is not None:
+            self._evict_in_one_call(described, victims, self._length)
             return
         holes, movers = moves(victims, self._length)
         # Gather from all planes before changing any, because a gather may run out of memory.
@@ -113,7 +112,22 @@ class Buffer(Storage):
             plane.scatter_(2, along_slots(holes, plane), slots)
         self._length -= victims.shape[2]
 
-    def _evict_in_one_call(self, library: CDLL, planes: bytes, victims: Tensor) -> None:
+    def append_evicting(self, planes: Planes, victims: Tensor) -> None:
+        if self.described() is None:
+            super().append_evicting(planes, victims)
+            return
+        slots = self._length + slot_count(planes)
+        kept = slots - victims.shape[2]
+        if kept > self.capacity:
+            self._reallocate(self._capacity_for(kept, device_of(planes)), self._planes)
+        behind = slots_record({name: planes[name] for name in self._planes})
+        self._evict_in_one_call(self.described() or b"", victims, slots, behind)
+
+    def _evict_in_one_call(
+        self, planes: bytes, victims: Tensor, slots: int, behind: bytes | None = None
+    ) -> None:
+        """Evict from `slots` slots; those from `length` on lie in other planes, `behind`."""
+        assert LIBRARY is not None  # it reads what `described` tells
         heads = max(plane.shape[1] for plane in self._planes.values())
         rows = next(iter(self._planes.values())).shape[0]
         if (
@@ -126,18 +140,16 @@ class Buffer(Storage):
                 f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy "
                 f"must give int64 ({rows} or 1, {heads} or 1, count) on the slots' device"
             )
-        place = victims.data_ptr()
-        failed = library.kv_evict(
-            planes, len(self._planes), rows, place, *victims.shape, self._length
+        victims = victims.contiguous()
+        place, own = victims.data_ptr(), self._length
+        failed = LIBRARY.kv_evict(
+            planes, len(self._planes), rows, place, *victims.shape, slots, behind, own
         )
         if failed == 1:
             raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
         if failed:
-            raise ShapeError(
-                f"victims {tuple(victims.shape)} of {self._length} slots: a policy must name "
-                f"{victims.shape[2]} different ones, 0 to {self._length - 1}, for each row and head"
-            )
-        self._length -= victims.shape[2]
+            self.remaining(victims, slots)  # raises the error that says which are wrong
+        self._length = slots - victims.shape[2]
 
     def truncate(self, length: int) -> None:
         self._length = length

@@ -59,7 +59,7 @@ class Bounded(NamedTuple):
     At most an eighth is spare, on any device: on the CPU too, small buffers are memory, and so are
     slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
     each slot is copied sixteen times in all. Chunks of at most an eighth of the bound are fed
-    without reallocation.
+    without reallocation; for larger ones see `Growing.make_room`.
     """
 
     bound: int
@@ -74,10 +74,14 @@ class Bounded(NamedTuple):
         wanted = little if self.factor is None else int(slots * self.factor)
         return min(self.bound, max(_FIRST_SLOTS, wanted))
 
+    def most(self, slots: int) -> int:
+        """The most capacity that is kept for `slots` slots."""
+        stay = max(slots, self.bound)
+        return stay + max(2, stay // 8)
+
     def less(self, slots: int, capacity: int) -> int | None:
         """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""
-        stay = max(slots, self.bound)
-        return None if capacity <= stay + max(2, stay // 8) else self.room(slots)
+        return None if capacity <= self.most(slots) else self.room(slots)
 
 
 @final
@@ -121,6 +125,17 @@ class Growing(Buffer):
         else:
             self._growth = Bounded(self.bound, self.factor)
         return self._growth.room(slots)
+
+    def make_room(self, slots: int) -> bool:
+        # Allocating room for a chunk, and freeing it, takes longer than reading the chunk as a
+        # second segment. Only the native library does the latter with the same result.
+        if not self.bound or self.described() is None:
+            return True
+        if slots <= max(self.capacity, Bounded(self.bound).most(self.bound)):
+            return True
+        if self.capacity < self.bound:
+            self._reallocate(self.bound, self._planes)
+        return False
 
     def evict(self, victims: Tensor) -> None:
         super().evict(victims)
