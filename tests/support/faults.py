@@ -595,8 +595,8 @@ FAULTS = (
     Fault(
         "a-prompt-with-drafts-is-one-chunk",
         "hf/generation/generate_hook.py",
-        "cache.prompt = Prompt(max(0, call.columns - cache.drafting), chunk)",
-        "cache.prompt = Prompt(max(0, call.columns - cache.drafting))",
+        "max(0, call.columns - cache.drafting), start.config.prefill_chunk_size)",
+        "max(0, call.columns - cache.drafting))",
         "hf/test_drafts.py",
     ),
     Fault(

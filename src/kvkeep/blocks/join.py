@@ -17,7 +17,7 @@ from kvkeep.layer.history import History
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs
-from kvkeep.store.layer_slices import require_whole
+from kvkeep.store.layer_slices import require_storable, why_not_whole
 
 
 def join(
@@ -157,7 +157,7 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
             )
         if reason := cache.why_not(Feature.JOINED):
             raise UnsupportedError(f"the model {reason}; feed the texts one after the other")
-        require_whole(cache)
+        require_storable(cache, why_not_whole)
         if cache.rows > 1:
             raise ShapeError(f"a cache of {cache.rows} rows; give caches of one row each")
     kinds = {tuple(layer.kind for layer in cache.layers) for cache in caches}

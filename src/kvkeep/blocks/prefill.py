@@ -16,7 +16,7 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
-from kvkeep.store.beginning import begin, exact_specs
+from kvkeep.store.beginning import begun, exact_specs
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
 
@@ -89,22 +89,18 @@ def prefill(
             "texts of token ids are joined with all their slots; for kvzip use a kvkeep.blocks."
             "Prompt with a Block for each text, or keep_all"
         )
-    exact = exact_specs(cache.specs)
     text = assemble(
         model,
         tokens,
         spans,
         first=len(texts[0]),
         recompute=recompute,
-        spec=exact,
+        spec=exact_specs(cache.specs),
         store=store or PrefixStore(),
         namespace=namespace,
         estimate=False,
     ).cache
-    if exact == cache.specs:
-        return text
-    begin(cache, text)
-    return cache
+    return begun(cache, text)
 
 
 def assemble(

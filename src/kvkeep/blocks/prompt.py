@@ -21,9 +21,8 @@ from kvkeep.features import Feature
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
-from kvkeep.store.beginning import begin, exact_specs, observed_again, settle
-from kvkeep.store.identity import feed, keyed, require_alike, require_one_adapter, require_steady
-from kvkeep.store.layer_slices import require_keepable
+from kvkeep.store.beginning import begin, beginning_of, settle
+from kvkeep.store.identity import feed, keyed, require_reusable
 
 _SHOWN = 40  # characters of a block in a report
 
@@ -133,15 +132,12 @@ class Encoded:
         tokens = self._tokens(host.context)
         prompt = self.input_ids[0]
         cache.activation = host.activation_in(prompt)
-        exact = exact_specs(cache.specs)
+        exact, known = beginning_of(cache, tokens)
         begins = exact != cache.specs
         text = host.new_cache(exact, capacity=capacity) if begins else cache
         text.activation = cache.activation
         try:
-            require_keepable(text)
-            require_steady(host)
-            require_alike(host, text, outside=store.backend is not None)
-            require_one_adapter(text)
+            require_reusable(host, text, outside=store.backend is not None)
         except UnsupportedError as error:
             feed(host, tokens, cache)
             refused = [block.refuse(str(error)) for block in self.blocks]
@@ -152,7 +148,6 @@ class Encoded:
             block.refuse(whole or _why_not(block, host, text, store.budget))
             for block in self.blocks
         ]
-        known = tokens[: max(0, len(tokens) - observed_again(cache))] if begins else tokens
         spans = sorted(one.span for one in blocks if one.span is not None and not one.refused)
         spans = [Span(start, min(stop, len(known))) for start, stop in spans]
         spans = [span for span in spans if span.start < span.stop]

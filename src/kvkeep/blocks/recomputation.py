@@ -75,8 +75,7 @@ def blend(
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
     _require(host, cache, tokens, candidates[certain])
-    reason = why_not_compared(host)
-    if reason:
+    if reason := why_not_compared(host):
         raise UnsupportedError(
             f"{type(host.model).__name__}: {reason}; use recompute='boundary:32' or 'all'"
         )

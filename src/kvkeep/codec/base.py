@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.context import within
 from kvkeep.errors import PrecisionWarning
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
@@ -145,14 +145,9 @@ def warn_about_keys(codec: Codec) -> None:
         _warn_once(codec.key_warning)
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
+def without_warnings() -> AbstractContextManager[None]:
     """Within this context, codecs issue no PrecisionWarning, because nobody chose them."""
-    token = _WARNS.set(False)
-    try:
-        yield
-    finally:
-        _WARNS.reset(token)
+    return within(_WARNS, False)
 
 
 @cache  # once per process, not once per layer

@@ -331,8 +331,7 @@ def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[s
         if fault == "" or (fault is None and untried and tagged):
             return name, ""
         why = "its attention cannot be tried without weights" if fault is None else fault
-    fault = rehearse_own(decoder)
-    if fault:
+    if fault := rehearse_own(decoder):
         raise UnsupportedError(
             f"kvkeep cannot attach {type(model).__name__}: {why}, and with its own attention "
             f"{fault}; use transformers' own cache for it"

@@ -73,7 +73,7 @@ class Cache(  # type: ignore[misc]
             recurrent state.
     """
 
-    _handed: Handed | None = None  # of the last call of `update`
+    handed: Handed | None = None  # the tag of the last keys given to this cache
     _start = 0  # columns fed before the current forward
     awaited: int | None = None  # columns fed after it, if kvkeep's hooks began it
     _first_states: Mapping[str, StateSpec] | None = None  # of an empty cache, told by a forward
@@ -152,7 +152,7 @@ class Cache(  # type: ignore[misc]
             return key_states, value_states
         if layer_idx == 0:
             self._require_turn()
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise StateError(
                 "the last keys given to this cache were never attended to: the model is not the "
                 "attached one it was built for, a forward was interrupted, or the keys were "
@@ -167,8 +167,8 @@ class Cache(  # type: ignore[misc]
                 "own cache for this model"
             )
         if self.routed:
-            self._handed = hand_over(key_states, value_states, layer, traced)
-            self._handed.weights = self.weights
+            self.handed = hand_over(key_states, value_states, layer, traced)
+            self.handed.weights = self.weights
             return key_states, value_states
         spec = self.specs[layer_idx]
         own = hasattr(self._model and self._model(), ATTACHMENT)
@@ -181,11 +181,6 @@ class Cache(  # type: ignore[misc]
         if self._around and media_told() is not False:  # an unattached model does not tell
             layer.mark_embedded()
         return from_slots(self.kinds, held.keys, held.values)
-
-    @property
-    def handed(self) -> Handed | None:
-        """The tag of the last keys given to this cache."""
-        return self._handed
 
     def _require_turn(self) -> None:
         """Raise StateError while another thread runs a forward."""
@@ -242,7 +237,7 @@ class Cache(  # type: ignore[misc]
         not attend to, because it was refused or interrupted. No layer holds them."""
         with self._turn:
             self._require_turn()
-            self._handed = None
+            self.handed = None
 
     def end_forward(self) -> None:
         """Called after a forward of the attached model.
@@ -284,7 +279,7 @@ class Cache(  # type: ignore[misc]
     def require_attended(self) -> None:
         """Raise UnsupportedError, at the end of a forward, if the last keys that `update` returned
         did not reach the attention function."""
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise UnsupportedError(
                 "the model's last layer gave keys to the cache and attended to others, so its "
                 "output is wrong; reset() the cache, and use it with kvkeep.detach(model)"
@@ -401,7 +396,7 @@ class Cache(  # type: ignore[misc]
         for layer in self.layers:
             if layer.window is not None and layer.cursor.holes_after is None:
                 layer.cursor.holes_after = 0
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
         self._turn = Turn()
         own = [Ticket(weakref.ref(layer), layer.readers) for layer in self.layers]
         self._traced: list[Traced] = [*with_readings(own)]
@@ -417,18 +412,18 @@ class Cache(  # type: ignore[misc]
     def restore(self, snapshot: core.Snapshot) -> None:
         """See `kvkeep.cache.Cache.restore`."""
         core.Cache.restore(self, snapshot)
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
 
     def rewind(self, columns: int) -> None:
         """See `kvkeep.cache.Cache.rewind`."""
         core.Cache.rewind(self, columns)
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
         self._uncropped = False
 
     def reset(self) -> None:
         """Forget every token."""
         ModelCache.reset(self)
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
         self._turn, self.fed_since = Turn(), Forwards()
         self.end_recording()
 
@@ -446,7 +441,7 @@ class Cache(  # type: ignore[misc]
         left_out: dict[str, Any] = {
             "_model": None,
             "_traced": [],
-            "_handed": None,
+            "handed": None,
             "fed_since": Forwards(),
         }
         _ = self.layers  # also if they are lent

@@ -12,39 +12,12 @@ from torch import Tensor
 
 from kvkeep.attention import Attend
 from kvkeep.graph.custom_ops import Traced
-from kvkeep.layer.history import History
-from kvkeep.layer.sight import Sighted
+from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
-
-class ModelLayer(Protocol):
-    """The members of a layer that the mask and attention functions use. A `LayerCache` has them,
-    and so has each layer that stands in for one."""
-
-    @property
-    def window(self) -> int | None:
-        """The layer's own sliding window, in tokens."""
-
-    @property
-    def history(self) -> History:
-        """The history before this chunk."""
-
-    @property
-    def fed(self) -> int:
-        """Columns fed before this chunk, padding included."""
-
-    @property
-    def seen(self) -> Tensor:
-        """Tokens fed before this chunk, int64 (B,), padding not counted."""
-
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions of the next n tokens; see `History.next_positions`."""
-
-    def sighted(self, queries: Tensor) -> Sighted:
-        """See `LayerCache.sighted`."""
-
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Attention of one chunk; see `LayerCache.run`."""
+ModelLayer = LayerCache | AttendingLayer
+"""A layer that the mask and attention functions use, or one that stands in for it."""
 
 
 @runtime_checkable

@@ -24,8 +24,8 @@ from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.interface.model_layers import ByPlace, ModelLayers
-from kvkeep.hf.kinds import KeepsStates, PassedStates, kinds_of, layer_kinds, require
+from kvkeep.hf.interface.model_layers import ModelLayers
+from kvkeep.hf.kinds import PassedStates, kinds_of, layer_kinds, require
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Carries, ChunkStep, Embedded, LayerStep, Layerwise
 from kvkeep.layer.attending import AttendingLayer
@@ -165,11 +165,8 @@ class Decoder(Layerwise):
         def keep(module: nn.Module, args: Any, result: Any) -> None:
             found.append(result[0])
 
-        hook = self.decoder.register_forward_hook(keep)
-        try:
+        with self.decoder.register_forward_hook(keep):
             self._forward(columns, self._returning(output), last=True)
-        finally:
-            hook.remove()
         return found[-1]
 
     def logits(self, columns: slice, output: Tensor) -> Tensor:
@@ -333,7 +330,7 @@ class _TextLayer(AttendingLayer):
         return self.attention.run(inputs)
 
 
-class _TextCache(KeepsStates, ByPlace, LayersCache):
+class _TextCache(LayersCache):
     """The cache of a model whose layers are run one by one, after some columns of a text.
 
     Args:
@@ -342,8 +339,8 @@ class _TextCache(KeepsStates, ByPlace, LayersCache):
     """
 
     def __init__(self, text: Layerwise, kinds: list[LayerKind], model_layers: ModelLayers) -> None:
-        super().__init__(())
-        self._text, self._kinds, self.model_layers = text, kinds, model_layers
+        super().__init__((), model_layers)
+        self._text, self._kinds = text, kinds
         self._handed = list[Handed]()
         self._passed = PassedStates({})
         self.seek(0)

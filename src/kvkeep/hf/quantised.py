@@ -38,8 +38,7 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
     """
     if weights not in KINDS:
         raise ModelError(f"weights {weights!r}: give one of {', '.join(KINDS)}")
-    why = _why_not(model)
-    if why:
+    if why := _why_not(model):
         raise UnsupportedError(f"weights cannot be quantised to {weights}: {why}")
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # of torchao's libraries for GPUs, which are not there

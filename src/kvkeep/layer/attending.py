@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.layer.history import History
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs
 
 
@@ -31,6 +32,10 @@ class AttendingLayer(ABC):
     @abstractmethod
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of the chunk; see `LayerCache.run`."""
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`; only for layers of models that choose tokens."""
+        raise NotImplementedError
 
     @property
     def fed(self) -> int:

@@ -16,6 +16,9 @@ from kvkeep.planes import HOLE, Planes
 OF_ROWS = ("pads", "holes", "kinds", "offset", "centre")
 """Fields of `History` that have an element for each row, on the device of the slots."""
 
+MEMORY = "memory"
+"""The part of `LayerState.tensors` with `History.memory`."""
+
 _new = object.__new__
 
 
@@ -213,11 +216,25 @@ class Prompt(NamedTuple):
     chunk: int | None = None
 
 
+def by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The inverse of `LayerState.tensors`: tensors by part, and by name."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        part, _, own = name.rpartition(".")
+        parts.setdefault(part, {})[own] = x
+    return parts
+
+
 class LayerState(NamedTuple):
     """A layer's history and slots. `parts` maps a part's name, such as `slots`, to its planes."""
 
     history: History
     parts: Mapping[str, Planes]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All planes, by `part.plane`, and the policy's state, by `memory.name`."""
+        parts = {**self.parts, MEMORY: self.history.memory} if self.history.memory else self.parts
+        return {f"{part}.{name}": own[name] for part, own in parts.items() for name in own}
 
     def copy(self) -> LayerState:
         """A copy that shares no tensor."""

@@ -13,7 +13,7 @@ from kvkeep.store.backend import Backend
 from kvkeep.store.block import Label, StoredBlock, beginning, digest, key_of, token_bytes
 from kvkeep.store.compressed import Compressed, CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.layer_slices import Marks, Pieces, Stretch
+from kvkeep.store.layer_slices import Pieces, Stretch
 from kvkeep.store.tree import common
 
 _LOOKED_AT = 16  # most blocks of one key prefix that are compared
@@ -39,32 +39,21 @@ class BackendTexts:
         self._backend, self._size = backend, size
 
     def write(
-        self,
-        identity: str,
-        tokens: Tensor,
-        content_of: Pieces,
-        geometry: ModelGeometry,
-        marks: Marks,
+        self, identity: str, tokens: Tensor, content: Pieces, geometry: ModelGeometry
     ) -> None:
         """Write the blocks of a text that the backend lacks, or has without the recurrent states
-        after their last token.
-
-        Args:
-            content_of: returns the stretch of tokens from a start to a stop.
-            geometry: the model's geometry.
-            marks: the recurrent states in the result of `content_of`.
-        """
+        after their last token. `geometry`: the model's."""
         places = self._places(identity, tokens, 0)
 
         def block(key: str) -> StoredBlock:
             start, prefix = places[key]
             own = tokens[start : start + self._size]
-            content = content_of(start, start + len(own))
-            return StoredBlock(identity, prefix, own, content, geometry.routed, geometry.of_rows)
+            part = content(start, start + len(own))
+            return StoredBlock(identity, prefix, own, part, geometry.routed, geometry.of_rows)
 
         missing = self._backend.missing(list(places))
         stops = {key: min(start + self._size, len(tokens)) for key, (start, _) in places.items()}
-        marked = [key for key in stops if stops[key] in marks and key not in missing]
+        marked = [key for key in stops if stops[key] in content.marks and key not in missing]
         for key, label in zip(marked, self._backend.labels(marked) if marked else [], strict=True):
             if label is not None and len(label.tokens) not in label.marks:
                 self._backend.delete(key)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from kvkeep.host import ModelCache
 from kvkeep.layer.beginning import begin_with
 from kvkeep.policy import KeepAll
@@ -44,6 +46,23 @@ def observed_again(cache: ModelCache) -> int:
     """The number of a text's last tokens that a cache must be fed itself, so that its policies see
     their queries."""
     return max((layer.policy.observed_again for layer in cache.layers), default=0)
+
+
+def beginning_of(cache: ModelCache, tokens: Tensor) -> tuple[list[CacheSpec], Tensor]:
+    """The `exact_specs` of the slots with which a cache begins, and those of its tokens, (n,), that
+    it begins with. The same specs and all tokens, if its own slots are exact."""
+    exact = exact_specs(cache.specs)
+    again = 0 if exact == cache.specs else observed_again(cache)
+    return exact, tokens[: max(0, len(tokens) - again)]
+
+
+def begun(cache: ModelCache, text: ModelCache) -> ModelCache:
+    """An empty cache with the tokens of a cache of its `exact_specs`; the latter, if the specs are
+    the same. See `begin`."""
+    if text.specs == cache.specs:
+        return text
+    begin(cache, text)
+    return cache
 
 
 def begin(cache: ModelCache, text: ModelCache) -> None:

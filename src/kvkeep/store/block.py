@@ -139,15 +139,13 @@ class StoredBlock:
             said, own = found[1:5], layer.of_row[1:5]  # a block lies on no device
             if said != own:
                 return f"layer {index} has heads, widths and dtype {said}, not {own}"
-            reason = content.why_not(index, layer, start)
-            if reason:
+            if reason := content.why_not(index, layer, start):
                 return f"layer {index}{reason}"
         for at, mark in content.marks.items():
             if mark.keys() != geometry.states.keys():
                 return f"the mark after {at} tokens has states {sorted(mark)[:3]}, not the model's"
             for name, spec in geometry.states.items():
-                reason = spec.why_not(mark[name], 1)
-                if reason:
+                if reason := spec.why_not(mark[name], 1):
                     return f"state {name} after {at} tokens {reason}"
         return ""
 

@@ -105,20 +105,15 @@ class Entries:
         with self.lock:
             return Hit(self.tree(identity).match(tokens), self._geometries.get(identity))
 
-    def keep(
-        self, identity: str, tokens: Tensor, content_of: Pieces, marks: Marks, priority: int = 0
-    ) -> int:
+    def keep(self, identity: str, tokens: Tensor, content: Pieces, priority: int = 0) -> int:
         """Put tokens into the tree as far as the budget allows; returns how many of them it holds
         then. The geometry must be known.
 
-        Slots in windows that the tree lacks are added to its tokens, too.
-
-        Args:
-            marks: the recurrent states in the result of `content_of`. States that the tree lacks
-                are added to its tokens, too.
+        Slots in windows and recurrent states that the tree lacks are added to its tokens, too.
         """
         with self.lock:
             tree, geometry = self.tree(identity), self._geometries[identity]
+            marks = content.marks
             path, known = tree.match(tokens)
             held = _marked(path)
             lacking = [at for at in sorted(marks) if 0 < at <= known and at not in held]
@@ -126,29 +121,29 @@ class Entries:
 
             def added(length: int) -> int:
                 marked = sum(at <= length for at in beyond)
-                return content_of.nbytes(known, length) + geometry.state_bytes * marked
+                return content.nbytes(known, length) + geometry.state_bytes * marked
 
             length, new = len(tokens), added(len(tokens))
             states = geometry.state_bytes * len(lacking)
             room = self._make_room(new + states, path)
             if new > room:
                 length = known + bisect_right(range(known + 1, length + 1), room, key=added)
-            path = tree.insert(tokens[:length], content_of, priority)
+            path = tree.insert(tokens[:length], content, priority)
             if lacking:  # prefer later states: hits end there
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
                 _add_marks(path, {at: marks[at] for at in lacking})
             if geometry.windowed:
-                self._add_windows(path, content_of, known)
+                self._add_windows(path, content, known)
             return length
 
-    def _add_windows(self, path: Sequence[Node], content_of: Pieces, known: int) -> None:
+    def _add_windows(self, path: Sequence[Node], content: Pieces, known: int) -> None:
         """Add slots that nodes lack among the first `known` tokens, if they fit."""
         found = list[tuple[Node, Stretch]]()
         for node in path:
             first = node.content.first
             if first < known:
-                new = node.content.lacking(content_of(first, first + len(node.tokens)))
+                new = node.content.lacking(content(first, first + len(node.tokens)))
                 found.append((node, new))
         needed = sum(new.nbytes for _, new in found)
         if needed and self._make_room(needed, path) >= needed:

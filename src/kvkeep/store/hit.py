@@ -119,12 +119,14 @@ def _with_windows(match: Match, geometry: ModelGeometry) -> Tensor:
     bool (length + 1,)."""
     numbers = torch.arange(match.length + 1)
     found = torch.ones(match.length + 1, dtype=torch.bool)
+    contents = [node.content for node in match.path]
     for index, layer in enumerate(geometry.layers):
-        if layer.window is None:
+        whole = all(slot_count(one.layers[index]) == len(one) for one in contents)
+        if layer.window is None or whole:
             continue
         missing = torch.ones(match.length + 1, dtype=torch.bool)
-        for node in match.path:
-            held = node.content.layers[index][POSITION].flatten().cpu()
+        for one in contents:
+            held = one.layers[index][POSITION].flatten().cpu()
             missing[held[held < match.length]] = False
         # The last missing position before each number of tokens; -1: none is missing.
         last = torch.where(missing, numbers, -1).cummax(dim=0).values.roll(1)

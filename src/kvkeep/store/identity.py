@@ -16,6 +16,7 @@ from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.layer_slices import require_storable, why_not_keepable
 
 _TOKEN_BITS = 24  # bits of a token's id in its key; the bits above identify the adapter
 
@@ -108,6 +109,22 @@ def require_known(host: Host) -> None:
         )
 
 
+def require_reusable(host: Host, cache: ModelCache, *, outside: bool) -> None:
+    """Raise UnsupportedError when slots of a cache cannot be shared with other prompts.
+
+    Args:
+        outside: whether the store has a backend.
+    """
+    require_storable(cache, why_not_keepable)
+    require_steady(host)
+    _require_alike(host, cache, outside=outside)
+    if compresses(cache) and cache.activation is not None:
+        raise UnsupportedError(
+            "a text is compressed without regard to an activated adapter, which computes only a "
+            "part of this prompt; use keep_all"
+        )
+
+
 def require_steady(host: Host) -> None:
     """Raise UnsupportedError when a token's keys depend on the tokens that follow it, or on hooks
     of the model's user."""
@@ -119,13 +136,9 @@ def require_steady(host: Host) -> None:
         )
 
 
-def require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
+def _require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
     """Raise UnsupportedError when the stores of processes that compute a forward together could
-    hold different tokens.
-
-    Args:
-        outside: whether the store has a backend.
-    """
+    hold different tokens."""
     reason = (
         "a backend may lose blocks of one process"
         if outside
@@ -137,16 +150,6 @@ def require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
         raise UnsupportedError(
             f"several processes compute {host.name} together and must find the same tokens, but "
             f"{reason}; use a PrefixStore() without a backend, with keep_all"
-        )
-
-
-def require_one_adapter(cache: ModelCache) -> None:
-    """Raise UnsupportedError when a cache would compress a text that an activated adapter computes
-    in part."""
-    if compresses(cache) and cache.activation is not None:
-        raise UnsupportedError(
-            "a text is compressed without regard to an activated adapter, which computes only a "
-            "part of this prompt; use keep_all"
         )
 
 

@@ -95,8 +95,7 @@ class Stretch:
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
         """Why layer `index` cannot hold its planes from position `start` on; empty if it can."""
         planes, stop = self.layers[index], start + len(self)
-        reason = layer.why_not(planes, layer.of_row.heads, len(self))
-        if reason:
+        if reason := layer.why_not(planes, layer.of_row.heads, len(self)):
             return reason
         if not planes[POSITION].flatten().cpu().equal(torch.arange(start, stop, dtype=torch.int32)):
             return f" has positions other than {start} to {stop - 1}"
@@ -167,8 +166,7 @@ def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
     Args:
         of_window: of a layer with a sliding window, the slots that the next token sees suffice.
     """
-    reason = _why_not_keepable(layer)
-    if reason:
+    if reason := why_not_keepable(layer):
         return reason
     if layer.history.embedded:
         return (
@@ -194,7 +192,8 @@ def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
     return ""
 
 
-def _why_not_keepable(layer: LayerCache) -> str:
+def why_not_keepable(layer: LayerCache) -> str:
+    """Why a layer of this spec can never be stored; empty if it can."""
     if layer.policy.ragged and layer.policy.compression is None:
         return f"policy {layer.policy.name} keeps different tokens in each head; use keep_all"
     if not layer.key_codec.rewritable:
@@ -208,30 +207,15 @@ def _why_not_keepable(layer: LayerCache) -> str:
     return ""
 
 
-def require_keepable(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache of this spec can never be stored."""
-    _require_none(cache, _why_not_keepable)
-
-
-def require_kept(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache's present tokens cannot be stored."""
-    _require_none(cache, why_not_kept)
-
-
-def require_whole(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache does not hold exactly the fed tokens."""
-    _require_none(cache, why_not_whole)
-
-
-def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
+def require_storable(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
+    """Raise UnsupportedError if there is a reason `why_not` to store some layer of a cache."""
     for index, layer in enumerate(cache.layers):
-        reason = why_not(layer)
-        if reason:
+        if reason := why_not(layer):
             raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
 
 
 def stored_slots(cache: Cache, row: int = 0) -> Stretch:
-    """A row's slots for a store, without the policy's scores. See `require_kept`."""
+    """A row's slots for a store, without the policy's scores. See `why_not_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -16,7 +16,15 @@ from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.backend import Backend
-from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
+from kvkeep.store.beginning import (
+    begin,
+    beginning_of,
+    begun,
+    encodes_alike,
+    exact_specs,
+    observed_again,
+    settle,
+)
 from kvkeep.store.compressed import Compressed, CompressedText
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.identity import (
@@ -25,11 +33,9 @@ from kvkeep.store.identity import (
     flat,
     geometry_of,
     keyed,
-    require_alike,
-    require_one_adapter,
+    require_reusable,
     require_steady,
 )
-from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.stats import StoredNode
 from kvkeep.store.text_store import TextStore
 from kvkeep.store.tree import common
@@ -42,6 +48,16 @@ class Reading(NamedTuple):
 
     cache: ModelCache
     found: int
+
+
+class ReadOptions(TypedDict, total=False):
+    """How a store reads a text; see `PrefixStore.read`."""
+
+    spec: Specs
+    namespace: str
+    chunk: int | None
+    capacity: int | None
+    priority: int
 
 
 class PrefixStore(TextStore):
@@ -71,21 +87,12 @@ class PrefixStore(TextStore):
     ) -> None:
         super().__init__(budget, backend, block)
 
-    def prefill(
-        self,
-        model: Any,
-        tokens: Tensor,
-        *,
-        spec: Specs = "keep_all",
-        namespace: str = "",
-        chunk: int | None = None,
-        capacity: int | None = None,
-        priority: int = 0,
-    ) -> ModelCache:
+    def prefill(self, model: Any, tokens: Tensor, **options: Unpack[ReadOptions]) -> ModelCache:
         """`read` all tokens except the last, which `generate` or your own loop feeds.
 
         Args:
             tokens: the prompt, int64 (n,) or (1, n).
+            options: `spec`, `namespace`, `chunk`, `capacity` and `priority`, as of `read`.
 
         Raises:
             ShapeError: no tokens.
@@ -94,16 +101,7 @@ class PrefixStore(TextStore):
         tokens = flat(tokens)
         if not len(tokens):
             raise ShapeError("a prompt without tokens; give at least one")
-        return self.read(
-            model,
-            tokens[:-1],
-            prompt=tokens,
-            spec=spec,
-            namespace=namespace,
-            chunk=chunk,
-            capacity=capacity,
-            priority=priority,
-        ).cache
+        return self.read(model, tokens[:-1], prompt=tokens, **options).cache
 
     def prefill_rows(
         self,
@@ -152,10 +150,7 @@ class PrefixStore(TextStore):
         text = self.read(
             model, tokens, spec=exact, namespace=namespace, chunk=chunk, capacity=capacity
         ).cache
-        if exact == cache.specs:
-            cache = text
-        else:
-            begin(cache, text)
+        cache = begun(cache, text)
         cache.freeze()
         cache.repeat(len(prompts))
         return cache
@@ -283,9 +278,11 @@ class PrefixStore(TextStore):
         """
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
-        whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
+        whole, (exact, known) = (
+            tokens if prompt is None else flat(prompt),
+            beginning_of(cache, tokens),
+        )
         if exact != cache.specs:
-            known = tokens[: max(0, len(tokens) - observed_again(cache))]
             options: dict[str, Any] = {"prompt": whole, "namespace": namespace, "fetch": fetch}
             text = self.find(model, known, spec=exact, **options)
             begin(cache, text.cache)
@@ -323,10 +320,9 @@ class PrefixStore(TextStore):
             return done
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec)
-        whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
-        if exact != cache.specs:
-            tokens = tokens[: max(0, len(tokens) - observed_again(cache))]
-            cache = host.new_cache(exact)
+        whole = tokens if prompt is None else flat(prompt)
+        exact, tokens = beginning_of(cache, tokens)
+        cache = host.new_cache(exact)
         identity, keys = self._keyed(host, tokens, whole, cache, namespace)
         with self._entries.hit(identity, keys) as hit:
             if hit.length == len(keys) or compresses(cache):
@@ -342,11 +338,8 @@ class PrefixStore(TextStore):
         Raises:
             UnsupportedError: slots of this cache cannot be shared with other prompts.
         """
-        require_keepable(cache)
-        require_steady(host)
-        require_alike(host, cache, outside=self.backend is not None)
         cache.activation = host.activation_in(whole)
-        require_one_adapter(cache)
+        require_reusable(host, cache, outside=self.backend is not None)
         return keyed(host, tokens, cache.specs, namespace, cache.activation)
 
     def learn(
@@ -430,15 +423,14 @@ class PrefixStore(TextStore):
         Args:
             options: `prompt`, `namespace` and `priority` of `read`.
         """
-        exact, again = exact_specs(cache.specs), observed_again(cache)
-        known = tokens[: max(0, len(tokens) - again)]
+        exact, known = beginning_of(cache, tokens)
         if self.has_room(host, exact, known, options["namespace"]):
             text, found = self.read(host.model, known, spec=exact, chunk=chunk, **options)
         else:
             del options["priority"]
             text, found = self.find(host.model, known, spec=exact, **options)
         begin(cache, text)
-        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, again))
+        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, observed_again(cache)))
         settle(cache)
         return found
 

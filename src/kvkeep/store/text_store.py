@@ -18,7 +18,7 @@ from kvkeep.store.identity import flat
 from kvkeep.store.layer_slices import (
     Pieces,
     marks_of,
-    require_kept,
+    require_storable,
     stored_slots,
     why_not_kept,
     why_not_whole,
@@ -116,13 +116,12 @@ class TextStore:
             )
         if not len(tokens):
             return 0
-        require_kept(cache)
-        marks = marks_of(cache, row)
-        content_of = Pieces([stored_slots(cache, row)], marks)
+        require_storable(cache, why_not_kept)
+        content = Pieces([stored_slots(cache, row)], marks_of(cache, row))
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        kept = self._entries.keep(identity, tokens, content_of, marks, priority)
+        kept = self._entries.keep(identity, tokens, content, priority)
         if not any(map(why_not_whole, cache.layers)):  # a backend's blocks are whole
-            self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
+            self._exchange.write(identity, tokens, content, geometry, wait=wait)
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:

@@ -94,8 +94,8 @@ class RadixTree:
             node.used = now
         return found
 
-    def insert(self, tokens: Tensor, content_of: Pieces, priority: int = 0) -> list[Node]:
-        """Store `tokens`; `content_of(start, stop)` is called for new tokens.
+    def insert(self, tokens: Tensor, content: Pieces, priority: int = 0) -> list[Node]:
+        """Store `tokens`; new tokens are copied from `content`.
 
         Returns:
             The nodes that hold the tokens, from the root's child down.
@@ -109,7 +109,7 @@ class RadixTree:
         for node in path:
             node.priority = max(node.priority, priority)
         if length < len(tokens):
-            child = Node(tokens[length:].clone(), content_of(length, len(tokens)))
+            child = Node(tokens[length:].clone(), content(length, len(tokens)))
             child.used = path[-1].used if path else next(self._clock)
             child.priority = priority
             parent = path[-1] if path else self.root

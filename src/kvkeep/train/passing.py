@@ -12,7 +12,7 @@ from kvkeep.files.offload import Kept, Offload
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.layer.layer import LayerCache
 from kvkeep.train.cell import Cell, Recorder, Unattending
-from kvkeep.train.chain import Message, layer_state, of_layer, of_slots, slots_from
+from kvkeep.train.messages import Message, layer_state, of_layer, of_slots, slots_from
 from kvkeep.train.slots import Slots
 
 

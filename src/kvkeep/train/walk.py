@@ -21,7 +21,8 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Unattending
-from kvkeep.train.chain import Chain, Message, of_gradients, of_slots, with_states, without_states
+from kvkeep.train.chain import Chain
+from kvkeep.train.messages import Message, of_gradients, of_slots
 from kvkeep.train.passing import Passing, Reading, Recording, Trace, slots_before
 from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
@@ -115,7 +116,7 @@ class Walk:
             if not keeps:
                 self._store.drop(inputs[c])
         if self.chain.behind:
-            self.chain.to_next(with_states(passing.message(), passing.states))
+            self.chain.to_next(passing.message()._replace(states=passing.states))
         passing.close()
         if isinstance(passing, Recording):
             self.decisions.append([x for calls in trace.evicted for x in calls])
@@ -128,9 +129,7 @@ class Walk:
         """How a layer passes this process's chunks."""
         own, start = self._carries[index], self.chunks[0].start
         before = None if self.chain.first else self.chain.from_previous()
-        states: dict[str, Tensor] = {}
-        if before is not None:
-            before, states = without_states(before)
+        states: dict[str, Tensor] = {} if before is None else {**before.states}
         if own.slots is None:
             return Passing(states)
         cache, store, text = self._caches[own.slots], self._store, self._decoder
@@ -190,7 +189,7 @@ class Walk:
             carried = Carried(ahead.popleft())
             yield index, carried, given
             if not chain.first:
-                gradients = with_states(of_gradients(carried.slots), carried.states)
+                gradients = of_gradients(carried.slots)._replace(states=carried.states)
                 found = chain.swap_with_previous(gradients, bool(to_come))
                 if found is not None:
                     arrived.append(found)
@@ -205,7 +204,7 @@ class Walk:
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
         if given is not None:
-            given, carried.states = without_states(given)
+            carried.states = {**given.states}
             if slots is not None:
                 slots.absorb(*given.tensors.values())
                 own = slots.pop()

@@ -13,11 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
-from kvkeep.hf.forward.masks import MaskRequest
+from kvkeep.hf.forward.masks import MaskRequest, masked
 from kvkeep.hf.forward.unserved import require_hooked
 from kvkeep.hf.forward.weights import explicit_step
 from kvkeep.hf.handover import Handed, ModelLayer, ReadLayer
-from kvkeep.hf.kinds.indexed import masked
 from kvkeep.layer.step import StepInputs
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -39,22 +38,33 @@ def attention_over(original: str) -> AttentionFunction:
         attention_mask: Tensor | None,
         dropout: float = 0.0,  # by position in libraries that wrap attention functions
         scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
-        asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
+        if handed is None and with_values is None and not _is_positions(attention_mask):
+            if not torch.compiler.is_compiling():
+                require_hooked(module)
+            if kwargs.get("indices") is not None and attention_mask is not None:
+                attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
+            return _original(_own(module, original), module)(
+                *(module, query, key, value, attention_mask),
+                scaling=scaling,
+                dropout=dropout,
+                **kwargs,
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if handed is not None and handed.absorbed is not None and handed is with_values:
             absorbed, handed.absorbed = handed.absorbed, None
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            given: dict[str, Any] = {"scaling": scale, "softcap": softcap, "s_aux": s_aux}
             q = absorbed.queries(query)
             out, weights = attention(
-                module, q, key, value, attention_mask, dropout, **given, **kwargs
+                module, q, key, value, attention_mask, dropout, scale, **kwargs
             )
             return absorbed.results(out), weights
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        chosen = kwargs.get("indices")
+        inputs = StepInputs(query, key, value, None, scale, softcap, sinks, chosen=chosen)
+        asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         if (  # a decode step, where nothing else can be wrong
             handed is not None
             and handed is with_values
@@ -62,59 +72,36 @@ def attention_over(original: str) -> AttentionFunction:
             and asked.position is not None
             and query.shape[2] == 1
             and handed.plain
-            and not (handed.taken or dropout or handed.weights or s_aux is not None)
+            and not (handed.taken or dropout or handed.weights or sinks is not None)
             and (handed.versions is None or handed.versions == (key._version, value._version))
             and asked.window == handed.layer.window
             and kwargs.get("position_bias") is None
             and not torch.is_autocast_enabled(query.device.type)
         ):
             handed.taken = True
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            inputs = StepInputs(query, key, value, asked.position, scale, softcap)
-            inputs = inputs._replace(until=asked.until, chosen=kwargs.get("indices"))
-            found = handed.layer.run(inputs)
-            return found.transpose(1, 2).contiguous(), None
-        if handed is None and with_values is None and not _is_positions(attention_mask):
-            if not torch.compiler.is_compiling():
-                require_hooked(module)
-            if softcap is not None:
-                kwargs["softcap"] = softcap
-            if s_aux is not None:
-                kwargs["s_aux"] = s_aux
-            if kwargs.get("indices") is not None and attention_mask is not None:
-                attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
-            return _original(_own(module, original), module)(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=scaling,
-                dropout=dropout,
-                **kwargs,
-            )
-        _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
-        assert handed is not None
-        assert attention_mask is not None
-        if query.shape[2] > 1 and not _is_causal(_own(module, original), module, kwargs):
-            raise UnsupportedError(
-                f"{_named(module)} lets tokens attend to later ones; use the cache with "
-                "kvkeep.detach(model)"
-            )
-        if kwargs.get("position_bias") is not None:
-            raise UnsupportedError(
-                f"{_named(module)} adds a position bias of its own to scores, which a kvkeep cache "
-                "does not; use the cache with kvkeep.detach(model)"
-            )
-        explicit = explicit_step(handed, dropout)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        chosen = kwargs.get("indices")
-        inputs = StepInputs(query, key, value, None, scale, softcap, s_aux, chosen=chosen)
-        out = _stepped(handed, inputs, explicit, attention_mask)
-        weights = None if explicit is None else explicit.weights
-        return out.transpose(1, 2).contiguous(), weights
+            inputs = inputs._replace(position=asked.position, until=asked.until)
+            return handed.layer.run(inputs).transpose(1, 2).contiguous(), None
+        tagged = _require_tagged(module, handed, with_values, inputs, attention_mask)
+        _require_supported(module, inputs, kwargs, _own(module, original))
+        explicit = explicit_step(tagged, dropout)
+        assert attention_mask is not None  # `_unfit`
+        out = _stepped(tagged, inputs, explicit, attention_mask)
+        return out.transpose(1, 2).contiguous(), None if explicit is None else explicit.weights
 
     return attention
+
+
+def _require_supported(
+    module: nn.Module, inputs: StepInputs, options: dict[str, Any], original: str
+) -> None:
+    """Raise UnsupportedError if a module asks for attention that no step computes."""
+    asks = ""
+    if inputs.q.shape[2] > 1 and not _is_causal(original, module, options):
+        asks = "lets tokens attend to later ones"
+    elif options.get("position_bias") is not None:
+        asks = "adds a position bias of its own to scores, which a kvkeep cache does not"
+    if asks:
+        raise _refused(module, asks)
 
 
 def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -180,34 +167,27 @@ def _require_tagged(
     module: nn.Module,
     handed: Handed | None,
     with_values: Handed | None,
-    asked: MaskRequest | None,
-    given: tuple[Tensor, Tensor, Tensor | None],
-) -> None:
-    """Raise UnsupportedError unless keys, values and mask form one step of a layer, or a reading of
-    one, as they are."""
-    key, value, mask = given
-    reason = _unfit(handed, with_values, asked, mask)
-    if not reason and handed is not None:
-        reason = _misused(handed, key, value)
-    if reason:
-        raise UnsupportedError(
-            f"{_named(module)} {reason}; use the cache with kvkeep.detach(model)"
-        )
-
-
-def _named(module: nn.Module) -> str:
-    """The attention of a module by the type of its model, as a user knows it."""
-    config: Any = getattr(module, "config", None)
-    name = getattr(config, "model_type", None)
-    return f"{name}'s attention" if name else type(module).__name__
-
-
-def _unfit(
-    handed: Handed | None,
-    with_values: Handed | None,
-    asked: MaskRequest | None,
+    inputs: StepInputs,
     mask: Tensor | None,
-) -> str:
+) -> Handed:
+    """The tag of the keys. Raise UnsupportedError unless keys, values and mask form one step of a
+    layer, or a reading of one, as they are."""
+    reason = _unfit(handed, with_values, mask)
+    if not reason and handed is not None:
+        reason = _misused(handed, inputs.k, inputs.v)
+    if reason or handed is None:
+        raise _refused(module, reason)
+    return handed
+
+
+def _refused(module: nn.Module, reason: str) -> UnsupportedError:
+    """The error for the attention of a module, by the type of its model, as a user knows it."""
+    name = getattr(getattr(module, "config", None), "model_type", None)
+    named = f"{name}'s attention" if name else type(module).__name__
+    return UnsupportedError(f"{named} {reason}; use the cache with kvkeep.detach(model)")
+
+
+def _unfit(handed: Handed | None, with_values: Handed | None, mask: Tensor | None) -> str:
     """Why keys, values and mask do not form one step of a layer; empty if they do.
 
     A mask that was moved to a layer's device is a copy, which lacks the request it was made for.
@@ -218,6 +198,7 @@ def _unfit(
         return "changes its values after the cache"
     if not _is_positions(mask):
         return "uses a mask of its own"
+    asked: MaskRequest | None = getattr(mask, "kvkeep", None)
     if asked is not None and asked.window != handed.layer.window:
         return (
             f"masks a window of {asked.window} tokens where its config says {handed.layer.window}"

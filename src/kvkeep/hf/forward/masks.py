@@ -61,11 +61,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         *,
         q_length: int,
         kv_length: int,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
         allow_is_causal_skip: bool = True,
-        use_vmap: bool = False,
-        device: torch.device | str = "cpu",
         **request: Any,
     ) -> Tensor | None:
         if not isinstance(kv_length, MaskLength):
@@ -73,11 +69,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             passed_on: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[now](
                 q_length=q_length,
                 kv_length=kv_length,
-                attention_mask=attention_mask,
-                local_size=local_size,
                 allow_is_causal_skip=allow_is_causal_skip,
-                use_vmap=use_vmap,
-                device=device,
                 **request,
             )
             return passed_on
@@ -85,28 +77,29 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             raise UnsupportedError(
                 "the cache was built for another model; build it as kvkeep.Cache(model)"
             )
-        layer = kv_length.layer
-        newest: Tensor | None = None
+        layer, newest = kv_length.layer, None
+        asked: dict[str, Any] = {"use_vmap": False, "device": "cpu"} | request
+        attention_mask: Tensor | None = request.get("attention_mask")
+        local_size: int | None = request.get("local_size")
+        device = torch.device(asked["device"])
         # transformers does not skip the mask of a single token for a cache that it may compile.
         plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
-        if use_vmap or not plain:
+        if asked["use_vmap"] or not plain:
             local_size = layer.window if local_size is None else local_size
             if torch.compiler.is_compiling():
                 raise UnsupportedError(
                     "the model asks for a mask of its own making, which a compiled step cannot "
                     "compare with causal attention; call the model uncompiled"
                 )
-            asked = request | {"use_vmap": use_vmap, "device": device}
             own = _own_mask(local_size, layer, attention_mask, asked)
             newest = _Asked(q_length, int(kv_length), asked).newest(own)
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
             assert kv_length.traced is not None
-            place = torch.device(device)
-            found: Any = kv_length.traced.next_positions(q_length, place, real)[:, None, None]
+            found: Any = kv_length.traced.next_positions(q_length, device, real)[:, None, None]
             found.kvkeep = MaskRequest(local_size)
         else:
-            position = _positions(kv_length, q_length, attention_mask, torch.device(device))
+            position = _positions(kv_length, q_length, attention_mask, device)
             until = None
             if newest is not None:  # padding there is at the position of the token before it
                 real = position.expand(len(newest), -1).cummax(dim=1).values
@@ -236,3 +229,13 @@ def _was_fed(layer: ModelLayer, real: Tensor) -> bool:
         return False
     kinds = layer.history.kinds
     return kinds is None or (kinds == 0).equal(real[:, : kinds.shape[1]].to(kinds.device))
+
+
+def masked(mask: Tensor, columns: Tensor, slots: int) -> Tensor:
+    """A mask (B, 1, n, S) of a model, bool or added to scores, that shows only the columns which
+    an indexer chose, (B, n, c)."""
+    hidden = torch.ones(*columns.shape[:2], slots, dtype=torch.bool, device=columns.device)
+    hidden = hidden.scatter(2, columns.long(), False)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

@@ -18,14 +18,14 @@ from kvkeep.hf.forward.placing import Placed, takes_positions
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.interface.model_layers import ByPlace
+from kvkeep.hf.interface.model_layers import ModelLayers
 from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
-from kvkeep.host.packed import Packed
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
-from kvkeep.layer.recurrent import NoStates, RecurrentStates
+from kvkeep.layer.packed_states import PackedStates
+from kvkeep.layer.recurrent import RecurrentStates
 from kvkeep.layer.step import StepInputs
 
 
@@ -55,9 +55,8 @@ def unpackable(model: PreTrainedModel) -> str:
 
 def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> None:
     """Raise UnsupportedError, or StateError for a cache that is not the model's, unless
-    `PackedCache` can serve a forward of these sequences."""
-    reason = unpackable(model)
-    if reason:
+    `LaidCache` can serve a forward of these sequences."""
+    if reason := unpackable(model):
         raise UnsupportedError(
             f"{type(model).__name__} cannot compute several sequences in one forward: {reason}; "
             "feed them one by one, or to a kvkeep.generate.Batch, which does so"
@@ -87,14 +86,23 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
 
 
 class LaidCache(LayersCache):
-    """The `cache` argument of a forward of one row, whose attention the given layers compute."""
+    """The `cache` argument of a forward of one row, whose attention the given layers compute.
 
-    _handed: Handed | None = None
+    Args:
+        states: the recurrent states of the sequences in the row.
+    """
 
-    @property
-    def handed(self) -> Handed | None:
-        """The tag of the last keys given."""
-        return self._handed
+    handed: Handed | None = None
+    """The tag of the last keys given."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttendingLayer],
+        model_layers: ModelLayers,
+        states: PackedStates = KeepsStates.packed_states,
+    ) -> None:
+        super().__init__(layers, model_layers)
+        self.packed_states = states
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values (1, H, n, D) with their layer."""
@@ -103,31 +111,17 @@ class LaidCache(LayersCache):
                 f"a packed forward has one row, but layer {place} is given {len(keys)}"
             )
         self.require_attended()
-        self._handed = super().tag(keys, values, place)
-        return self._handed
+        self.handed = super().tag(keys, values, place)
+        return self.handed
 
     def require_attended(self) -> None:
         """Raise UnsupportedError if the last keys that `update` returned did not reach the
         attention function."""
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise UnsupportedError(
                 "the model attends to other keys than those it gave to the cache, so its sequences "
                 "cannot be packed; feed them one by one"
             )
-
-
-class PackedCache(KeepsStates, ByPlace, LaidCache):
-    """The `cache` argument of a packed forward.
-
-    Args:
-        tokens: the tokens of all sequences, with their layers and states.
-        cache: the cache of any sequence.
-    """
-
-    def __init__(self, tokens: Packed, cache: Cache) -> None:
-        super().__init__(tokens.layers)
-        self.carried, self.packed_states = NoStates(), tokens.states
-        self.model_layers = cache.model_layers
 
 
 NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -186,7 +180,7 @@ class RowsOf(AttendingLayer):
         return out
 
 
-class RowsCache(KeepsStates, ByPlace, LayersCache):
+class RowsCache(LayersCache):
     """The `cache` argument of a compiled step of several sequences.
 
     Args:
@@ -197,9 +191,7 @@ class RowsCache(KeepsStates, ByPlace, LayersCache):
         layers = [RowsOf(layer.window) for layer in like.layers]
         pairs = zip(layers, like.layers, strict=True)
         own = [Ticket(ref(layer), one.readers) for layer, one in pairs]
-        super().__init__(layers, with_readings(own))
-        self.carried: RecurrentStates = NoStates()
-        self.model_layers = like.model_layers
+        super().__init__(layers, like.model_layers, with_readings(own))
 
     def use(self, layers: Sequence[PackedLayer | None], states: RecurrentStates) -> None:
         """See `RowsOf.use`. `states`: of all rows."""

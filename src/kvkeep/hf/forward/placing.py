@@ -8,8 +8,8 @@ padding token's id.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvkeep.context import within
 from kvkeep.hf.config import decoder_of
 from kvkeep.hf.kinds.base import Handle, Replaced
 
@@ -30,14 +31,9 @@ class Placed(Replaced):
     """A module that embeds the positions of its context; see `placed`."""
 
 
-@contextmanager
-def placed(positions: Tensor) -> Iterator[None]:
+def placed(positions: Tensor) -> AbstractContextManager[None]:
     """Within this context, modules that count positions by themselves embed these, int64 (1, n)."""
-    token = _PLACED.set(positions[0])
-    try:
-        yield
-    finally:
-        _PLACED.reset(token)
+    return within(_PLACED, positions[0])
 
 
 def placing(module: nn.Module) -> Handle | None:
@@ -82,3 +78,8 @@ def first_position(model: PreTrainedModel) -> int:
         parts: list[Any] = [x for x in decoder_of(model).modules() if hasattr(x, name)]
         known = _first[model] = max((int(part.padding_idx) + 1 for part in parts), default=0)
     return known
+
+
+def as_counted(model: PreTrainedModel, position: Tensor) -> Tensor:
+    """The positions of tokens, any shape, as the model's forward takes them, int64."""
+    return position.to(torch.int64) + first_position(model)

@@ -144,7 +144,7 @@ class _CountingCache(Cache):
         place, layer_idx = layer_idx, self.model_layers.indices.get(layer_idx, -1)
         if layer_idx < 0:
             raise UnsupportedError(f"it has more layers than the {len(self.layers)} in its config")
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise _elsewhere(layer_idx - 1)
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, place, *args, **kwargs)

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from kvkeep.context import within
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.forward.packed import LaidCache
@@ -38,11 +39,8 @@ def supplying(model: PreTrainedModel | None) -> Iterator[None]:
         model: the model of a call of `generate()` whose cache kvkeep supplies; None: a call that
             brings a cache, or asks for one of transformers' kinds.
     """
-    token = _SUPPLIED.set(None if model is None else _Supplied(model))
-    try:
+    with within(_SUPPLIED, None if model is None else _Supplied(model)):
         yield
-    finally:
-        _SUPPLIED.reset(token)
 
 
 def leaves_the_cache_to_kvkeep(

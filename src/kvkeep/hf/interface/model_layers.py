@@ -54,12 +54,3 @@ class TellsLayers:
     @property
     def is_dummy(self) -> list[bool]:
         return [*self.model_layers.dummy]
-
-
-class ByPlace(TellsLayers):
-    """A cache with a layer for each layer of its model that attends."""
-
-    def index(self, place: int) -> int:
-        """The index of the layer at a place in the model; 0 where the model's layer does not
-        attend."""
-        return self.model_layers.indices.get(place, 0)

@@ -23,7 +23,6 @@ from kvkeep.hf.kinds.biased import Biased
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
-from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.shared import Shared
@@ -31,7 +30,7 @@ from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.states import PassedStates as PassedStates
 from kvkeep.hf.kinds.states import states_in as states_in
 from kvkeep.hf.kinds.states_alone import StatesAlone
-from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
+from kvkeep.hf.kinds.windows import Local, Plain, Windows, type_of_all
 from kvkeep.host import LayerKind
 
 _KINDS: tuple[Kind, ...] = (
@@ -63,8 +62,7 @@ def why_not(kinds: Iterable[Kind], feature: Feature) -> str:
 
 def require(model: Any, feature: Feature, remedy: str) -> None:
     """Raise UnsupportedError if a model, or the model with this config, lacks a feature."""
-    reason = why_not(kinds_of(model), feature)
-    if reason:
+    if reason := why_not(kinds_of(model), feature):
         name = decoder_config(base_config(model)).model_type
         raise UnsupportedError(f"{name} {reason}; {remedy}")
 
@@ -112,7 +110,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
             text, f"its layers of type {', '.join(unknown)} do not cache plain keys and values"
         )
     found = [types[name] for name in names]
-    for kind in _KINDS:
+    for kind in kinds_of(config):
         found = list(kind.arranged(text, names, found))
     layers = [replace(one, place=place) for place, one in enumerate(found) if one is not None]
     if not layers:

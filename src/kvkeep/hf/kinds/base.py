@@ -74,7 +74,7 @@ class Kind:
     def arranged(
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
-        """The attention of a model's layers, where they depend on each other.
+        """The attention of the layers of a model of this kind, where they depend on each other.
 
         Args:
             names: each layer's type.

@@ -32,8 +32,6 @@ class Biased(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Every layer has the same slopes."""
-        if not self.has(text):
-            return layers
         slopes = tuple(_SLOPES[text.model_type](text).tolist())
         return [one if one is None else replace(one, slopes=slopes) for one in layers]
 

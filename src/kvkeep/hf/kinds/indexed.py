@@ -68,8 +68,6 @@ class Indexed(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Layers that choose have the index's keys; others share their choice."""
-        if not self.has(text):
-            return layers
         chooses = getattr(text, "indexer_types", None) or ["full"] * len(names)
         return [
             replace(one, beside=int(text.index_head_dim))
@@ -128,13 +126,3 @@ class _Index(NamedTuple):
         if self.handed.versions is not None:
             self.handed.versions = slots._version, slots._version
         return keys if self.past is None else torch.cat([self.past[:, 0, :, -width:], keys], dim=1)
-
-
-def masked(mask: Tensor, columns: Tensor, slots: int) -> Tensor:
-    """A mask (B, 1, n, S) of a model, bool or added to scores, that shows only the columns which
-    an indexer chose, (B, n, c)."""
-    hidden = torch.ones(*columns.shape[:2], slots, dtype=torch.bool, device=columns.device)
-    hidden = hidden.scatter(2, columns.long(), False)[:, None]
-    if mask.dtype == torch.bool:
-        return mask & ~hidden
-    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

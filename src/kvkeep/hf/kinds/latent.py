@@ -39,8 +39,6 @@ class Latent(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Every layer that attends has latents."""
-        if not self.has(text):
-            return layers
         widths = (int(layer.kv_lora_rank) for layer in text.per_layer_config)
         pairs = zip(layers, widths, strict=True)
         return [one if one is None else replace(one, latent=width) for one, width in pairs]

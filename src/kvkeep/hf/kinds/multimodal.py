@@ -13,8 +13,8 @@ Attention needs none of this: which slots a query sees follows from the order of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import get_ident
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from kvkeep.context import within
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache_argument import NAMES, cache_in
 from kvkeep.hf.config import decoder_config, decoder_of
@@ -126,14 +127,9 @@ def media_told() -> bool | None:
     return None if told is None else told.media
 
 
-@contextmanager
-def telling(media: bool | None) -> Iterator[None]:
+def telling(media: bool | None) -> AbstractContextManager[None]:
     """Tell of the forward inside whether it is given more than token ids; None: tell nothing."""
-    before = _TOLD.set(None if media is None else _Told(media))
-    try:
-        yield
-    finally:
-        _TOLD.reset(before)
+    return within(_TOLD, None if media is None else _Told(media))
 
 
 def shares_positions(model: nn.Module) -> bool:
@@ -252,8 +248,7 @@ def why_not_counted(model: PreTrainedModel, cache: Any = None) -> str:
 def require_counted(model: PreTrainedModel, cache: Any, what: str) -> None:
     """Raise UnsupportedError if there is a reason by `why_not_counted`; `what` needs that there is
     none."""
-    reason = why_not_counted(model, cache)
-    if reason:
+    if reason := why_not_counted(model, cache):
         raise UnsupportedError(
             f"{type(model).__name__} cannot have {what}: {reason}; feed the tokens by the model's "
             "own forward, in order"
@@ -279,12 +274,9 @@ def _counts_from_zero(model: PreTrainedModel) -> bool:
             raise _Reached
 
         hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True, prepend=True)
-        try:
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-            with torch.no_grad(), suppress(Exception):
-                type(model).forward(model, input_ids=ids, use_cache=False)
-        finally:
-            hook.remove()
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        with hook, torch.no_grad(), suppress(Exception):
+            type(model).forward(model, input_ids=ids, use_cache=False)
         position = found[0] if found else torch.full((1, 2), -1)
         plain = position is None or bool((_rotary(position).cpu() == torch.arange(2)).all())
         known = _from_zero[model] = plain

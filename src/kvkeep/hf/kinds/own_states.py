@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +36,9 @@ class _OwnStates(Recurrent, ABC):
     model_type: str
     tokens: bool
     number: int
+
+    def __init_subclass__(cls) -> None:
+        Recurrent.elsewhere.add(cls.model_type)
 
     def has(self, text: PreTrainedConfig) -> bool:
         return text.model_type == self.model_type
@@ -105,16 +108,10 @@ class Lightning(_OwnStates):
         def note(place: int, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
             found[place] = output[1]
 
-        hooks = [
-            module.register_forward_hook(partial(note, place))
-            for place, module in self.layers(decoder)
-        ]
-        try:
-            with torch.no_grad():
-                decoder(input_ids=one, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for place, module in self.layers(decoder):
+                hooks.enter_context(module.register_forward_hook(partial(note, place)))
+            decoder(input_ids=one, use_cache=False)
         return {
             f"{place}.recurrent.0": StateSpec(tuple(x.shape[1:]), x.dtype, x.device)
             for place, x in found.items()

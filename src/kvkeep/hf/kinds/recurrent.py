@@ -35,21 +35,23 @@ _HYBRID, _HYBRID_SLIDING = "hybrid", "hybrid_sliding"
 _ONLY = frozenset({"linear_attention", "conv"})
 """Those of layers that are recurrent only."""
 
-_ELSEWHERE = frozenset({"minimax", "recurrent_gemma"})
-"""The types of models that keep their states otherwise; see `kvkeep.hf.kinds.own_states`."""
-
 _MASK = "attention_mask"
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
 _SETTINGS = (*NAMES, "use_cache")
 
 
 class Recurrent(Kind):
-    """Some layers carry states from token to token."""
+    """Some layers carry states from token to token.
+
+    Attributes:
+        elsewhere: the types of models whose states a subclass keeps in another place.
+    """
 
     lacks: ClassVar[Lacks] = LACKS
+    elsewhere: ClassVar[set[str]] = set()
 
     def has(self, text: PreTrainedConfig) -> bool:
-        return bool(self.numbers(text)) and text.model_type not in _ELSEWHERE
+        return bool(self.numbers(text)) and text.model_type not in self.elsewhere
 
     def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         attending = (LayerKind(_HYBRID, None), LayerKind(_HYBRID_SLIDING, window_of(text)))

@@ -44,7 +44,7 @@ class Shared(Kind):
     narrows: ClassVar[bool] = True
 
     def has(self, text: PreTrainedConfig) -> bool:
-        return "reuse" in (getattr(text, "kv_sharing_modes", None) or ())
+        return not {None, "store"}.issuperset(getattr(text, "kv_sharing_modes", None) or ())
 
     def arranged(
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
@@ -54,7 +54,7 @@ class Shared(Kind):
         Raises:
             UnsupportedError: a layer reuses those of a layer that comes later, or in another way.
         """
-        modes = getattr(text, "kv_sharing_modes", None) or [None] * len(names)
+        modes = text.kv_sharing_modes
         found, read = list(layers), self._read(modes, names)
         for place, mode in enumerate(modes):
             if place in read:

@@ -33,8 +33,6 @@ class StatesAlone(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """The first layer counts tokens."""
-        if not self.has(text):
-            return layers
         return [LayerKind(_RECURRENT, None, counts=True), *layers[1:]]
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Layers that attend to the last tokens: in a sliding window, or in chunks."""
+"""Layers that attend to all tokens, to the last ones (in a sliding window, or in chunks), or to
+none."""
 
 from __future__ import annotations
 
@@ -9,11 +10,17 @@ from transformers import PreTrainedConfig
 
 from kvkeep.features import Feature, Lacks
 from kvkeep.hf.kinds.base import Kind
-from kvkeep.hf.kinds.plain import FULL
 from kvkeep.host import LayerKind
 from kvkeep.planes import Chunks
 
-_SLIDING, _CHUNKED = "sliding_attention", "chunked_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+class Plain(Kind):
+    """Every model may have layers that attend to all tokens, and layers that keep nothing."""
+
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+        return {_FULL: LayerKind(_FULL, None), "moe": None, "mlp": None}
 
 
 class Windows(Kind):
@@ -42,8 +49,6 @@ class Local(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Every local layer has the window."""
-        if not self.has(text):
-            return layers
         local = LayerKind(_SLIDING, text.window_size)
         pairs = zip(layers, text.attention_layers, strict=True)
         return [local if name == "local" else layer for layer, name in pairs]
@@ -59,7 +64,7 @@ def type_of_all(text: PreTrainedConfig) -> str:
     """The type of every layer of a model whose config does not list them."""
     if _chunk_of(text) is not None:
         return _CHUNKED
-    return FULL if window_of(text) is None else _SLIDING
+    return _FULL if window_of(text) is None else _SLIDING
 
 
 def _chunk_of(text: PreTrainedConfig) -> int | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.forward.packed import NUMBERS, RowsCache
-from kvkeep.hf.forward.placing import first_position
+from kvkeep.hf.forward.placing import as_counted
 from kvkeep.hf.forward.weights import drops_weights
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.steps import saved_steps
@@ -87,7 +87,7 @@ class CompiledSteps(ReplacedForward):
             if self._rows is None:
                 self._rows = RowsCache(Cache(self.model))
             self._rows.use(tokens.layers, states)
-            position = tokens.positions + first_position(self.model)
+            position = as_counted(self.model, tokens.positions)
             given = {
                 name: pad(x[0], (0, rows - count))[:, None]
                 for name, x in (("input_ids", tokens.ids), ("position_ids", position))

@@ -16,7 +16,7 @@ from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, is_routed
-from kvkeep.hf.forward.placing import first_position
+from kvkeep.hf.forward.placing import as_counted
 from kvkeep.hf.kinds import require
 from kvkeep.hf.kinds.multimodal import require_counted
 
@@ -41,6 +41,9 @@ class Graphed:
         tokens: the most tokens to feed, for which growing storage makes room; None: the storage
             must be fixed.
         yielding: close when somebody needs the layers of the cache, instead of refusing.
+
+    Attributes:
+        closed: whether these steps have ended.
 
     Raises:
         StateError: the model is not attached, or the cache is empty or in use by other steps.
@@ -86,7 +89,7 @@ class Graphed:
         self._steps = 0
         self._complete = True  # False during a step, and after one that was interrupted
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
-        self._closed, self._yielding = False, yielding
+        self.closed, self._yielding = False, yielding
         self._fed_before = cache.fed
         cache.lent = self
 
@@ -98,7 +101,7 @@ class Graphed:
             CapacityError: the cache is full; nothing was fed.
             StateError: these steps were closed, or a step was interrupted.
         """
-        if self._closed:
+        if self.closed:
             raise StateError("these steps were closed; create new ones: Graphed(model, cache)")
         if input_ids.shape != self._token.shape:
             raise ShapeError(
@@ -129,11 +132,6 @@ class Graphed:
         """Columns fed so far, padding included."""
         return self._fed_before + self._steps
 
-    @property
-    def closed(self) -> bool:
-        """Whether these steps have ended."""
-        return self._closed
-
     def give_back(self) -> None:
         """Called when the layers of the cache are needed.
 
@@ -147,10 +145,10 @@ class Graphed:
     def close(self) -> None:
         """Make the cache usable again, with all tokens that were fed, and free the graph. If a step
         was interrupted, the cache is reset."""
-        if self._closed:
+        if self.closed:
             return
         self._graph = self._logits = None
-        self._closed, self.cache.lent, self.cache._traced = True, None, self._tickets
+        self.closed, self.cache.lent, self.cache._traced = True, None, self._tickets
         with torch.inference_mode():
             for step in self._steps_on_device:
                 step.close()
@@ -170,7 +168,7 @@ class Graphed:
             logits: Tensor = self._forward(
                 input_ids=self._token,
                 attention_mask=position[:, None, None],
-                position_ids=position.to(torch.int64) + first_position(self.model),
+                position_ids=as_counted(self.model, position),
                 use_cache=True,
                 **as_cache(self.model, self.cache),
             ).logits[:, -1]
@@ -200,7 +198,7 @@ class Graphed:
                 self._logits = self._run()
         except Exception as error:
             torch.cuda.set_stream(before)  # torch does not restore the stream if a capture fails
-            self._complete, self.cache._handed = True, None
+            self._complete, self.cache.handed = True, None
             raise UnsupportedError(
                 f"{type(self.model).__name__} cannot be captured as a CUDA graph: "
                 f"{reason_of(error)}; this token was not fed: close() these steps and call the "
