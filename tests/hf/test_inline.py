@@ -119,7 +119,7 @@ def test_evicting_steps_as_the_reference_makes_them(model, spec, monkeypatch):
         assert one.positions().sort().values.equal(other.positions().sort().values)
 
 
-@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize("kind", [*BIASED, "xglm"])
 def test_several_sequences_in_one_forward(kind):
     model = built(kind)
     texts = [ids(1, n)[0] for n in (9, 4, 17)]
