@@ -18,14 +18,14 @@ SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
 # Codes of two planes are expanded there too, and a word of 2-bit codes takes part in four products.
 SPILLED = {
     "kivi": 64,
-    "kivi-2-bits": 160,
+    "kivi-2-bits": 176,
     "int4-affine": 56,
     "int6": 88,
     "int3": 136,
     "int2": 56,
 }
 # Products in float32 take no tensor cores, and hold the expanded codes in registers.
-SPILLED_IN_FLOAT32 = SPILLED | {"int6": 456, "int3": 952}
+SPILLED_IN_FLOAT32 = SPILLED | {"int6": 456, "int3": 512}
 
 
 def compiled(*arguments):

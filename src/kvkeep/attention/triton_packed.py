@@ -144,7 +144,7 @@ class _Packed:
         exact = self._kind(k, v) == torch.float32
         few, many = sorted((power_of_two(k.groups), power_of_two(v.groups)))
         lines = self.group * max(len(run.rows) for run in runs)
-        most = min(16 if exact else 64, 128 // many)
+        most = min(16, 64 // many) if exact else min(64, 128 // many)
         block_m = max(16 // few, min(power_of_two(lines), most), power_of_two(self.group), 1)
         block_n, programs = 32 if exact else 64, 2
         if k.code and v.code and block_m * many <= 16 and not exact:
