@@ -46,7 +46,7 @@ MODES = {
 STORAGES = cycle(["keep_all@growing", "keep_all@fixed", "keep_all@concat"])
 
 
-@pytest.mark.parametrize(("mode", "spec"), zip(MODES, STORAGES, strict=False))
+@pytest.mark.parametrize(("mode", "spec"), [*zip(MODES, STORAGES, strict=False)])
 def test_mode(model, mode, spec):
     rows = 1 if mode == "prompt_lookup" else 2
     options = {"max_new_tokens": NEW, **MODES[mode]}

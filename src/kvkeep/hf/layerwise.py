@@ -124,6 +124,7 @@ class Decoder(Layerwise):
         def layer(index: int, hidden: Tensor, call: Call) -> Tensor:
             if first and hidden is not first[0]:
                 raise self._refused("does something between its layers")
+            call = self._handing(call, None)
             if any(isinstance(x, _Second) for x in tree_leaves(call)):
                 raise self._refused("hands more than hidden states from layer to layer")
             first.append(hidden)
@@ -140,12 +141,10 @@ class Decoder(Layerwise):
         self, index: int, columns: slice, hidden: Tensor, call: Call, step: ChunkStep
     ) -> Tensor:
         module, carries = self.layers[index], self.carries[index]
-        given = call.kwargs
         self._cache.seek(columns.start)
         with self._cache.running(carries, step) as handed:
-            for kind in self._kinds:
-                given = kind.handing(given, step.shared)
-            out = module(hidden, *call.args, **given)
+            args, given = self._handing(call, step.shared)
+            out = module(hidden, *args, **given)
             if [one.taken for one in handed] != [True] * (carries.slots is not None):
                 raise self._refused(
                     "has a layer that does not attend once to the keys that it gives to its cache"
@@ -155,6 +154,11 @@ class Decoder(Layerwise):
         if not isinstance(out, Tensor):
             raise self._refused("has layers that return more than hidden states")
         return out
+
+    def _handing(self, call: Call, shared: tuple[Tensor, Tensor] | None) -> Call:
+        for kind in self._kinds:
+            call = call._replace(kwargs=kind.handing(call.kwargs, shared))
+        return call
 
     def _refused(self, clause: str) -> UnsupportedError:
         return _refused(self._base, clause)

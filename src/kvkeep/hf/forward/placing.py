@@ -37,8 +37,11 @@ def placed(positions: Tensor) -> AbstractContextManager[None]:
 
 
 def placing(module: nn.Module) -> Handle | None:
-    """Let a module that embeds positions embed those of its context; None: it is another module."""
-    if not type(module).__name__.endswith("PositionalEmbedding") or not takes_positions(module):
+    """Let a module that embeds positions embed those of its context; None: it is another module, or
+    one whose first argument is the positions, which its model takes (XGLM)."""
+    if not type(module).__name__.endswith("PositionalEmbedding"):
+        return None
+    if "position_ids" not in _parameters(type(module).forward)[2:]:
         return None
     return Placed(module, "forward", partial(_forward, module.forward))
 

@@ -128,7 +128,7 @@ class Kind:
         Args:
             given: those that the model gives it.
             shared: the keys and values, (B, H, n, D) each, of the layer that it reads; None: it
-                reads no other layer.
+                reads no other layer, or does not run yet.
         """
         return given
 

@@ -28,6 +28,8 @@ from kvkeep.spec import CacheSpec
 
 _INDEXED = "indexed_attention"
 _HAS = "has layers whose tokens an index chooses"
+_CHOICE = "prev_topk_indices"
+"""The argument by which a layer hands its choice to layers that share it."""
 
 
 class Indexed(Kind):
@@ -75,6 +77,11 @@ class Indexed(Kind):
             else one
             for one, name, how in zip(layers, names, chooses, strict=True)
         ]
+
+    def handing(
+        self, given: dict[str, Any], shared: tuple[Tensor, Tensor] | None
+    ) -> dict[str, Any]:
+        return given | {_CHOICE: None} if _CHOICE in given else given  # each layer chooses itself
 
 
 class SharesChoice(Kind):

@@ -226,7 +226,8 @@ class Compiler:
             signature, tickets = self._signature(given), self._cache.tickets
             assert signature is not None or packaged is None  # its steps need their tickets
             used = [tickets[-1 - x] for x in signature.inputs if x < 0] if signature else []
-            detached = [x.detach() for x in given]
+            # A model that torch splits is given the mesh of its processes too.
+            detached = [x.detach() if isinstance(x, Tensor) else x for x in given]
             found = run_program(program, detached, used, self._cache)
             if found is None:
                 raise RuntimeError("another thread runs the step that this one has just compiled")
