@@ -240,7 +240,7 @@ def test_bad_input():
             cases.append(
                 (
                     StateError,
-                    "and some not",
+                    "some while it was not",
                     [cache, alone(model, parts[1])],
                 )
             )
