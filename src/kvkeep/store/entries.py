@@ -63,8 +63,7 @@ class Entries:
     def geometry(
         self, identity: str, geometry: Callable[[], ModelGeometry] | None
     ) -> ModelGeometry:
-        """The geometry of an identity's entries. `geometry` returns it; it is called the first time
-        only."""
+        """The geometry of an identity's entries; `geometry` is called only the first time."""
         own = self._geometries.get(identity)
         if own is None:
             assert geometry is not None
@@ -108,14 +107,14 @@ class Entries:
     def keep(
         self, identity: str, tokens: Tensor, content_of: Pieces, marks: Marks, priority: int = 0
     ) -> int:
-        """Put tokens into the tree as far as the budget allows; returns how many of them it holds
-        then. The geometry must be known.
+        """Put tokens into the tree as far as the budget allows; returns how many of `tokens` the
+        tree then holds. The geometry must be known.
 
-        Slots in windows that the tree lacks are added to its tokens, too.
+        Tokens that the tree already holds get the slots in windows that they lack.
 
         Args:
-            marks: the recurrent states in the result of `content_of`. States that the tree lacks
-                are added to its tokens, too.
+            marks: the recurrent states in the result of `content_of`. Tokens that the tree already
+                holds get the states that they lack.
         """
         with self.lock:
             tree, geometry = self.tree(identity), self._geometries[identity]
@@ -134,7 +133,7 @@ class Entries:
             if new > room:
                 length = known + bisect_right(range(known + 1, length + 1), room, key=added)
             path = tree.insert(tokens[:length], content_of, priority)
-            if lacking:  # prefer later states: hits end there
+            if lacking:  # later states allow longer hits
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
                 _add_marks(path, {at: marks[at] for at in lacking})
@@ -172,7 +171,8 @@ class Entries:
             return best
 
     def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
-        """Hold a text if the budget has room. Returns it, or the held text with these tokens."""
+        """Hold a text if the budget has room. Returns `text`, or the text already held with the
+        same tokens."""
         nbytes = text.content.nbytes
         with self.lock:
             known = self.text(identity, text.tokens, len(text.tokens))
@@ -185,7 +185,7 @@ class Entries:
                 self._texts.setdefault(identity, []).append(text)
         return text
 
-    # -- all of them ------------------------------------------------------------------------
+    # -- all entries ------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Remove all entries that are not locked."""
@@ -193,8 +193,8 @@ class Entries:
             self._make_room(None)
 
     def _make_room(self, nbytes: int | None, spared: Sequence[Node] = ()) -> int:
-        """Evict entries, except the nodes `spared`, until `nbytes` fit or nothing is left to evict
-        (None: evict all). Returns how many bytes fit then; without a budget, `nbytes`."""
+        """Evict entries, except the nodes `spared`, until `nbytes` fit (None: evict all entries) or
+        nothing is left to evict. Returns how many bytes now fit; without a budget, `nbytes`."""
         if nbytes is not None and self.budget is None:
             return nbytes
         room = (self.budget or 0) - self.nbytes
