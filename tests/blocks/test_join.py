@@ -255,7 +255,7 @@ def test_bad_input():
         with pytest.raises(UnsupportedError, match="no rotary embedding"):
             join(learned, [alone(learned, parts[0])])
         own = model_of("roformer")  # rotates by a table among its weights
-        with pytest.raises(UnsupportedError, match="otherwise than by its rotary embedding"):
+        with pytest.raises(UnsupportedError, match="another way than by its rotary embedding"):
             join(own, [alone(own, parts[0])])
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         dynamic = tiny("llama", rope_parameters=rope)

@@ -26,7 +26,7 @@ from kvkeep.train import backward
 
 REFUSED = {
     "mllama": "attend to images and cache those",
-    "paligemma": "lets tokens attend to later ones",
+    "paligemma": "lets tokens attend to later tokens",
 }
 ANOTHER = {"blip_2"}  # its generate() is its language model's, and needs an image each time
 SERVED = sorted(set(FAMILIES) - set(REFUSED) - ANOTHER)
