@@ -70,7 +70,7 @@ class TransformersHost(Host):
     def _text(self) -> PreTrainedConfig:
         return decoder_config(self._config)
 
-    # -- what the model is like -------------------------------------------------------------
+    # -- properties of the model ------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class TransformersHost(Host):
             if self.changing_rotary:
                 raise
             found = None
-        in_part = any(kind.latent for kind in self.kinds)  # of a key, which its code does not say
+        in_part = any(kind.latent for kind in self.kinds)  # only an unknown part of a key rotates
         return as_applied(model, None if in_part else found)
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
@@ -189,7 +189,7 @@ class TransformersHost(Host):
         return logits
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
-        # A model around the decoder may count positions otherwise than the decoder does by itself.
+        # A model that contains the decoder may count positions in another way than the decoder.
         model = unwrapped(self.model)
         alone = why_not_counted(model, cache) == "" and not first_position(model)
         self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
@@ -200,7 +200,7 @@ class TransformersHost(Host):
 
     @property
     def _skips_logits(self) -> bool:
-        """Whether the model's forward takes the number of logits to compute."""
+        """Whether the model's forward has an argument for the number of logits to compute."""
         return "logits_to_keep" in self._arguments
 
     @cached_property
@@ -224,7 +224,7 @@ class TransformersHost(Host):
             require(self._config, Feature.PLACED, "feed the whole text")
             require_counted(unwrapped(self.model), cache, "blocks of text")
             at = position
-            # An attached model takes positions from what its mask function returns, which is this.
+            # An attached model's mask function returns positions; give its result as the mask.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
             first = first_position(unwrapped(self.model))
             options["position_ids"] = position[None].to(ids.device) + first
@@ -322,7 +322,7 @@ class TransformersHost(Host):
                 hook.remove()
 
     def _stack(self) -> list[nn.Module]:
-        """The decoder's layers; empty if it has no list of them."""
+        """The decoder's layers; empty if it has no list of layers."""
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 

@@ -39,13 +39,13 @@ class PromptStore(Protocol):
     def prefill(
         self, model: PreTrainedModel, tokens: Tensor, **options: Unpack[ReadOptions]
     ) -> ModelCache:
-        """A cache that holds all tokens (n,) but the last."""
+        """A cache that holds all tokens (n,) except the last."""
 
     def prefill_rows(
         self, model: PreTrainedModel, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
-        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
-        are too few."""
+        """A cache with a row for each prompt (n,), which holds the common beginning of all prompts;
+        None: it is too short."""
 
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
@@ -70,7 +70,7 @@ class BlockPrompt(Protocol):
         namespace: str,
         capacity: int | None,
     ) -> tuple[ModelCache, Any]:
-        """A cache that holds all tokens but the last, and a report."""
+        """A cache that holds all tokens except the last, and a report."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,22 @@ class Settings:
 
 @dataclass
 class Call:
-    """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
-    store or blocks, if any, the cache that records drafts, if any, the cache whose columns are
-    others than those of the token ids, if any, and the cache whose last token is fed again, if any.
-    `fed` is what the call feeds, if that is known; `replay` are its steps as a CUDA graph, if they
-    may be. `adapt` sets the number of threads by the load, see `kvkeep.threads`."""
+    """A call of a model's `generate()`.
+
+    Attributes:
+        model: the model.
+        columns: number of columns of the prompt; 0: it is not given as token ids.
+        ids: the prompt's token ids (1, n), if it has one row.
+        blocks: the prompt with blocks, if there is one.
+        rows: the token ids of all rows, (B, n).
+        cache: the cache filled from a store or from blocks.
+        recording: the cache that records drafts.
+        moved: the cache whose columns differ from those of the token ids, because padding moved.
+        again: the cache whose last token must be fed again.
+        fed: the tokens that the call will feed, if they are known.
+        replay: the call's steps as a CUDA graph, if they can be one.
+        adapt: sets the number of threads by the load; see `kvkeep.threads`.
+    """
 
     model: PreTrainedModel
     columns: int
@@ -121,8 +131,8 @@ _OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 
 @contextmanager
 def settings_of_calls(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
-    """A context in which calls of an attached model's `generate()` use `settings` in place of the
-    settings of `attach`. Tasks and threads started in the context inherit them."""
+    """A context in which calls of an attached model's `generate()` use `settings` instead of the
+    arguments of `attach`. Tasks and threads started in the context inherit them."""
     token = _OTHER.set((model, settings))
     try:
         yield
@@ -131,15 +141,14 @@ def settings_of_calls(model: PreTrainedModel, settings: Settings) -> Iterator[No
 
 
 def in_force(model: PreTrainedModel, settings: Settings) -> Settings:
-    """The settings of the current call: those of `settings_of_calls`, or with which the model was
-    attached."""
+    """The settings of the current call: from `settings_of_calls`, or else from `attach`."""
     other = _OTHER.get()
     return other[1] if other is not None and other[0] is model else settings
 
 
 def plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Call | None:
-    """The current call, if its prompt may be read outside of `generate`: one row of token ids, with
-    nothing else that changes the result."""
+    """The current call, if its prompt may be read outside of `generate`: one row of token ids, and
+    no other input that changes the result."""
     call = CALL.get()
     if call is None or call.ids is None or not is_plain(model, call, model_kwargs):
         return None
@@ -150,8 +159,8 @@ def plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Call | N
 
 
 def is_plain(model: PreTrainedModel, call: Call, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a call is one of this model, and nothing but its token ids, their mask and their
-    positions changes the result."""
+    """Whether a call is of this model, and its result depends only on token ids, their mask and
+    their positions."""
     types = model_kwargs.get("mm_token_type_ids")
     return call.model is model and not (
         brings_tensors(model_kwargs, beside=_OF_TEXT)
@@ -169,11 +178,11 @@ def _counts(place: Tensor, tokens: int) -> bool:
 
 
 def brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has tensors whose names are not in `beside`, such as images, or the features
-    that transformers computed from images before it asked for a cache."""
+    """Whether a call has tensors whose names are not in `beside`, such as images, or features that
+    transformers computed from images before it asked for a cache."""
     return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 
 def counted(real: Tensor) -> Tensor:
-    """Positions of columns, (B, n), as transformers counts them where a mask is given."""
+    """Positions of columns, (B, n), as transformers computes them from the mask `real`."""
     return (real.cumsum(dim=1) - 1).masked_fill(real == 0, 0)

@@ -1,5 +1,5 @@
-"""Fills the cache of a `generate()` from a store, from blocks or by compression, before the first
-forward."""
+"""Fills the cache of a `generate()` call from a store, from blocks or by compression, before the
+first forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvkeep.host.compress import read
 from kvkeep.host.hooks import foreign_hooks
 
 
-@supplying(None)  # forwards of stores and blocks bring caches of their own
+@supplying(None)  # stores and blocks run forwards with their own caches
 def filled(
     model: PreTrainedModel,
     settings: Settings,
@@ -30,8 +30,8 @@ def filled(
     chunk: int | None,
     capacity: int,
 ) -> Cache | None:
-    """A cache that holds the prompt but its last token, from the store or from blocks; None if they
-    would not give the result of a plain `generate`."""
+    """A cache that holds the prompt except its last token, from the store or from blocks; None if
+    the result would differ from a plain `generate`."""
     call = plain_call(model, model_kwargs)
     if call is None or call.ids is None or (settings.store is None and call.blocks is None):
         return None
@@ -51,7 +51,7 @@ def filled(
 
 
 def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
-    """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
+    """Warn, once, if hooks are the reason why a store is not used; other reasons are documented."""
     if foreign_hooks(model):
         warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
 
@@ -65,11 +65,12 @@ def begun_alike(
     chunk: int | None,
     capacity: int,
 ) -> Cache | None:
-    """A cache that holds the tokens with which all rows of the prompt begin, from the store; None
-    if it serves no row, or would not give the result of a plain `generate`.
+    """A cache that holds the common beginning of all rows of the prompt, from the store; None if
+    there is none, or the result would differ from a plain `generate`.
 
-    Columns before a row's first token move behind those tokens, where the mask names them as
-    padding: the cache has the same tokens in all rows, and each column keeps its token.
+    The cache has the common tokens in the first columns of all rows. So padding columns, which were
+    in front of a row's first token, move behind the common tokens, and the mask and the positions
+    are changed accordingly.
     """
     call, mask = CALL.get(), model_kwargs.get("attention_mask")
     if call is None or call.rows is None or settings.store is None:
@@ -81,7 +82,7 @@ def begun_alike(
     real = torch.ones_like(ids) if mask is None else mask[::several].cpu().long()
     pads = (1 - real).sum(dim=1, keepdim=True)
     if real.shape != ids.shape or not real.equal((columns >= pads).long()):
-        return None  # padded on the right, or within
+        return None  # rows are not padded on the left only
     place = model_kwargs.get("position_ids")
     if place is not None and not (place.cpu() == counted(real).repeat_interleave(several, 0)).all():
         return None
@@ -107,7 +108,7 @@ def begun_alike(
     call.moved = found
     for layer in found.layers:
         if layer.cursor.holes_after is not None:
-            layer.cursor.holes_after = found.fed  # what follows stands for padding in front
+            layer.cursor.holes_after = found.fed  # the moved padding counts as padding in front
     real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
     real = real.repeat_interleave(several, dim=0)
     model_kwargs["attention_mask"] = real.to(mask)
@@ -120,7 +121,7 @@ def begun_alike(
 def compress_prompt(
     model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache, chunk: int | None
 ) -> None:
-    """Read the prompt but its last token, and compress it.
+    """Read the prompt except its last token, and compress it.
 
     Raises:
         UnsupportedError: the call's prompt is not one row of token ids without padding.
@@ -128,16 +129,16 @@ def compress_prompt(
     call = plain_call(model, model_kwargs)
     if call is None or call.ids is None:
         raise UnsupportedError(
-            "kvzip compresses a prompt of token ids in one row, without padding; give such a "
-            "prompt, or a cache that compress() was called on"
+            "kvzip compresses a prompt only if it is one row of token ids without padding; give "
+            "such a prompt, or a cache on which compress() was called"
         )
     if call.ids.shape[1] > 1:
         read(host_of(model), cache, call.ids[:, :-1], chunk)
 
 
 def activate_later(model: PreTrainedModel, cache: Cache) -> None:
-    """Set the cache's activation if the prompt invokes an activated adapter after the tokens that
-    the cache holds."""
+    """Set the cache's activation if the prompt invokes an activated adapter after the cache's
+    tokens."""
     call = CALL.get()
     if cache.activation is not None and call is not None and call.ids is not None:
         found = activation_in(model, call.ids[0].cpu())
@@ -146,11 +147,11 @@ def activate_later(model: PreTrainedModel, cache: Cache) -> None:
 
 
 def invoked(model: PreTrainedModel) -> Activation | None:
-    """Where an activated adapter starts to compute in the current call's prompt, if it has one row.
-    None leaves that to PEFT, which tells only a model that is in a `PeftModel`."""
+    """The activation of an activated adapter by the current call's prompt, if it has one row; None:
+    no activation, or PEFT handles it, which it does only for a model inside a `PeftModel`."""
     call = CALL.get()
     if call is None or call.model is not model or call.ids is None or names_adapters(model):
         return None
-    with suppress(UnsupportedError):  # other adapters are active beside it
+    with suppress(UnsupportedError):  # other adapters are active at the same time
         return activation_in(model, call.ids[0].cpu())
     return None

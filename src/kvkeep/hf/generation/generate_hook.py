@@ -1,4 +1,4 @@
-"""An attached model's `generate()`: supply a kvkeep cache, and use a store."""
+"""An attached model's `generate()`: supplies a kvkeep cache, and uses a store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _CUT_BY_COLUMNS = ("attention_mask", "position_ids", "token_type_ids", "mm_token
 
 def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any) -> Any:
     """The model's `generate`, which looks up the prompt's prefix in the store and stores the
-    result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
+    result. If it raises before any token is fed to a given cache, the cache's rows are restored."""
     settings = in_force(model, settings)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
@@ -71,7 +71,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     if blocks is not None:
         given = [name for name in _OF_A_PROMPT if kwargs.get(name) is not None]
         if given:
-            raise StateError(f"a prompt with blocks has its own {given[0]}; leave it out")
+            raise StateError(f"a prompt with blocks has its own {given[0]}; leave out {given[0]}")
         asked = blocks.input_ids.to(model.device)
         rest = {name: x for name, x in kwargs.items() if name not in ("inputs", "input_ids")}
         args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
@@ -132,11 +132,10 @@ def prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """In place of the model's own method: `generate` gets a kvkeep cache where it would build a
-    DynamicCache.
+    """Replaces the model's method: `generate` gets a kvkeep cache if it would build a DynamicCache.
 
-    The rows of a kvkeep cache that holds a prompt are repeated as beams or several answers need;
-    they share its slots.
+    The rows of a kvkeep cache that holds a prompt are repeated for beams or several answers, and
+    share its slots.
     """
     settings = in_force(model, settings)
     several = max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -222,8 +221,8 @@ def prepare_cache(
 def _plan_steps(
     model: PreTrainedModel, cache: Cache, generation_config: Any, mode: Any, columns: int
 ) -> None:
-    """Let a call on a GPU replay its steps, if they can be; `columns`: as it will have at most.
-    Warn where a call asks transformers to compile steps that it will not compile."""
+    """Let a call on a GPU replay its steps, if possible. `columns`: the most columns that it will
+    have. Warn if a call asks transformers to compile steps that it will not compile."""
     _tell_if_not_compiled(model, generation_config, cache)
     call, forward = CALL.get(), model.__dict__.get("forward")
     if call is not None and call.model is model and isinstance(forward, Replaying):
@@ -231,23 +230,23 @@ def _plan_steps(
 
 
 def _tell_if_not_compiled(model: PreTrainedModel, generation_config: Any, cache: Cache) -> None:
-    """Warn where a call asks transformers to compile steps that it will not compile."""
+    """Warn if a call asks transformers to compile steps that it will not compile."""
     asked, steps = generation_config.compile_config, getattr(model, ATTACHMENT, None)
     if asked is None or cache.is_compileable or (steps is not None and steps.compiled):
         return
     specs = ", ".join(dict.fromkeys(map(str, cache.specs)))
     warnings.warn(
-        f"compile_config compiles nothing with the cache {specs}, because transformers compiles "
-        'steps only where slots have fixed addresses; use a spec with fixed storage, "...@fixed", '
-        "or leave compile_config out and call kvkeep.attach(model, spec, compile=True)",
+        f"compile_config has no effect with the cache {specs}, because transformers compiles "
+        'steps only if slots have fixed addresses; use a spec with fixed storage, "...@fixed", '
+        "or leave out compile_config and call kvkeep.attach(model, spec, compile=True)",
         stacklevel=2,
     )
 
 
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
-    """In place of the model's own `prepare_inputs_for_generation`: the first forward of a call with
-    drafts, for which transformers gives the whole text, feeds what the cache does not hold; and
-    that of a text which the cache holds already feeds the last token again."""
+    """Replaces the model's `prepare_inputs_for_generation`. In a call with drafts, transformers
+    gives the whole text to the first forward; it is cut to the tokens that the cache lacks. If the
+    cache already holds the whole text, its last token is removed and fed again."""
     owner: Any = type(model)
     owner = owner.prepare_inputs_for_generation
     call, cache = CALL.get(), rename_cache(options, name_in(owner) or OF_GENERATE)
@@ -262,7 +261,7 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
             options.get("next_sequence_length") or input_ids.shape[1] - cache.fed
         )
     inputs: dict[str, Any] = owner(model, input_ids, **options)
-    wrapped = not isinstance(cache, Cache | DynamicCache | None)  # maybe PEFT's, of two caches
+    wrapped = not isinstance(cache, Cache | DynamicCache | None)  # maybe PEFT's pair of caches
     rename_cache(inputs, OF_LIBRARIES if wrapped else cache_name(model))
     return inputs
 
@@ -270,10 +269,10 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
 def _continue(
     model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], cache: Cache
 ) -> bool:
-    """Prepare a call whose cache holds tokens; whether its prompt is the whole text.
+    """Prepare a call whose cache holds tokens. Returns whether its prompt is the whole text.
 
     Raises:
-        StateError: the prompt does not continue what the cache holds.
+        StateError: the prompt does not continue the cache's tokens.
     """
     call, embedded = CALL.get(), model_kwargs.get("inputs_embeds")
     if call is None or call.model is not model or learned_tokens(model):
@@ -296,7 +295,7 @@ def _expect_fed(
     mode: Any,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Note what a call will feed to its cache, if its token ids tell."""
+    """Record which tokens a call will feed to its cache, if its token ids say it."""
     call = CALL.get()
     if call is None or call.model is not model or call.rows is None or learned_tokens(model):
         return
@@ -307,23 +306,23 @@ def _expect_fed(
 
 
 def _require_whole_text(cache: Cache, *, all_given: bool) -> None:
-    """Raise UnsupportedError if drafts could not be verified with a cache that holds tokens.
-    `all_given`: the call gives these tokens too."""
+    """Raise UnsupportedError if drafts cannot be verified with a cache that holds tokens.
+    `all_given`: the prompt includes these tokens."""
     if cache.carried and any(layer.policy.evicts for layer in cache.layers):
         raise UnsupportedError(
-            f"this cache holds {cache.fed} tokens, and the states that it carries could not return "
-            "to that point after the first drafts if tokens were evicted since; use keep_all, give "
+            f"this cache holds {cache.fed} tokens, and its recurrent states could not return to "
+            "this point after the first drafts if tokens were evicted since; use keep_all, give "
             "an empty cache, or do not draft"
         )
     if not all_given:
         raise UnsupportedError(
             f"this cache holds {cache.fed} tokens, and drafts are found in the whole text, but "
-            "only new token ids are given; give all of them, those that the cache holds included"
+            "only new token ids are given; give all token ids, including the cache's"
         )
 
 
 def _require_returning(model: PreTrainedModel, cache: Any) -> None:
-    """Raise UnsupportedError if drafts that a cache reads could not be taken back."""
+    """Raise UnsupportedError if drafts could not be removed from a cache."""
     if type(model)._is_stateful and not isinstance(cache, Cache):
         raise UnsupportedError(
             f"drafts with a {type(cache).__name__}, which cannot return the recurrent layers of "
@@ -333,10 +332,10 @@ def _require_returning(model: PreTrainedModel, cache: Any) -> None:
 
 
 def _record_after_prompt(model: PreTrainedModel, cache: Cache, chunk: int | None) -> None:
-    """Let a cache that is going to record drafts read the prompt as without drafts.
+    """Let a cache that will record drafts read the prompt as without drafts.
 
-    The first forward of a model that verifies drafts has the prompt and the first drafts. A draft
-    model may be asked to take back the last token of the prompt too.
+    The first forward of a model that verifies drafts contains the prompt and the first drafts. A
+    draft model may have to remove the last token of the prompt too.
     """
     call = CALL.get()
     if call is None or call.model is not model:
@@ -354,11 +353,11 @@ def _chunk_prompt(
     specs: Sequence[CacheSpec],
     fed: int,
 ) -> None:
-    """Make `generate` feed a long prompt in chunks if some layer has a budget, unless the call sets
-    the chunk size; otherwise the cache would first hold the whole prompt.
+    """Make `generate` feed a long prompt in chunks if a layer has a budget, so that the cache never
+    holds the whole prompt. A chunk size given with the call takes precedence.
 
     The prompt is not divided if the call returns outputs for the whole prompt or has inputs other
-    than token ids, nor if `generate` compiles its steps, because it would compile one for each
+    than token ids, nor if `generate` compiles its steps, because it would compile a step for each
     chunk length.
     """
     call, chunk = CALL.get(), settings.prefill_chunk
@@ -380,12 +379,12 @@ def _chunk_prompt(
 
 
 def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """In place of an attached model's `init_continuous_batching`, which `generate_batch` calls.
+    """Replaces an attached model's `init_continuous_batching`, which `generate_batch` calls.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"generate_batch of this {type(model).__name__} uses a paged cache of its own, not "
-        "kvkeep's; call kvkeep.detach(model) before it, or model.generate() with a batch"
+        f"generate_batch of this {type(model).__name__} uses its own paged cache, not kvkeep's; "
+        "call kvkeep.detach(model) first, or model.generate() with a batch"
     )

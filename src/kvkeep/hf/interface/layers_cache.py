@@ -17,7 +17,7 @@ class LayersCache(transformers.Cache):
     layer, for kvkeep's attention.
 
     Args:
-        layers: a layer for each layer of the model; the model's attention is kvkeep's.
+        layers: a layer for each attention layer of the model; kvkeep computes its attention.
         tickets: the layers' tickets, for a compiled forward.
     """
 
@@ -42,13 +42,13 @@ class LayersCache(transformers.Cache):
         return key_states, value_states
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
-        """Tag new keys and values with a layer, by its place among all layers of the model."""
+        """Tag new keys and values with layer `place` of the model."""
         index = self.index(place)
         layer: ModelLayer = self.layers[index]
         return hand_over(keys, values, layer, self.tickets[index] if self.tickets else None)
 
     def index(self, place: int) -> int:
-        """The index in `layers` of a layer of the model; 0 if the layer does not attend."""
+        """The index in `layers` of layer `place` of the model; 0 if that does not attend."""
         return place
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -59,7 +59,7 @@ class LayersCache(transformers.Cache):
         """Length and first column of the keys that `update` will return for this layer."""
         index = self.index(layer_idx)
         layer: ModelLayer = self.layers[index]
-        # While tracing, a symbol cannot be of this subclass; compiled chunks are of one token.
+        # A symbol of torch's tracer cannot be a MaskLength; compiled chunks have one token.
         length = MaskLength(1 if self.tickets else layer.fed + query_length)
         length.layer, length.traced = layer, self.tickets[index] if self.tickets else None
         length.routed, length.compileable = True, False

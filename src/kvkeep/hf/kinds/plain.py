@@ -1,4 +1,4 @@
-"""Layers that attend to all tokens, and layers that keep nothing."""
+"""Layers that attend to all tokens, and layers without keys, values or states."""
 
 from __future__ import annotations
 
