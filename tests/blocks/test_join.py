@@ -119,7 +119,9 @@ def test_keys_without_positions_are_not_turned():
 def test_keys_that_change_with_their_position_otherwise(monkeypatch):
     model = tiny("llama")
     monkeypatch.setattr("kvkeep.hf.host.rotaries_of", lambda _: [Rotary(torch.ones(4) * 0.3)] * 2)
-    with pytest.raises(UnsupportedError, match="layer 0 of llama changes its keys"):
+    with pytest.raises(
+        UnsupportedError, match="the keys of layer 0 of llama depend on their position"
+    ):
         join(model, [kvkeep.Cache(model)])
 
 
