@@ -1,4 +1,4 @@
-"""What codecs share: groups of elements with one scale each, and packed bits."""
+"""Base of several codecs: groups of elements with one scale each, and packed bits."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _mask(bits: int, width: int) -> int:
 @dataclass(frozen=True)
 class Grouped(Codec):
     """Codes of 8 bits or fewer with scales per group. On the CPU the native library encodes a
-    tensor in one call; where x lies halfway between two codes, it may choose the other code than
+    tensor in one call; if x is halfway between two codes, it may round to a different code than
     tensor operations.
     """
 

@@ -17,8 +17,7 @@ class AttendingLayer(ABC):
 
     Attributes:
         window: the layer's own sliding window, in tokens.
-        history: the record of the tokens fed before the chunk. By default empty, so positions and
-            masks are those of a new text.
+        history: the record of the tokens fed before the chunk. By default empty, as for a new text.
     """
 
     window: int | None

@@ -42,7 +42,7 @@ LACKS: Lacks = {
     Feature.PAIRS: f"{_HAS}, whose states cannot be computed from keys and values",
     Feature.UNTRIED: f"{_HAS}, whose states may be held outside the cache",
 }
-"""What models with recurrent layers lack."""
+"""Features that models with recurrent layers lack."""
 
 
 class RecurrentStates(ABC):

@@ -136,7 +136,7 @@ class Sighted(NamedTuple):
 
     @classmethod
     def joined(cls, some: Sequence[Self]) -> Self:
-        """The tokens of several sequences of one row each, whose new tokens lie side by side in one
+        """The tokens of several sequences of one row each, whose new tokens are concatenated in one
         row."""
         olds, news, seen = [], [], []
         for one in some:

@@ -133,8 +133,8 @@ class Writing(Settling, Step):
     def own_planes(
         self, k: Tensor, v: Tensor, position: Tensor, coded: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The planes of new tokens other than keys and values. `coded`: the keys less their centre,
-        as they are encoded; None: `k`."""
+        """The planes of new tokens other than keys and values. `coded`: the keys to encode, less
+        their centre; None: `k`."""
         policy, slots, (rows, heads, n, _) = self.policy, self.cursor.slots, k.shape
         planes: dict[str, Tensor] = {}
         if self._planes_of_policy:

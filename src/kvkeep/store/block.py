@@ -86,8 +86,8 @@ class StoredBlock:
 
     @property
     def key(self) -> str:
-        """The block's key, `identity/prefix/tokens`: three hashes; before the third stands the
-        block's first token in hexadecimal."""
+        """The block's key, `identity/prefix/tokens`: three hashes. The block's first token, in
+        hexadecimal, precedes the third."""
         return key_of(self.identity, self.prefix, self.tokens)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -115,8 +115,8 @@ def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[
 
 
 def _with_windows(match: Match, geometry: ModelGeometry) -> Tensor:
-    """For each number of tokens from 0 to `match.length`, whether all layers have the slots that
-    are needed after so many tokens; bool (length + 1,)."""
+    """Whether all layers have the slots that a hit of i tokens needs; bool (length + 1,), indexed
+    by i."""
     numbers = torch.arange(match.length + 1)
     found = torch.ones(match.length + 1, dtype=torch.bool)
     for index, layer in enumerate(geometry.layers):

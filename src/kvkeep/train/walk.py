@@ -302,7 +302,7 @@ class Walk:
         raise RuntimeError("a layer did not attend")
 
     def _call_with_leaves(self, index: int, c: int) -> tuple[Any, dict[int, Tensor]]:
-        """A layer's call for a chunk, and those of its tensors that need gradients, by index."""
+        """A layer's call for a chunk, and its tensors that need gradients, by index."""
         call = self._store.get_tree(self._calls[c][index])
         flat, structure = tree_flatten(call)
         leaves = {leaf: flat[leaf].detach().requires_grad_() for leaf in self._leaves[index]}

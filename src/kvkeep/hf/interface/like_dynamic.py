@@ -45,7 +45,7 @@ class LikeDynamic:
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """For each layer of the model, its keys and values, (B, H, S, D), and its sliding window,
-        int64 (), like a `DynamicCache`; None for what a layer lacks."""
+        int64 (), like a `DynamicCache`; None for each that the layer lacks."""
         for place in range(len(self)):
             index = self.model_layers.indices.get(place)
             held = None if index is None else self.layers[index].held()

@@ -1,4 +1,4 @@
-"""The contract of a kind of models: what is special about them, and what follows for their caches.
+"""The contract of a kind of models: how they differ from a plain decoder, and how their caches do.
 
 A model may be of several kinds. The cache, `attach` and all other code call the methods of kinds,
 and never test for a certain kind.
@@ -101,8 +101,8 @@ class Kind:
         return {}
 
     def to_slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the keys and values that a model gives to its cache into those of slots, (B, H, n,
-        D) each."""
+        """Convert the keys and values that a model passes to its cache into the keys and values of
+        slots, (B, H, n, D) each."""
         return k, v
 
     def from_slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

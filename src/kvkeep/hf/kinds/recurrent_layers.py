@@ -2,7 +2,7 @@
 
 Layers of some models (Jamba, Zamba) read their recurrent state only if they are given a single
 token; they would compute a second chunk of a prompt as if it were the first. In an attached model,
-these layers get such a chunk token by token. In a packed forward, whose tokens lie in one row, one
+these layers get later chunks token by token. In a packed forward, whose tokens are in one row, one
 call computes all sequences with one token, as rows, and each longer sequence has its own call.
 """
 

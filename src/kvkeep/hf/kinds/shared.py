@@ -91,7 +91,7 @@ class Shared(Kind):
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
         """Raise UnsupportedError if a draft model asks for the keys and values that layers share:
-        in an attached model, layers pass on only those of new tokens."""
+        in an attached model, layers pass on keys and values of new tokens only."""
         if given.get("return_shared_kv_states"):
             raise UnsupportedError(
                 "a draft model asks for the keys and values of all tokens, which stay in the "

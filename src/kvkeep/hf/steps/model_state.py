@@ -186,7 +186,7 @@ class ModelState:
         return ";".join(texts)
 
     def _weight(self, x: Any) -> str:
-        """The description of a weight: its class and layout, and those of its parts."""
+        """The description of a weight: its class and layout, and the descriptions of its parts."""
         text = f"{_name(type(x))}{_layout(x)}"
         if is_joined(x):
             names, context = x.__tensor_flatten__()
