@@ -47,7 +47,7 @@ attribute with the number of experts."""
 
 
 def gathering(module: nn.Module) -> Handle | None:
-    """Let a module of experts sort tokens by expert in graphs; None: not a known class of experts."""
+    """Let a module of experts sort tokens by expert in graphs; None: an unknown class."""
     known = _EXPERTS.get(type(module).__name__)
     if known is None:
         return None
