@@ -63,8 +63,7 @@ class Kind(NamedTuple):
 
 
 class StepPlan:
-    """A layer's decode steps (one token a row): the call is packed once, and repeated with new
-    tokens.
+    """A layer's decode steps (one token per row): a call packed once and repeated for new tokens.
 
     After a step, the plan already has the numbers of the next one. If any other code takes the
     layer's turn, the plan reads them again from the layer. Besides `LayerCache`, only plans move a
@@ -80,8 +79,7 @@ class StepPlan:
     drops: int
     """1 if the next step frees, before it writes its token, a slot that its query cannot reach."""
     evicts: int
-    """Number of slots that the next step frees after attention; summed over heads if heads compete
-    for slots."""
+    """Number of slots that the next step frees after attention; of all heads if heads compete."""
 
     def __init__(
         self, layer: Writing, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -139,8 +137,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, layer: Writing, inputs: StepInputs) -> StepPlan | None:
-        """A plan for repeating the last step with new tokens; None if the library cannot make such
-        a step."""
+        """A plan for repeating the last step with new tokens; None if the library cannot do so."""
         rule, slots, policy = rule_of(layer.policy), layer.cursor.slots, layer.policy
         if LIBRARY is None or rule is None or layer.cursor.history.geometry is None:
             return None
@@ -390,8 +387,7 @@ class StepPlan:
         """End a prepared step.
 
         Args:
-            state: BEGUN: the step was not made; RUNNING: it failed or was interrupted; DONE: it
-                was made.
+            state: BEGUN: the step was not made; RUNNING: it failed or was interrupted; DONE.
         """
         cursor = self.cursor
         try:
