@@ -35,8 +35,7 @@ class Packing(NamedTuple):
     """Whether the native library reads and writes this packing."""
 
     appended: bool = True
-    """Whether the Triton kernel that appends tokens writes this packing; if not, tensor operations
-    do."""
+    """Whether Triton's kernel `append` writes this packing; if not, tensor operations do."""
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -89,8 +88,7 @@ class KernelLayout(NamedTuple):
     scale of each element."""
 
     scale: int = 16
-    """Bits of a scale: 16 (float16), or 8 (its higher byte, E5M2), except for per-channel scales.
-    """
+    """Bits of a scale: 16 (float16), or 8 (its higher byte, E5M2; not per channel)."""
 
     def width(self, plane: Tensor) -> int:
         """The width D of the tokens in a plane of codes or floats."""

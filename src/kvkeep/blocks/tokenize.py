@@ -102,9 +102,6 @@ def _tokens_of(text: str, mark: Mark, offsets: Tensor, shortest: int) -> BlockTo
                     "token crosses it; put white space there",
                 )
     if len(inside) < shortest:
-        return BlockTokens(
-            own,
-            None,
-            f"it is too short: it has {len(inside)} tokens, but needs at least {shortest}",
-        )
+        why = f"it is too short: it has {len(inside)} tokens, but needs at least {shortest}"
+        return BlockTokens(own, None, why)
     return BlockTokens(own, Span(int(inside[0]), int(inside[-1]) + 1))

@@ -30,8 +30,7 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
             f"the attention mask shows {shown.sum(dim=1).tolist()} tokens in the "
             f"{shown.shape[1]} columns before this call, but the cache was fed "
             f"{history.seen.tolist()} tokens there, or tokens in other columns; a mask may hide "
-            "columns, but cannot show hidden columns again: reset() the cache and feed the whole "
-            "text"
+            "columns, but cannot show them again: reset() the cache and feed the whole text"
         )
     gone = tokens & ~shown
     why = ""

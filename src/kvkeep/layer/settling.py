@@ -205,8 +205,7 @@ class Settling:
             if not cursor.unread:
                 raise StateError(
                     "a layer attends to another layer's slots, but all "
-                    f"{self.readers} readings of that layer's last step are done; feed that layer "
-                    "first"
+                    f"{self.readers} readings of the last step are done; feed that layer first"
                 )
             own = k[:, :, -q.shape[2] :]
             self._checks.queries(q, own, inputs.sinks, inputs.softcap, self.slopes)

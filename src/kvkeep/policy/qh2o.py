@@ -33,8 +33,7 @@ class QH2O(H2O):
         super().__post_init__()
         if not 0.0 <= self.mix <= 1.0:
             raise SpecError(
-                f"{self.name} mix {self.mix}: give a number from 0 (error only) to 1 (attention "
-                "only)"
+                f"{self.name} mix {self.mix}: give 0 (error only) to 1 (attention only)"
             )
 
     @property

@@ -135,8 +135,7 @@ class Buffer(Storage):
         if failed:
             raise ShapeError(
                 f"victims {tuple(victims.shape)} of {self._length} slots: a policy must name "
-                f"{victims.shape[2]} different slots, 0 to {self._length - 1}, for each row and "
-                "head"
+                f"{victims.shape[2]} different slots, 0 to {self._length - 1}, per row and head"
             )
         self._length -= victims.shape[2]
 

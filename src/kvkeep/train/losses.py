@@ -61,8 +61,7 @@ class TokenHead:
         for name, given in (("labels", labels), ("loss_weights", weights)):
             if given is not None and given.shape != shape:
                 raise ShapeError(
-                    f"{name} {tuple(given.shape)} for texts {tuple(shape)}; give one number for "
-                    "each token"
+                    f"{name} {tuple(given.shape)} for texts {tuple(shape)}; give one per token"
                 )
         device = decoder.input_ids.device
         targets = nn.functional.pad(labels.to(device).long()[:, 1:], (0, 1), value=IGNORED)

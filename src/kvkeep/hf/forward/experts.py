@@ -42,8 +42,7 @@ _EXPERTS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "DbrxExperts": (_dbrx, "num_experts"),
     "LongcatFlashExperts": (_longcat, "total_experts"),
 }
-"""For a class of modules: the function that computes tokens sorted by expert, and the name of the
-attribute with the number of experts."""
+"""By class: a function of tokens sorted by expert, and the attribute that counts experts."""
 
 
 def gathering(module: nn.Module) -> Handle | None:

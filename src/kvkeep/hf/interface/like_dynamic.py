@@ -103,9 +103,7 @@ class LikeDynamic:
             check_tokens(layer, *one)
         rows = {len(one.keys) for one in given}
         if len(rows) > 1:
-            raise ShapeError(
-                f"layers have keys of {sorted(rows)} rows; give the same number of rows for all"
-            )
+            raise ShapeError(f"layers have keys of {sorted(rows)} rows; give equally many rows")
         columns = _columns(cache, given, self._kinds, mask)
         real = None if mask is None else _checked_mask(mask, len(given[0].keys), columns)
         for one, kind in zip(given, self._kinds, strict=True):

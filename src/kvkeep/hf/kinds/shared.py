@@ -95,6 +95,5 @@ class Shared(Kind):
         if given.get("return_shared_kv_states"):
             raise UnsupportedError(
                 "a draft model asks for the keys and values of all tokens, which stay in the "
-                "slots of kvkeep's cache; call kvkeep.detach(model), or generate without a draft "
-                "model"
+                "slots of kvkeep's cache; call kvkeep.detach(model), or use no draft model"
             )

@@ -231,9 +231,7 @@ class Compiler:
             detached = [x.detach() for x in given]
             found = run_program(program, detached, used, self._cache)
             if found is None:
-                raise RuntimeError(
-                    "another thread runs the step that this thread has just compiled"
-                )
+                raise RuntimeError("another thread is running the step that was just compiled")
             if signature is not None:
                 self._ran, content = Run(program, signature, found, content), None
             return found

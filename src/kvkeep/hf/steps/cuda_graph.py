@@ -24,8 +24,7 @@ _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
 
 _MOST_CAPTURES = 2
-"""The most captures in one call of `generate()`. If code uses the cache's layers after each step,
-each step would need a new capture."""
+"""The most captures in one `generate()`: a use of the layers between steps requires a new one."""
 
 
 class Graphed:

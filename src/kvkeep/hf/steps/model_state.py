@@ -26,8 +26,7 @@ from kvkeep.version import __version__
 
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version", "generation_config"}
 _BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "extra_repr", "forward"}
-"""Attributes of configs, and of modules, on which no step depends or that are compared separately.
-"""
+"""Attributes of configs and modules on which no step depends or that are compared separately."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), slice, range, Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
