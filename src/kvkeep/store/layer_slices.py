@@ -173,8 +173,8 @@ def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
         return reason
     if layer.history.embedded:
         return (
-            "it was fed images, sound, embeddings or given keys, which token ids do not identify; "
-            "feed the prompt again instead"
+            "it was fed images, sound, embeddings or keys computed elsewhere, which token ids do "
+            "not identify; feed the prompt again instead"
         )
     if layer.policy.ragged:
         return f"policy {layer.policy.name} stores compressed texts; use keep_all"
