@@ -113,7 +113,7 @@ def test_continuous_batching(model):
     options = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=95)
     with (
         kvkeep.attach(model),
-        pytest.raises(UnsupportedError, match=r"kvkeep.detach\(model\) before it"),
+        pytest.raises(UnsupportedError, match=r"kvkeep.detach\(model\) first"),
     ):
         model.generate_batch([[3, 4, 5]], generation_config=options)
     assert "init_continuous_batching" not in model.__dict__

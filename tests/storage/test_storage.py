@@ -131,7 +131,7 @@ def test_append_evicting_is_append_and_evict(storage, held, count):
 @pytest.mark.parametrize("wrong", [[6], [-1], [2, 2]])
 def test_victims_that_are_no_slots(in_place, wrong):
     in_place.append(planes(*range(6)))
-    with pytest.raises(ShapeError, match="different ones, 0 to 5"):
+    with pytest.raises(ShapeError, match="different slots, 0 to 5"):
         in_place.evict(torch.tensor([[wrong]]))
     assert content(in_place) == [[[0, 1, 2, 3, 4, 5]]]
     in_place.truncate(4)

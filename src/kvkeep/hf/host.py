@@ -69,7 +69,7 @@ class TransformersHost(Host):
     def _text(self) -> PreTrainedConfig:
         return decoder_config(self._config)
 
-    # -- what the model is like -------------------------------------------------------------
+    # -- properties of the model ------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class TransformersHost(Host):
             if self.changing_rotary:
                 raise
             found = None
-        in_part = any(kind.latent for kind in self.kinds)  # of a key, which its code does not say
+        in_part = any(kind.latent for kind in self.kinds)  # only an unknown part of a key rotates
         return as_applied(model, None if in_part else found)
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
@@ -188,7 +188,7 @@ class TransformersHost(Host):
         return logits
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
-        # A model around the decoder may count positions otherwise than the decoder does by itself.
+        # A model that contains the decoder may count positions in another way than the decoder.
         model = unwrapped(self.model)
         alone = why_not_counted(model, cache) == "" and not first_position(model)
         self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
@@ -199,7 +199,7 @@ class TransformersHost(Host):
 
     @property
     def _skips_logits(self) -> bool:
-        """Whether the model's forward takes the number of logits to compute."""
+        """Whether the model's forward has an argument for the number of logits to compute."""
         return "logits_to_keep" in self._arguments
 
     @cached_property
@@ -223,7 +223,7 @@ class TransformersHost(Host):
             require(self._config, Feature.PLACED, "feed the whole text")
             require_counted(unwrapped(self.model), cache, "blocks of text")
             at = position
-            # An attached model takes positions from what its mask function returns, which is this.
+            # An attached model's mask function returns positions; give its result as the mask.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
             model = unwrapped(self.model)
             options["position_ids"] = as_counted(model, position[None].to(ids.device))
@@ -320,7 +320,7 @@ class TransformersHost(Host):
             yield
 
     def _stack(self) -> list[nn.Module]:
-        """The decoder's layers; empty if it has no list of them."""
+        """The decoder's layers; empty if it has no list of layers."""
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 

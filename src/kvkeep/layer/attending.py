@@ -13,13 +13,12 @@ from kvkeep.layer.step import StepInputs
 
 
 class AttendingLayer(ABC):
-    """The part of a layer that a model calls in a chunk. Its attention may read slots of other
+    """The part of a layer that a model calls for a chunk. Its attention may read slots of other
     layers.
 
     Attributes:
         window: the layer's own sliding window, in tokens.
-        history: what was fed before the chunk. By default nothing, so positions and masks are a new
-            text's.
+        history: the record of the tokens fed before the chunk. By default empty, as for a new text.
     """
 
     window: int | None

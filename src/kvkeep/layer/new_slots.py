@@ -29,8 +29,8 @@ def new_slots(
         storage: holds the slots; the result takes ownership.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
-        budget: most slots that stay after a step; 0: the policy evicts, but to no fixed number;
-            None: the policy keeps all.
+        budget: most slots that stay after a step; 0: the policy evicts to a number that changes;
+            None: the policy keeps all slots.
 
     Raises:
         SpecError: the codecs, the storage and ragged heads cannot be combined.

@@ -24,7 +24,7 @@ from kvkeep.storage import Concat, Storage, parted
 
 @final
 class Undivided(LayerSlots):
-    """Frozen runs, then a storage, then a chunk set aside because it does not fit.
+    """Frozen runs, then a storage, then a chunk set aside.
 
     A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only if
     the storage has no room for it, and only until the policy has evicted.
@@ -162,7 +162,7 @@ class Undivided(LayerSlots):
 
     def pack(self) -> LayerSlots | None:
         """As `LayerSlots.pack`. Slots must not move if there are frozen runs, if the storage is
-        fixed, or if it is differentiable, because gradients need the order of slots."""
+        fixed, or if it is differentiable: gradients need the order of slots."""
         steady = self._blank.fixed_addresses or self._blank.differentiable
         if steady or self.frozen.runs or not self._storage.length:
             return None
@@ -176,7 +176,7 @@ class Undivided(LayerSlots):
         return self
 
     def take_rows(self, index: Tensor) -> Undivided:
-        # Change all or nothing: memory may run out while a part is copied.
+        # Assign only after all copies are made: memory may run out.
         frozen, aside = self.frozen.rows(index), copy(self._aside)
         aside.rows(index)
         self._storage.rows(index)
@@ -242,12 +242,12 @@ class Undivided(LayerSlots):
         storage = self._blank.empty_copy()
         for planes in self._settled:
             storage.append({n: p.expand(self._rows, *p.shape[1:]) for n, p in planes.items()})
-        self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
+        self._storage, self.frozen = storage, FrozenRuns()  # last, because memory may run out
 
     @property
     def _settled(self) -> list[Planes]:
         """The planes of all slots except a chunk set aside, the oldest first. Keys of moved runs
-        are rotated for their new positions."""
+        are rotated to their new positions."""
         own = [self._storage.read()] if self._storage.length else []
         return [*self.frozen.placed(self.codecs.key), *own]
 

@@ -1,4 +1,4 @@
-"""Storage that grows geometrically: appends are amortised O(1), without a maximum length."""
+"""Storage that grows geometrically: an append is amortised O(1), and there is no maximum length."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Growth(NamedTuple):
     grown: float
     """The capacity after growing."""
     most: float
-    """The most capacity that is kept; above it, spare slots are freed."""
+    """The largest capacity that is kept; above it, spare slots are freed."""
     left: float
     """The capacity after freeing spare slots."""
 
     @classmethod
     def on(cls, device: torch.device, factor: float | None = None) -> Growth:
-        """The rule for a device, with `factor` in place of the device's own growth factor.
+        """The rule for a device; `factor` replaces the device's default growth factor.
 
-        On the CPU spare slots cost address space only. On an accelerator they are memory, so
-        capacity is at most 1.5 times the slots in use, unless `factor` is larger. There a quarter
-        is spare after growing: each slot is copied four times in all, which costs little compared
-        with reading it for each token. A sixth of the slots in use must be evicted before any are
-        freed, so that steps which add and evict do not reallocate.
+        On the CPU, spare slots take only address space. On an accelerator they occupy memory, so
+        capacity is at most 1.5 times the slots in use, unless `factor` is larger. Growing by a
+        quarter copies each slot about four times in all, which costs little compared with reading
+        it for each token. Spare slots are freed only after a sixth of the slots was evicted, so
+        that steps which append and evict do not reallocate.
         """
         factor = factor or (2.0 if device.type == "cpu" else _SMALL_GROWTH)
         if device.type == "cpu" or factor > _MOST_SPARE:
@@ -54,7 +54,7 @@ class Growth(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """How many slots to allocate if at most `bound` stay after a step, see `Storage.bound`.
+    """How many slots to allocate if at most `bound` stay after a step; see `Storage.bound`.
 
     At most an eighth is spare, on any device: on the CPU too, small buffers are memory, and so are
     slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
@@ -64,7 +64,7 @@ class Bounded(NamedTuple):
 
     bound: int
     factor: float | None = None
-    """The growth factor up to the bound, in place of a sixteenth more."""
+    """The growth factor up to the bound; None: 17/16."""
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
@@ -90,12 +90,12 @@ class Growing(Buffer):
 
     Args:
         factor: the growth factor; None: chosen for the device or for a policy's budget, see
-            `Growth` and `Bounded`. A factor above 1.5 is used on an accelerator too, and takes that
-            much memory there.
+            `Growth` and `Bounded`. On an accelerator, spare slots from a factor above 1.5 occupy
+            memory.
 
-    After an eviction, capacity is freed if it is more than twice what growing would allocate; on an
-    accelerator, if it is more than 1.5 times the slots in use. If a policy has a budget (`bound`),
-    at most an eighth more than it stays allocated after a step.
+    After an eviction, spare slots are freed if the capacity is more than twice what growing would
+    allocate; on an accelerator, if it is more than 1.5 times the slots in use. If a policy has a
+    budget (`bound`), at most an eighth more than the budget stays allocated after a step.
     """
 
     name: ClassVar[str] = "growing"
@@ -114,7 +114,7 @@ class Growing(Buffer):
         return Growing(self.factor)
 
     def behind(self, slots: int) -> Growing:
-        """Grows in smaller steps, because frozen slots often have many forks, each with one."""
+        """See `Storage.behind`. It grows in small steps, because there may be many forks."""
         storage = Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
         storage.bound = None if self.bound is None else max(0, self.bound - slots)
         return storage
@@ -150,6 +150,6 @@ class Growing(Buffer):
             return
         capacity = self._growth.less(self._length, self.capacity)
         if capacity is not None:
-            # Without memory to copy to, the spare slots are kept until a later reallocation.
+            # If memory for the copy is short, spare slots stay until a later reallocation.
             with suppress(OutOfMemoryError):
                 self._reallocate(capacity, self._planes)

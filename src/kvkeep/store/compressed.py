@@ -21,7 +21,7 @@ from kvkeep.store.layer_slices import Marks
 @final
 class Compressed:
     """Each layer's encoded planes, (1, H|1, slots, ...), by part and plane, such as `head.0.k`.
-    Heads keep different tokens, so it cannot be cut by tokens. It never changes.
+    Heads keep different tokens, so a compressed text cannot be cut at a token. It never changes.
 
     Args:
         tokens: the number of tokens fed.
@@ -54,7 +54,7 @@ class Compressed:
         """The state of a layer that holds these slots; the tensors are not copied.
 
         Args:
-            geometry: the layer's, for one row.
+            geometry: the layer's geometry, for one row.
         """
         history = History()
         history.columns = history.floor = len(self)
@@ -80,7 +80,7 @@ class Compressed:
                 return f", {name}{reason}"
             at = position.sort().values.tolist()
             if layer.ragged and not (at and at[0] >= 0 and at[-1] < len(self)):
-                return f", {name} has no positions, or some outside of its {len(self)} tokens"
+                return f", {name} has no positions, or positions outside of its {len(self)} tokens"
             if len(set(at)) < slots:
                 return f", {name} holds a token twice"
             if not layer.ragged and at != list(range(max(1, len(self)) - slots, len(self))):
@@ -90,8 +90,8 @@ class Compressed:
 
 @dataclass(eq=False)
 class CompressedText:
-    """A compressed text of a store: its token ids, int64 (n,), and its slots. `used` grows with
-    each use."""
+    """A compressed text of a store: its token ids, int64 (n,), and its slots. `used`: the time of
+    its last use, by the store's clock."""
 
     tokens: Tensor
     content: Compressed
@@ -100,7 +100,7 @@ class CompressedText:
     used: int = 0
 
     def fill(self, cache: ModelCache) -> None:
-        """Copy it into an empty cache of the same specs."""
+        """Copy the text into an empty cache of the same specs."""
         for index, (layer, own) in enumerate(zip(cache.layers, self.geometry.of_rows, strict=True)):
             layer.restore(self.content.state(index, own))
         cache.routed = self.geometry.routed

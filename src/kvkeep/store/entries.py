@@ -63,8 +63,7 @@ class Entries:
     def geometry(
         self, identity: str, geometry: Callable[[], ModelGeometry] | None
     ) -> ModelGeometry:
-        """The geometry of an identity's entries. `geometry` returns it; it is called the first time
-        only."""
+        """The geometry of an identity's entries; `geometry` is called only the first time."""
         own = self._geometries.get(identity)
         if own is None:
             assert geometry is not None
@@ -167,7 +166,8 @@ class Entries:
             return best
 
     def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
-        """Hold a text if the budget has room. Returns it, or the held text with these tokens."""
+        """Hold a text if the budget has room. Returns `text`, or the text already held with the
+        same tokens."""
         nbytes = text.content.nbytes
         with self.lock:
             known = self.text(identity, text.tokens, len(text.tokens))
@@ -180,7 +180,7 @@ class Entries:
                 self._texts.setdefault(identity, []).append(text)
         return text
 
-    # -- all of them ------------------------------------------------------------------------
+    # -- all entries ------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Remove all entries that are not locked."""
@@ -188,8 +188,8 @@ class Entries:
             self._make_room(None)
 
     def _make_room(self, nbytes: int | None, spared: Sequence[Node] = ()) -> int:
-        """Evict entries, except the nodes `spared`, until `nbytes` fit or nothing is left to evict
-        (None: evict all). Returns how many bytes fit then; without a budget, `nbytes`."""
+        """Evict entries, except the nodes `spared`, until `nbytes` fit (None: evict all entries) or
+        nothing is left to evict. Returns how many bytes now fit; without a budget, `nbytes`."""
         if nbytes is not None and self.budget is None:
             return nbytes
         room = (self.budget or 0) - self.nbytes

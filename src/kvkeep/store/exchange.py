@@ -33,12 +33,12 @@ class Exchange:
     """Copies requested blocks from a backend to a store's entries, and new entries to the backend.
     Threads may share an exchange.
 
-    Callers need not wait for the backend: threads read, and one thread writes in the order of
-    calls. The threads change only the entries and the backend. They start when needed, and Python
-    completes their work at exit.
+    Callers need not wait for the backend: several threads read, and one thread writes in the order
+    of calls. The threads change only the entries and the backend. They start when needed, and
+    finish their work before Python exits.
 
     Args:
-        backend: None: copy nothing.
+        backend: the backend; None: copy nothing.
         block: tokens per block of the backend.
     """
 
@@ -53,8 +53,8 @@ class Exchange:
     def fetch(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
-        """Copy blocks that the tree lacks from the backend, without holding the entries' lock while
-        reading. See `PrefixStore.match` for `geometry`."""
+        """Copy blocks that the tree lacks from the backend. The entries are not locked while the
+        backend is read. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
         if self._texts is None or (geometry is None and not entries.known(identity)):
             return
@@ -111,7 +111,7 @@ class Exchange:
             if self._writes and sum(one.nbytes for one in self._writes) + nbytes > _MOST_BYTES:
                 _LOG.warning("the store's backend is slow, so %s bytes are not written", nbytes)
                 return
-            # Copy from the tree where possible: unlike a cache, it does not change.
+            # Take stretches from the tree if possible: they never change, so need no copy.
             with self._entries.hit(identity, tokens) as hit:
                 pieces = hit.stretches if hit.known == hit.length else []
             start = hit.length if pieces else 0

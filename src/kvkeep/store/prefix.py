@@ -40,7 +40,7 @@ from kvkeep.store.stats import StoredNode
 from kvkeep.store.text_store import TextStore
 from kvkeep.store.tree import common
 
-_SHORTEST = 16  # fewest common tokens of a batch that are read in a separate forward
+_SHORTEST = 16  # fewest common tokens of a batch that are worth a separate forward
 
 
 class Reading(NamedTuple):
@@ -71,8 +71,8 @@ class PrefixStore(TextStore):
 
     Args:
         budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
-            lowest priority first, then the least recently used. Entries that are locked, or that
-            are a prefix of others, stay.
+            lowest priority first, then the least recently used. Locked entries and prefixes of
+            other entries stay.
         backend: where blocks are also written, outside of this process; see
             `kvkeep.store.open_store`.
         block: tokens per block of the backend.
@@ -114,7 +114,7 @@ class PrefixStore(TextStore):
         capacity: int | None = None,
     ) -> ModelCache | None:
         """A cache with a row for each prompt, which holds the common beginning of all prompts
-        (their last tokens excluded). The beginning is read once, see `read`, and shared by the
+        (without any prompt's last token). The beginning is read once, see `read`, and shared by the
         rows. None if it has fewer than 16 tokens, or does not fit in the store.
 
         For a policy that needs queries, the beginning is shorter; see
@@ -188,13 +188,13 @@ class PrefixStore(TextStore):
         """A cache of tokens. The stored prefix is shared; the rest is computed and stored.
 
         With policy `kvzip`, all tokens are compressed and stored as one text. But if the store
-        holds a compressed text that is a prefix of the tokens, at least half of them, the rest is
+        holds a compressed text that is a prefix of at least half of the tokens, the rest is
         computed, and neither compressed nor stored.
 
         A cache with a budget, with a codec that encodes blocks of tokens, or in host storage begins
         with exact slots of `keep_all`; missing exact slots are computed and stored, unless they do
-        not fit in the store. The cache is then fed the last tokens whose queries its policy needs,
-        and evicts. Which slots it keeps does not depend on the store's content.
+        not fit in the store. Then the last tokens are fed to the cache, if its policy needs their
+        queries, and the cache evicts. Which slots it keeps does not depend on the store's contents.
 
         Args:
             model: a model of a library that kvkeep knows; see `kvkeep.host.host_of`.
@@ -206,7 +206,7 @@ class PrefixStore(TextStore):
             chunk: tokens computed at once; None: all.
             capacity: see `kvkeep.Cache`.
             priority: see `insert`.
-            whole_text: use a compressed text only if it has all of the tokens.
+            whole_text: use a compressed text only if it has all tokens.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
@@ -249,8 +249,8 @@ class PrefixStore(TextStore):
         text: Keyed,
         priority: int,
     ) -> None:
-        """Feed tokens up to where the text leaves the stored ones, and store the windows there, so
-        that the next text with this beginning finds it."""
+        """Feed tokens up to `Hit.border`, where the text departs from stored texts, and store the
+        windows there, so that the next text with this beginning can begin there."""
         with self._entries.hit(*text) as hit:
             border = hit.border
         if cache.fed < border < len(tokens):
@@ -308,8 +308,8 @@ class PrefixStore(TextStore):
         spec: Specs = "keep_all",
         namespace: str = "",
     ) -> Future[None]:
-        """Begin to copy slots of tokens from the backend, in a thread of the store. When that is
-        done, `find` with the same arguments and `fetch=False` finds them without the backend.
+        """Begin to copy slots of tokens from the backend, in a thread of the store. Afterwards
+        `find`, with the same arguments and `fetch=False`, finds them without the backend.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
@@ -333,7 +333,8 @@ class PrefixStore(TextStore):
     def _keyed(
         self, host: Host, tokens: Tensor, whole: Tensor, cache: ModelCache, namespace: str
     ) -> Keyed:
-        """The identity and keys of tokens. Sets the cache's activated adapter by the whole prompt.
+        """The identity and keys of tokens. Sets the cache's activated adapter, which depends on the
+        whole prompt.
 
         Raises:
             UnsupportedError: slots of this cache cannot be shared with other prompts.
@@ -372,7 +373,7 @@ class PrefixStore(TextStore):
             return 0
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
-            self._refused += 1  # the adapter's tokens are not known
+            self._refused += 1  # it is unknown which tokens the adapter computed
             return 0
         if not encodes_alike(cache.specs, exact_specs(cache.specs)):
             self._refused += 1  # exact slots are plain
@@ -393,9 +394,9 @@ class PrefixStore(TextStore):
         namespace: str = "",
         most: int = 256,
     ) -> list[StoredNode]:
-        """The tree of prefixes in which `find` would look for tokens, without the tokens of other
-        texts: the root and at most `most` other nodes, parents first. Nodes that `tokens` begin
-        with come first, then the most recently used. Nothing is marked as used.
+        """The tree of prefixes in which `find` looks for tokens, without the tokens of other texts:
+        the root and at most `most` other nodes, parents first. Nodes of the longest stored prefix
+        of `tokens` take precedence, then the most recently used. No node is marked as used.
 
         Args:
             tokens: int64 (n,).
@@ -417,8 +418,8 @@ class PrefixStore(TextStore):
         """Read tokens into an empty cache that begins with exact slots; see `exact_specs`. Returns
         how many tokens were found.
 
-        Missing exact slots are computed and stored. If they do not fit in the store, the cache
-        reads the missing tokens itself.
+        Missing exact slots are computed and stored. If they do not fit in the store, the missing
+        tokens are fed to the cache directly.
 
         Args:
             options: `prompt`, `namespace` and `priority` of `read`.
@@ -437,9 +438,9 @@ class PrefixStore(TextStore):
     def _fill_compressed(
         self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
     ) -> None:
-        """Copy the longest compressed text that is a prefix of `tokens` into an empty cache. It
-        must have all tokens if `whole`, otherwise at least half, because the rest is not
-        compressed."""
+        """Copy the longest compressed text that is a prefix of `tokens` into an empty cache. If
+        `whole`, the text must have all tokens, otherwise at least half of them, because the rest is
+        not compressed."""
         least = len(tokens) if whole else (len(tokens) + 1) // 2
         text = self._exchange.text(
             identity, tokens, least, partial(geometry_of, host, cache, tokens)

@@ -71,8 +71,8 @@ class TextStore:
         Args:
             tokens: int64 (n,).
             geometry: returns the model's geometry, with which blocks of the backend are compared.
-                Called at most once per identity. None: do not ask the backend unless the geometry
-                is known from an earlier call or an insertion.
+                Called at most once per identity. None: read the backend only if the geometry is
+                known from an earlier call or an insertion.
         """
         tokens = flat(tokens)
         self._exchange.fetch(identity, tokens, geometry)
@@ -96,7 +96,7 @@ class TextStore:
         """Store the slots of a row's first tokens; tokens in the store are not copied again.
 
         Args:
-            tokens: int64 (n,), the first tokens fed to the row, or all of them.
+            tokens: int64 (n,), the first n tokens fed to the row.
             priority: entries of higher priority are evicted later.
             wait: wait for the backend; otherwise a thread of the store writes to it, see `flush`.
 
@@ -125,8 +125,8 @@ class TextStore:
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:
-        """`insert` if the cache still holds all tokens; otherwise count it as refused and return
-        0."""
+        """`insert` if the cache still holds all tokens; otherwise count the text as refused and
+        return 0."""
         if any(map(why_not_kept, cache.layers)):
             self._refused += 1
             return 0

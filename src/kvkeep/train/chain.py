@@ -33,8 +33,8 @@ class Chain:
         input_ids: the text, (B, T).
 
     Raises:
-        StateError: this process is not in the group; or the model is spread over several devices,
-            or sharded by FSDP2 over the group.
+        StateError: this process is not in the group; or the model is on several devices, or sharded
+            over the group by FSDP2.
         ShapeError: the processes have different texts.
     """
 
@@ -45,7 +45,7 @@ class Chain:
         if self.rank < 0:
             raise StateError(
                 f"this process is not in the group of {len(self._ranks)} that shares the text; "
-                "give each process the group that it belongs to"
+                "give each process the group to which it belongs"
             )
         self.device = next(model.parameters()).device
         gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -62,16 +62,17 @@ class Chain:
         dist.all_gather(each, own, group=self._group)
         if any(bool(x != own) for x in each):
             raise ShapeError(
-                f"the processes that share a text were given different texts, this process "
-                f"{tuple(input_ids.shape)}; give all of them the same texts, in the same order"
+                f"the processes that share a text were given different texts, this process texts "
+                f"of shape {tuple(input_ids.shape)}; give all processes the same texts, in the "
+                "same order"
             )
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def share(self, chunks: int) -> range:
-        """Divide `chunks` chunks among the processes, which sets the neighbours; return the indices
-        of this process's chunks. With fewer chunks than processes, the last processes get none."""
+        """Divide `chunks` chunks among the processes, and set this process's neighbours. Return the
+        indices of its chunks. With fewer chunks than processes, the last processes get none."""
         count = min(len(self), chunks)
         begins = [index * chunks // count for index in range(count + 1)]
         if self.rank >= count:
@@ -110,7 +111,7 @@ class Chain:
         return self._exchange(self._before, message, expects)
 
     def _exchange(self, peer: int | None, message: Message | None, expects: bool) -> Message | None:
-        """Send and receive at the same time, so that two processes that send to each other do not
+        """Send and receive at the same time, so that two processes that exchange messages do not
         deadlock."""
         assert peer is not None
         head = [] if message is None else [message.head]
@@ -133,7 +134,7 @@ class Chain:
         return taken
 
     def agreed(self, number: int) -> int:
-        """Broadcast the first process's number."""
+        """The first process's `number`, in all processes."""
         if self._group is None:
             return number
         x = torch.tensor([number], device=self._carrier)
@@ -154,9 +155,9 @@ class Chain:
 
     @contextmanager
     def summed(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """A context in which each process computes its part of the gradients. At its end they are
-        summed, and each process has the full gradients. The previous contents of `.grad`, equal in
-        all processes, are added once."""
+        """A context in which each process computes its part of the gradients. At its end the parts
+        are summed, so each process has the full gradients. The previous contents of `.grad`, equal
+        in all processes, are added once."""
         if self._group is None:
             yield
             return
@@ -180,13 +181,13 @@ def _require_whole(model: nn.Module, ranks: set[int]) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise StateError(
-            f"the model lies on {len(devices)} devices, but a process that shares a text receives "
+            f"the model is on {len(devices)} devices, but a process that shares a text receives "
             "slots on one device; move the model to one device, or give no group"
         )
     for p in model.parameters():
         if isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1:
             raise StateError(
-                "the model is sharded over the processes that share the text, which compute "
+                "the model is sharded over the processes that share the text, but these compute "
                 "different layers at the same time; shard it over the other dimension of a mesh"
             )
 

@@ -25,9 +25,9 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 def attention_over(original: str) -> AttentionFunction:
     """An attention function for models whose attention was `original` when they were attached.
 
-    For keys from a kvkeep cache it runs a step of their layer. All other keys, such as those of a
-    training forward or of another cache, go to the model's own implementation: `original`, or the
-    one that was set since.
+    For keys from a kvkeep cache, it runs a step of their layer. For all other keys, such as in a
+    training forward or with another cache, it calls the model's own implementation: `original`, or
+    the implementation that was set since.
     """
 
     def attention(
@@ -36,7 +36,7 @@ def attention_over(original: str) -> AttentionFunction:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        dropout: float = 0.0,  # by position in libraries that wrap attention functions
+        dropout: float = 0.0,  # libraries that wrap attention functions pass it by position
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -105,13 +105,13 @@ def _require_supported(
 
 
 def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The positions of a mask that kvkeep made, int32 (1|B, n), and those until which the tokens
-    see, if some see later ones."""
+    """The positions in a mask made by kvkeep, int32 (1|B, n); and `until`, the newest position that
+    each token sees, or None if no token sees later tokens."""
     return (mask.flatten(1), None) if mask.shape[2] == 1 else (mask[:, 0, 0], mask[:, 0, 1])
 
 
 def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: Tensor) -> Tensor:
-    """Run the step of the layer that tagged the keys, or, after it, a reading."""
+    """Run the step of the layer that tagged the keys, or a reading if the step was made already."""
     again, handed.taken = handed.taken, True
     if again and torch.compiler.is_compiling():
         handed.reads += 1
@@ -135,8 +135,8 @@ def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: 
 def _in_own_dtype(
     run: Callable[..., Tensor], inputs: StepInputs, explicit: Attend | None
 ) -> Tensor:
-    """Run a layer's step, or a reading. Under autocast, which does not cast rotated keys, it runs
-    in the dtype that autocast uses for torch's own attention."""
+    """Run a layer's step, or a reading. Autocast does not cast rotated keys, so under autocast they
+    are cast to the dtype that it uses for torch's own attention."""
     attend = () if explicit is None else (explicit,)
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
@@ -148,16 +148,16 @@ def _in_own_dtype(
 
 
 def _confirmed(position: Tensor, layer: ModelLayer, rows: int) -> Tensor:
-    """Verify positions (1|B, n) that arrived without the mask request they were made for.
+    """Check positions (1|B, n) that arrived without their `MaskRequest`.
 
     Raises:
-        UnsupportedError: they are not the layer's next positions, so not made by kvkeep.
+        UnsupportedError: they are not the layer's next positions, so kvkeep did not make them.
     """
     real = position >= 0
     expected = layer.next_positions(position.shape[1], position.device, real)
     if not expected.expand_as(position).equal(position):
         raise UnsupportedError(
-            "an int32 mask of four axes is not one of kvkeep's; give a mask (B, columns), or use "
+            "an int32 mask of four axes was not made by kvkeep; give a mask (B, columns), or use "
             "the cache with kvkeep.detach(model)"
         )
     return position if len(position) == rows else position[0]
@@ -190,7 +190,7 @@ def _refused(module: nn.Module, reason: str) -> UnsupportedError:
 def _unfit(handed: Handed | None, with_values: Handed | None, mask: Tensor | None) -> str:
     """Why keys, values and mask do not form one step of a layer; empty if they do.
 
-    A mask that was moved to a layer's device is a copy, which lacks the request it was made for.
+    A mask that was moved to a layer's device is a copy, which lacks its `MaskRequest`.
     """
     if handed is None:
         return "changes its keys after the cache"
@@ -200,39 +200,37 @@ def _unfit(handed: Handed | None, with_values: Handed | None, mask: Tensor | Non
         return "uses a mask of its own"
     asked: MaskRequest | None = getattr(mask, "kvkeep", None)
     if asked is not None and asked.window != handed.layer.window:
-        return (
-            f"masks a window of {asked.window} tokens where its config says {handed.layer.window}"
-        )
+        return f"masks a window of {asked.window} tokens, but its config says {handed.layer.window}"
     return ""
 
 
 def _is_positions(mask: Tensor | None) -> bool:
-    """Whether a mask has the form of those that kvkeep's mask function returns."""
+    """Whether a mask has the form of the results of kvkeep's mask function."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
         return False
     return mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] in (1, 2)  # see `_parts`
 
 
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
-    """Why these are not the tensors as the cache returned them, used for the first time, or as
-    often as layers share them; empty if they are."""
+    """Why keys and values are not the cache's result, unchanged and used no more often than layers
+    share them; empty if they are."""
     if handed.taken and not _is_read(handed):
-        return "attends more than once to what it gave to the cache"
+        return "attends more than once to the keys that it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"
     return ""
 
 
 def _is_read(handed: Handed) -> bool:
-    """Whether another layer may read the layer after the step that was made."""
+    """Whether another layer may still read the layer's slots after its step."""
     if torch.compiler.is_compiling():
         return handed.traced is not None and handed.reads < handed.traced.readers
     return isinstance(handed.layer, ReadLayer) and handed.layer.unread > 0
 
 
 def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a token attends to those before it only. Where transformers leaves out a causal mask,
-    which it does not for "eager", its attention functions are causal by this flag."""
+    """Whether tokens attend to earlier tokens only. If transformers leaves out a causal mask (never
+    for "eager"), the flag `is_causal` tells its attention functions to be causal."""
     flag = kwargs.get("is_causal")
     return original == "eager" or bool(getattr(module, "is_causal", True) if flag is None else flag)
 

@@ -30,12 +30,12 @@ from kvkeep.layer.step import StepInputs
 
 
 def unpackable(model: PreTrainedModel) -> str:
-    """Why a forward of the model cannot compute tokens of several sequences; empty if it can."""
+    """Why packed forwards do not support a model, as a clause; empty if they do."""
     text = decoder_config(model.config)
     changing = next(iter(changing_ropes(model.config)), "")
     if changing:
         return (
-            f"the frequencies of its rotary embedding ({changing}) follow the longest text of a "
+            f"the frequencies of its rotary embedding ({changing}) depend on the longest text of a "
             "forward"
         )
     if not is_routed(text):
@@ -59,7 +59,7 @@ def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> No
     if reason := unpackable(model):
         raise UnsupportedError(
             f"{type(model).__name__} cannot compute several sequences in one forward: {reason}; "
-            "feed them one by one, or to a kvkeep.generate.Batch, which does so"
+            "feed them one by one, as kvkeep.generate.Batch does"
         )
     for cache in caches:
         if not isinstance(cache, Cache):
@@ -119,7 +119,7 @@ class LaidCache(LayersCache):
         attention function."""
         if self.handed is not None and not self.handed.taken:
             raise UnsupportedError(
-                "the model attends to other keys than those it gave to the cache, so its sequences "
+                "the model attends to other keys than it gave to the cache, so its sequences "
                 "cannot be packed; feed them one by one"
             )
 
@@ -136,11 +136,11 @@ def numbers_up_to(sequences: int) -> list[int]:
 
 
 class RowsOf(AttendingLayer):
-    """The steps of one layer of several sequences. Its inputs have a row for each sequence, and
-    spare rows behind them: q (rows, Hq, 1, D).
+    """The steps of one layer of several sequences. The inputs have a row for each sequence, then
+    padding rows: q (rows, Hq, 1, D).
 
     Args:
-        window: the layer's own sliding window, in tokens; None if it has none.
+        window: the layer's own sliding window, in tokens; None: no window.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -152,7 +152,7 @@ class RowsOf(AttendingLayer):
         self._layer = layer
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Zeros: the model is given the positions, and the layers know them."""
+        """Zeros, which are not used: the model and the layers know the positions."""
         return torch.zeros(1, n, dtype=torch.int32, device=device)
 
     def prepare(self) -> ReadyTogether | None:
@@ -161,7 +161,7 @@ class RowsOf(AttendingLayer):
         return self._layer.prepared()
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Attention of all rows: (rows, Hq, 1, Dv); 0 in spare rows."""
+        """Attention of all rows: (rows, Hq, 1, Dv); 0 in padding rows."""
         layer = self._layer
         assert layer is not None
         position = layer.next_positions(len(layer), inputs.q.device)
@@ -194,13 +194,13 @@ class RowsCache(LayersCache):
         super().__init__(layers, like.model_layers, with_readings(own))
 
     def use(self, layers: Sequence[PackedLayer | None], states: RecurrentStates) -> None:
-        """See `RowsOf.use`. `states`: of all rows."""
+        """Set the layers of the next step, see `RowsOf.use`, and the states of all rows."""
         self.carried = states
         for own, layer in zip(self.layers, layers, strict=True):
             own.use(layer)
 
 
 def _several(inputs: StepInputs, count: int) -> StepInputs:
-    """The first `count` rows as tokens that lie side by side: q (1, Hq, count, D)."""
+    """The first `count` rows, side by side as the tokens of one row: q (1, Hq, count, D)."""
     q, k, v = (x[:count].transpose(0, 2) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)

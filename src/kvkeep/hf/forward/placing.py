@@ -1,8 +1,8 @@
-"""Positions of tokens for models that count them by themselves, from the columns of a cache.
+"""Positions of tokens for models that compute them from the number of columns in a cache.
 
-Some decoders (BART, Whisper) take no positions, but the module that embeds them does. In a packed
-forward that module is told the positions. Others (RoBERTa) take positions that begin behind the
-padding token's id.
+Some decoders (BART, Whisper) take no positions, but their module that embeds positions does. In a
+packed forward, kvkeep gives the positions to that module. Positions of other decoders (RoBERTa)
+begin after the padding token's id.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _first: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 class Placed(Replaced):
-    """A module that embeds the positions of its context; see `placed`."""
+    """A module that embeds the positions of the context `placed`."""
 
 
 def placed(positions: Tensor) -> AbstractContextManager[None]:
@@ -50,12 +50,12 @@ def _forward(own: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         positions = _PLACED.get()
         return own(*args, **kwargs if positions is None else kwargs | {"position_ids": positions})
-    # Computed from the columns that the cache holds, which are a tensor in a graph.
+    # In a graph, the number of columns in the cache is a tensor.
     names = _parameters(type(own.__self__).forward)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
     text = given[names[0]]
     if given.get("position_ids") is None and text is not None:
-        whole = isinstance(text, Tensor)  # or its shape
+        whole = isinstance(text, Tensor)  # otherwise its shape
         device = text.device if whole else own.__self__.weight.device
         count = text.shape[1] if whole else text[1]
         start = given.get("cache_length", 0)
@@ -69,12 +69,12 @@ def takes_positions(module: nn.Module) -> bool:
 
 
 @cache
-def _parameters(forward: Callable[..., Any]) -> list[str]:  # packed forwards ask in each step
+def _parameters(forward: Callable[..., Any]) -> list[str]:  # cached for packed forwards
     return [*inspect.signature(forward).parameters]
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """The position of the first token of a text: 0, or that behind the padding token's id."""
+    """The position of the first token of a text: 0, or the padding token's id + 1."""
     known = _first.get(model)
     if known is None:
         name = "create_position_ids_from_input_ids"

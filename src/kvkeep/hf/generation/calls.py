@@ -42,13 +42,13 @@ class PromptStore(Protocol):
     def prefill(
         self, model: PreTrainedModel, tokens: Tensor, **options: Unpack[ReadOptions]
     ) -> ModelCache:
-        """A cache that holds all tokens (n,) but the last."""
+        """A cache that holds all tokens (n,) except the last."""
 
     def prefill_rows(
         self, model: PreTrainedModel, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
-        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
-        are too few."""
+        """A cache with a row for each prompt (n,), which holds the common beginning of all prompts;
+        None: it is too short."""
 
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
@@ -73,7 +73,7 @@ class BlockPrompt(Protocol):
         namespace: str,
         capacity: int | None,
     ) -> tuple[ModelCache, Any]:
-        """A cache that holds all tokens but the last, and a report."""
+        """A cache that holds all tokens except the last, and a report."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,7 @@ def settings_of_calls(model: PreTrainedModel, settings: Settings) -> AbstractCon
 
 
 def in_force(model: PreTrainedModel, settings: Settings) -> Settings:
-    """The settings of the current call: those of `settings_of_calls`, or with which the model was
-    attached."""
+    """The settings of the current call: from `settings_of_calls`, or else from `attach`."""
     other = _OTHER.get()
     return other[1] if other is not None and other[0] is model else settings
 
@@ -219,11 +218,11 @@ def _counts(place: Tensor, tokens: int) -> bool:
 
 
 def brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has tensors whose names are not in `beside`, such as images, or the features
-    that transformers computed from images before it asked for a cache."""
+    """Whether a call has tensors whose names are not in `beside`, such as images, or features that
+    transformers computed from images before it asked for a cache."""
     return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 
 def counted(real: Tensor) -> Tensor:
-    """Positions of columns, (B, n), as transformers counts them where a mask is given."""
+    """Positions of columns, (B, n), as transformers computes them from the mask `real`."""
     return (real.cumsum(dim=1) - 1).masked_fill(real == 0, 0)

@@ -1,5 +1,5 @@
-"""Fills the cache of a `generate()` from a store, from blocks or by compression, before the first
-forward."""
+"""Fills the cache of a `generate()` call from a store, from blocks or by compression, before the
+first forward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def filled(start: Start) -> Cache | None:
 
 
 def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
-    """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
+    """Warn, once, if hooks are the reason why a store is not used; other reasons are documented."""
     if foreign_hooks(model):
         warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
 
@@ -57,8 +57,9 @@ def begun_alike(start: Start) -> Cache | None:
     """A cache that holds the tokens with which all rows of the prompt begin, from the store; None
     if it serves no row, or would not give the result of a plain `generate`.
 
-    Columns before a row's first token move behind those tokens, where the mask names them as
-    padding: the cache has the same tokens in all rows, and each column keeps its token.
+    The cache has the common tokens in the first columns of all rows. So padding columns, which were
+    in front of a row's first token, move behind the common tokens, and the mask and the positions
+    are changed accordingly.
     """
     settings, call, several = start.settings, start.call, start.several
     mask = start.inputs.get("attention_mask")
@@ -95,7 +96,7 @@ def begun_alike(start: Start) -> Cache | None:
     call.moved = found
     for layer in found.layers:
         if layer.cursor.holes_after is not None:
-            layer.cursor.holes_after = found.fed  # what follows stands for padding in front
+            layer.cursor.holes_after = found.fed  # the moved padding counts as padding in front
     real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
     real = real.repeat_interleave(several, dim=0)
     start.inputs["attention_mask"] = real.to(mask)
@@ -114,16 +115,16 @@ def compress_prompt(start: Start, cache: Cache) -> None:
     ids = start.plain_ids
     if ids is None:
         raise UnsupportedError(
-            "kvzip compresses a prompt of token ids in one row, without padding; give such a "
-            "prompt, or a cache that compress() was called on"
+            "kvzip compresses a prompt only if it is one row of token ids without padding; give "
+            "such a prompt, or a cache on which compress() was called"
         )
     if ids.shape[1] > 1:
         read(host_of(start.model), cache, ids[:, :-1], start.config.prefill_chunk_size)
 
 
 def activate_later(model: PreTrainedModel, cache: Cache) -> None:
-    """Set the cache's activation if the prompt invokes an activated adapter after the tokens that
-    the cache holds."""
+    """Set the cache's activation if the prompt invokes an activated adapter after the cache's
+    tokens."""
     call = CALL.get()
     if cache.activation is not None and call is not None and call.ids is not None:
         found = activation_in(model, call.ids[0].cpu())

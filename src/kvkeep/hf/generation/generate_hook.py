@@ -1,4 +1,4 @@
-"""An attached model's `generate()`: supply a kvkeep cache, and use a store."""
+"""An attached model's `generate()`: supplies a kvkeep cache, and uses a store."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OF_A_PROMPT = (*NAMES, "attention_mask", "position_ids", "inputs_embeds")
 
 def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: Any) -> Any:
     """The model's `generate`, which looks up the prompt's prefix in the store and stores the
-    result. If it raises before anything is fed to a given cache, the cache's rows are restored."""
+    result. If it raises before any token is fed to a given cache, the cache's rows are restored."""
     settings = in_force(model, settings)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
@@ -67,7 +67,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     if blocks is not None:
         given = [name for name in _OF_A_PROMPT if kwargs.get(name) is not None]
         if given:
-            raise StateError(f"a prompt with blocks has its own {given[0]}; leave it out")
+            raise StateError(f"a prompt with blocks has its own {given[0]}; leave out {given[0]}")
         asked = blocks.input_ids.to(model.device)
         rest = {name: x for name, x in kwargs.items() if name not in ("inputs", "input_ids")}
         args, kwargs = (asked, *args[1:]), rest | {"attention_mask": torch.ones_like(asked)}
@@ -123,11 +123,10 @@ def prepare_cache(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """In place of the model's own method: `generate` gets a kvkeep cache where it would build a
-    DynamicCache.
+    """Replaces the model's method: `generate` gets a kvkeep cache if it would build a DynamicCache.
 
-    The rows of a kvkeep cache that holds a prompt are repeated as beams or several answers need;
-    they share its slots.
+    The rows of a kvkeep cache that holds a prompt are repeated for beams or several answers, and
+    share its slots.
     """
     arguments = generation_config, model_kwargs, generation_mode
     start = Start(model, in_force(model, settings), *arguments, max_cache_length)
@@ -350,9 +349,9 @@ def _require_whole_text(cache: Cache, *, all_given: bool) -> None:
 
 
 def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> dict[str, Any]:
-    """In place of the model's own `prepare_inputs_for_generation`: the first forward of a call with
-    drafts, for which transformers gives the whole text, feeds what the cache does not hold; and
-    that of a text which the cache holds already feeds the last token again."""
+    """Replaces the model's `prepare_inputs_for_generation`. In a call with drafts, transformers
+    gives the whole text to the first forward; it is cut to the tokens that the cache lacks. If the
+    cache already holds the whole text, its last token is removed and fed again."""
     owner: Any = type(model)
     owner = owner.prepare_inputs_for_generation
     call, cache = CALL.get(), rename_cache(options, name_in(owner) or OF_GENERATE)
@@ -367,18 +366,18 @@ def prepare_inputs(model: PreTrainedModel, input_ids: Tensor, **options: Any) ->
             options.get("next_sequence_length") or input_ids.shape[1] - cache.fed
         )
     inputs: dict[str, Any] = owner(model, input_ids, **options)
-    wrapped = not isinstance(cache, Cache | DynamicCache | None)  # maybe PEFT's, of two caches
+    wrapped = not isinstance(cache, Cache | DynamicCache | None)  # maybe PEFT's pair of caches
     rename_cache(inputs, OF_LIBRARIES if wrapped else cache_name(model))
     return inputs
 
 
 def refuse_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """In place of an attached model's `init_continuous_batching`, which `generate_batch` calls.
+    """Replaces an attached model's `init_continuous_batching`, which `generate_batch` calls.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"generate_batch of this {type(model).__name__} uses a paged cache of its own, not "
-        "kvkeep's; call kvkeep.detach(model) before it, or model.generate() with a batch"
+        f"generate_batch of this {type(model).__name__} uses its own paged cache, not kvkeep's; "
+        "call kvkeep.detach(model) first, or model.generate() with a batch"
     )

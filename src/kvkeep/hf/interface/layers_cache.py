@@ -49,7 +49,7 @@ class LayersCache(KeepsStates, TellsLayers, transformers.Cache):
         return key_states, value_states
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
-        """Tag new keys and values with a layer, by its place among all layers of the model."""
+        """Tag new keys and values with layer `place` of the model."""
         index = self.index(place)
         layer: ModelLayer = self.layers[index]
         return hand_over(keys, values, layer, self.tickets[index] if self.tickets else None)
@@ -66,7 +66,7 @@ class LayersCache(KeepsStates, TellsLayers, transformers.Cache):
         """Length and first column of the keys that `update` will return for this layer."""
         index = self.index(layer_idx)
         layer: ModelLayer = self.layers[index]
-        # While tracing, a symbol cannot be of this subclass; compiled chunks are of one token.
+        # A symbol of torch's tracer cannot be a MaskLength; compiled chunks have one token.
         length = MaskLength(1 if self.tickets else layer.fed + query_length)
         length.layer, length.traced = layer, self.tickets[index] if self.tickets else None
         length.routed, length.compileable = True, False

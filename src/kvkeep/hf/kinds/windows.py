@@ -35,8 +35,8 @@ class Windows(Kind):
 
 
 class Local(Kind):
-    """GPT-Neo: its config names windows in a way of its own, and its layers mask them themselves,
-    by the columns of a text."""
+    """GPT-Neo: its config describes windows under other names, and its layers apply them
+    themselves, by the columns of a text."""
 
     lacks: ClassVar[Lacks] = {
         Feature.UNATTACHED: "masks the windows of its layers by the columns of a whole text"
@@ -55,7 +55,7 @@ class Local(Kind):
 
 
 def window_of(text: PreTrainedConfig) -> int | None:
-    """The sliding window of the layers that have one, in tokens."""
+    """The sliding window of layers with a window, in tokens."""
     window: int | None = getattr(text, "sliding_window", None)
     return window
 

@@ -1,6 +1,6 @@
 """The records of a decode step (one token a row) for the native library (`native/abi.h`).
 
-Everything that stays the same from step to step is packed once for each part of a layer's slots.
+Values that stay the same from step to step are packed once for each part of a layer's slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS, SEQUENCE = Struct("=14q"), Struct("=15q")
 
 
 class PartRecords(NamedTuple):
-    """The packed records of one part, and the memory that they point to."""
+    """The packed records of one part, and the memory to which they point."""
 
     part: StepPart
     described: bytes | None
@@ -42,8 +42,8 @@ class PartRecords(NamedTuple):
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
     memory: Tensor | None
-    """The memory (B, H, n) of a KvRule that ranks by keys. Where it begins with 0, nothing is known
-    of a head's slots."""
+    """The memory (B, H, n) of a KvRule that ranks by keys. If a head's first number is 0, its slots
+    must be read again."""
 
 
 class LayerRecords(NamedTuple):
@@ -98,12 +98,12 @@ class LayerRecords(NamedTuple):
         )
 
     def _memory(self, planes: Planes, key_width: int) -> Tensor | None:
-        """The memory of a KvRule."""
+        """The memory of a KvRule that ranks by keys; None: the rule does not."""
         if not self.rule.by_keys:
             return None
         rows, heads, capacity = planes["k"].shape[:3]
         width = key_width + -key_width % 32
-        with torch.inference_mode(False):  # it is changed in any mode
+        with torch.inference_mode(False):  # so that it can be changed outside inference mode too
             return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
 
     def _step(
@@ -121,7 +121,7 @@ class LayerRecords(NamedTuple):
         keys, values = self.codecs.key.layout, self.codecs.value.layout
         assert keys is not None  # `possible` has checked it
         assert values is not None
-        # Values within keys are written as a part of these: no rows of their own are.
+        # Values that are elements of the keys are written with the keys: pass 0 rows of values.
         within = self.codecs.value.of_keys
         written = encoding(*((v[:0], planes, "k", PLAIN) if within else (v, planes, "v", values)))
         place = planes[POSITION]
@@ -173,7 +173,7 @@ class LayerRecords(NamedTuple):
 
 
 def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> bool:
-    """Whether the library can make a decode step with inputs like these in a part."""
+    """Whether the library can make a decode step in this part with inputs like `inputs`."""
     q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
     if part.storage.described() is None or len(rule.enter) > _MOST_SCORES:
         return False
