@@ -1,6 +1,6 @@
-// Linear layers of bfloat16 on AMX tiles. 16 outputs and 32 inputs of the weights, where they lie, are
-// the first operand of a product; rows of x, as pairs, are the second. Every output is summed in the
-// order of the inputs, whatever the number of rows.
+// Linear layers of bfloat16 on AMX tiles. 16 outputs and 32 inputs of the weights, where they lie,
+// are the first operand of a product; rows of x, as pairs, are the second. Every output is summed in
+// the order of the inputs, whatever the number of rows.
 #pragma once
 #include <algorithm>
 
@@ -36,11 +36,13 @@ void load_pairs(const KvLinear& linear, const void* from, int64_t x_row, int64_t
     }
 }
 
-// The products of 16 or 32 outputs and all rows -> (outputs, TILE_ROWS) floats for each side. `next`
-// is prefetched, a step of 64 bytes for each output at a time.
+// The products of 16 outputs, or 32 if BOTH, and all rows -> `sums` (outputs, TILE_ROWS) for the rows
+// of the left tile and, if RIGHT, of the right tile. `next`, the weights of the outputs that follow,
+// are prefetched in memory order.
 template <bool BOTH, bool RIGHT>
 void multiply_outputs(const uint16_t* weight, int64_t weight_row, int64_t inputs, const uint32_t* x,
                       RowTiles split, const char* next, float (*sums)[PAIR_OF_TILES][TILE_ROWS]) {
+    constexpr int64_t OUTPUTS = BOTH ? PAIR_OF_TILES : TILE_ROWS;
     const int64_t bytes = weight_row * 2, padded = kv_linear_stride(inputs);
     const uint32_t *left = x, *right = x + split.left * padded / 2;
     tile_zero<0>(), tile_zero<2>();
@@ -51,12 +53,12 @@ void multiply_outputs(const uint16_t* weight, int64_t weight_row, int64_t inputs
         alignas(64) uint16_t end[PAIR_OF_TILES][TILE_INPUTS];
         if (i + TILE_INPUTS > inputs) {
             memset(end, 0, sizeof end);
-            for (int64_t n = 0; n < (BOTH ? PAIR_OF_TILES : TILE_ROWS); ++n)
+            for (int64_t n = 0; n < OUTPUTS; ++n)
                 memcpy(end[n], from + n * weight_row, (inputs - i) * 2);
             from = end[0], stride = sizeof *end;
         }
-        prefetch(next, (BOTH ? PAIR_OF_TILES : TILE_ROWS) * TILE_BYTES);
-        next += (BOTH ? PAIR_OF_TILES : TILE_ROWS) * TILE_BYTES;
+        prefetch(next, OUTPUTS * TILE_BYTES);
+        next += OUTPUTS * TILE_BYTES;
         tile_load<4>(from, stride);
         tile_load<6>(left, split.left * 4);
         tile_multiply<0, 4, 6>();
@@ -96,13 +98,16 @@ void run_pairs(const KvLinear& linear, const void* loaded, int64_t rows, int64_t
         const int64_t outputs = std::min(end, begin + group) - n;
         const uint16_t* from = weight + begin * weight_row;
         const char* next = (const char*)(from + group * weight_row);
-        const auto multiply = both ? (split.right ? multiply_outputs<true, true> : multiply_outputs<true, false>)
-                                   : (split.right ? multiply_outputs<false, true> : multiply_outputs<false, false>);
-        multiply(from, weight_row, inputs, (const uint32_t*)loaded, split, next, sums);
+        constexpr auto* MULTIPLY[2][2] = {
+            {multiply_outputs<false, false>, multiply_outputs<false, true>},
+            {multiply_outputs<true, false>, multiply_outputs<true, true>}};
+        MULTIPLY[both][split.right > 0](from, weight_row, inputs, (const uint32_t*)loaded, split,
+                                        next, sums);
         for (int64_t m = 0; m < rows; m += 8)
             for (int64_t j = 0; j < PAIR_OF_TILES; j += 8) {
                 v8 square[8];
-                for (int i = 0; i < 8; ++i) square[i] = load<v8>(&sums[m / TILE_ROWS][j + i][m % TILE_ROWS]);
+                for (int i = 0; i < 8; ++i)
+                    square[i] = load<v8>(&sums[m / TILE_ROWS][j + i][m % TILE_ROWS]);
                 transpose8(square);
                 for (int i = 0; i < 8; ++i) store(&turned[m + i][j], square[i]);
             }

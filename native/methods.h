@@ -181,7 +181,8 @@ void add_packed(const Work& work) {
     const vi* const values = packed_values_of(work);
     for_tiles<MOST_PACKED>(work.records, [&](int64_t from, auto tile) {
         packed_values<tile.size>(values, work.count, work.call.value_width,
-                                 narrow_weights_of(work) + from * NARROW_STEP, work.alpha + from, work.acc + from * work.value_stride);
+                                 narrow_weights_of(work) + from * NARROW_STEP,
+                                 work.alpha + from, work.acc + from * work.value_stride);
     });
 }
 

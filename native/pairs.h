@@ -279,7 +279,8 @@ template <bool ADD>
 void multiply_groups(const uint16_t* a, int64_t stride, int64_t pairs, const vi* b, int64_t step,
                      int64_t columns, int64_t records, float* out, int64_t width) {
     for (int64_t r = 0; r < records; r += 2 * TILE_ROWS) {
-        const auto multiply = records - r > TILE_ROWS ? multiply_tiles<true, ADD> : multiply_tiles<false, ADD>;
+        const bool both = records - r > TILE_ROWS;
+        const auto multiply = both ? multiply_tiles<true, ADD> : multiply_tiles<false, ADD>;
         const uint16_t* first = a + r * stride;
         float* to = out + r * width;
         for (int64_t n = 0; n < columns; n += 2)

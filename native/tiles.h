@@ -24,7 +24,8 @@ struct TileColumns {
     int64_t bytes[8];
 
     TileColumns(int64_t left, int64_t right)
-        : bytes{left * 4, right * 4, left * 4, right * 4, TILE_BYTES, TILE_BYTES, left * 4, right * 4} {}
+        : bytes{left * 4,   right * 4,  left * 4, right * 4,
+                TILE_BYTES, TILE_BYTES, left * 4, right * 4} {}
 };
 
 #if defined(KV_EMULATE_TILES)
@@ -98,7 +99,8 @@ struct Tiles {
             uint16_t bytes[16] = {};
             uint8_t rows[16] = {};
         } config;
-        for (int t = 0; t < 8; ++t) if (columns.bytes[t]) config.bytes[t] = columns.bytes[t], config.rows[t] = TILE_ROWS;
+        for (int t = 0; t < 8; ++t)
+            if (columns.bytes[t]) config.bytes[t] = columns.bytes[t], config.rows[t] = TILE_ROWS;
         asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
     }
     ~Tiles() { asm volatile("tilerelease"); }
