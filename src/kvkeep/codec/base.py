@@ -46,8 +46,8 @@ class Codec(ABC):
     @property
     def together(self) -> int:
         """How many tokens a layer encodes at a time, after they leave its plain tail; a multiple of
-        `block`. 1: it has no tail, and encodes tokens as they arrive. If slots hold single tokens,
-        a layer has a tail only if it evicts nothing and its storage grows."""
+        `block`. 1: it has no tail, and encodes tokens as they arrive. For layers that have a tail
+        although slots hold single tokens, see `kvkeep.layer.stats.has_tail`."""
         return self.block
 
     @property
@@ -124,16 +124,18 @@ class Codec(ABC):
         return q
 
 
-def encoded_count(tokens: int, *codecs: Codec) -> int:
+def encoded_count(tokens: int, *codecs: Codec, budget: int | None = None) -> int:
     """How many of `tokens` tokens these codecs, of equal `together`, encode; the others stay
-    plain."""
-    block = codecs[0].together
-    return max(0, tokens - plain_count(*codecs)) // block * block
+    plain. Under a budget tokens leave the tail one by one, so that its length is constant."""
+    block = codecs[0].together if budget is None else 1
+    return max(0, tokens - plain_count(*codecs, budget=budget)) // block * block
 
 
-def plain_count(*codecs: Codec) -> int:
-    """How many tokens these codecs leave plain, beside tokens that are too few to be encoded."""
-    return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
+def plain_count(*codecs: Codec, budget: int | None = None) -> int:
+    """How many tokens these codecs leave plain, beside tokens that are too few to be encoded; at
+    most half of a budget."""
+    count = max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
+    return count if budget is None else min(count, budget // 2)
 
 
 _WARNS: ContextVar[bool] = ContextVar("warns", default=True)

@@ -121,8 +121,11 @@ class Undivided(LayerSlots):
         return self._as_one(links)
 
     def keep(self, name: str, plane: Tensor) -> None:
-        if not (self.frozen.runs or self._aside.length):
-            return
+        if self.frozen.runs or self._aside.length:
+            self.write_plane(name, plane)
+
+    def write_plane(self, name: str, plane: Tensor) -> None:
+        """Write plane `name` of all slots."""
         storages = [storage for storage in (self._storage, self._aside) if storage.length]
         lengths = [slot_count(run.planes) for run in self.frozen.runs]
         pieces = torch.split(plane, lengths + [storage.length for storage in storages], dim=2)
