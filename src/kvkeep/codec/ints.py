@@ -45,9 +45,10 @@ class Ints(Grouped):
     unless `hadamard` is False.
 
     Before that, the mean of the first `centre` tokens is taken out of keys (0: nothing is); see
-    `kvkeep.attention.centre`. Where a layer evicts nothing and its storage grows, the first `sinks`
-    tokens, the newest `recent` and up to 31 more stay plain, so a chunk's queries read its own
-    tokens as they were computed; elsewhere tokens are encoded as they arrive.
+    `kvkeep.attention.centre`. Where a layer's storage grows, the first `sinks` tokens, the newest
+    `recent` and up to 31 more stay plain, so a chunk's queries read its own tokens as they were
+    computed. A policy with a budget evicts none of them: they are at most half of the budget, with
+    none more. With a reach or heads of different lengths, tokens are encoded as they arrive.
     """
 
     group: int = 32

@@ -130,38 +130,36 @@ class Settling:
         self, count: int, observation: Observation | None = None, *, hide: bool = False
     ) -> None:
         """Free `count` slots, or with `hide` hide them until the next crop. A `count` of 0 or less
-        frees none. `observation`: the step that the policy has observed."""
+        frees none. `observation`: the step that the policy has observed. The caller has called
+        `moved`."""
         if count <= 0:
             return
         cursor, slots = self.cursor, self.cursor.slots
         policy = self.policy.at(cursor.history.columns)
         planes, seen = slots.evictable(), self.seeing(observation, slots.decoded)
-        with cursor.moved():
-            victims = policy.victims(count, planes, seen)
-            if cursor.evicted is not None:
-                cursor.evicted.append(positions_of(victims, planes))
-            if hide:
-                slots.hide(victims, count)
-            else:
-                slots.evict(victims)
-            cursor.history.floor = cursor.history.columns
+        victims = policy.victims(count, planes, seen)
+        if cursor.evicted is not None:
+            cursor.evicted.append(positions_of(victims, planes))
+        if hide:
+            slots.hide(victims, count)
+        else:
+            slots.evict(victims)
+        cursor.history.floor = cursor.history.columns
 
     def _fit(self, observation: Observation | None = None, *, hide: bool = False) -> None:
         """Encode the tokens that leave the tail, and evict down to the budget. With `hide`, no slot
         is freed; otherwise all tokens fed become certain."""
         cursor, slots = self.cursor, self.cursor.slots
         self._observe(observation)  # the mass counts hidden slots too
-        if slots.hidden and not hide:
-            with cursor.moved():
-                if not slots.free_hidden():
-                    cursor.history.floor = cursor.history.columns
         budget = self.policy.at(cursor.history.columns).budget
-        if waiting := slots.waiting(budget):
-            with cursor.moved():
-                if not slots.encode_waiting(waiting, hide=hide):
-                    cursor.history.floor = cursor.history.columns
-        if budget is not None:
-            self._evict(slots.surplus(budget), observation, hide=hide)
+        with cursor.moved():  # once tokens are encoded, the step cannot be undone
+            exact = hide or not slots.hidden or slots.free_hidden()
+            if waiting := slots.waiting(budget):
+                exact &= slots.encode_waiting(waiting, hide=hide)
+            if not exact:
+                cursor.history.floor = cursor.history.columns
+            if budget is not None:
+                self._evict(slots.surplus(budget), observation, hide=hide)
         if not hide:
             cursor.journal = []
 

@@ -67,7 +67,8 @@ class StepPlan:
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
-        self._left = torch.zeros(len(parts) + 1, dtype=torch.int64)
+        behind = parts[0].behind is not None
+        self._left = torch.zeros(len(parts) + behind, dtype=torch.int64)
         centre, self._mean = layer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
