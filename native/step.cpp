@@ -92,8 +92,7 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors);
 
 // Copies or encodes a step's key to slot `slot`.
-bool write_key(const KvSequence& step, const char* key, int64_t slot, float* errors) {
-    KvEncoding e = step.step->key;
+bool write_key(const KvSequence& step, KvEncoding e, const char* key, int64_t slot, float* errors) {
     if (!step.step->call.centre) return write(e, key, slot, errors);
     std::vector<float> keys = centred_keys(step, key);
     const int64_t type = e.codes.type >= KV_I8 ? KV_F32 : e.x.type;
@@ -141,6 +140,21 @@ bool drop(const KvSequence& step) {
                      ranking.rows, ranking.heads, 1, step.slots);
 }
 
+// Adds the errors that the codes of a token will have once it leaves the tail, if the policy needs
+// them. The free slot to which it is encoded stays free.
+bool write_behind(const KvSequence& step, const Token& token, float* errors) {
+    const KvStep &s = *step.step, &behind = *step.behind->step;
+    const auto* planes = s.rule.planes;
+    if (std::none_of(planes, planes + s.rule.count,
+                     [](const KvScores& plane) { return plane.enter == KV_ENTER_ERROR; }))
+        return true;
+    KvEncoding key = behind.key, value = behind.value;
+    key.x = s.key.x, value.x = s.value.x;
+    return write_key(step, key, token.k, step.behind->slots, errors) &&
+           (!value.rows ||
+            write(value, token.v, step.behind->slots, errors + s.call.rows * s.call.heads));
+}
+
 // Frees a slot if asked to, and writes the token. Returns false if memory cannot be allocated.
 bool append(const KvSequence& step, const Token& token) {
     const KvStep& s = *step.step;
@@ -150,8 +164,9 @@ bool append(const KvSequence& step, const Token& token) {
         if (!drop(step)) return false;
         kv_forget(step);
     }
-    if (!write_key(step, token.k, slot, errors.data()) ||
-        !write(s.value, token.v, slot, errors.data() + count))
+    if (!write_key(step, s.key, token.k, slot, errors.data()) ||
+        !write(s.value, token.v, slot, errors.data() + count) ||
+        (step.behind && !write_behind(step, token, errors.data())))
         return false;
     const KvPlane& place = s.position;
     for (int64_t row = 0; row < s.call.rows; ++row)
@@ -463,6 +478,34 @@ bool leave(const KvSequence& step) {
     return true;
 }
 
+// Learns from the mass of a tail and of the slots behind it.
+void learn(const KvSequence& step, const float* mass) {
+    const KvSequence& behind = *step.behind;
+    const KvRule &rule = step.step->rule, &other = behind.step->rule;
+    const int64_t first = behind.slots, slots = all_slots(step), heads = step.step->call.heads;
+    if (rule.learn != KV_LEARN_WEIGHTED) {
+        kv_learn(behind, mass, first, slots);
+        kv_learn(step, mass + first, slots - first, slots);
+        return;
+    }
+    std::vector<float> planes[2];  // the scores and the weights of all slots
+    const int64_t at[] = {0, rule.count - 1};
+    const auto each = [&](int64_t row, int64_t head, auto move) {
+        for (int i = 0; i < 2; ++i) {
+            const KvScores &a = other.planes[at[i]], &b = rule.planes[at[i]];
+            planes[i].resize(slots);
+            move(a.data + row * a.row + head * a.head, planes[i].data(), first);
+            move(b.data + row * b.row + head * b.head, planes[i].data() + first, slots - first);
+        }
+    };
+    for (int64_t row = 0; row < step.step->call.rows; ++row)
+        for (int64_t head = 0; head < heads; ++head, mass += slots) {
+            each(row, head, [](float* x, float* all, int64_t n) { std::copy_n(x, n, all); });
+            instructions().ranking->weigh(planes[0].data(), mass, planes[1].data(), slots);
+            each(row, head, [](float* x, float* all, int64_t n) { std::copy_n(all, n, x); });
+        }
+}
+
 // Learns from the mass, and frees slots.
 bool settle(const KvSequence& step, float* mass) {
     const int64_t slots = slots_after(step);
@@ -472,10 +515,7 @@ bool settle(const KvSequence& step, float* mass) {
         return !step.evicts || step.contest || !kv_free(step, slots);
     }
     const KvSequence& behind = *step.behind;
-    if (mass) {
-        kv_learn(behind, mass, behind.slots, all_slots(step));
-        kv_learn(step, mass + behind.slots, slots, all_slots(step));
-    }
+    if (mass) learn(step, mass);
     if (behind.leaves && !leave(step)) return false;
     return !behind.evicts || !kv_free(behind, behind.slots + behind.leaves);
 }

@@ -102,7 +102,7 @@ def test_drafts_taken_back_change_nothing(text: list[Tensor]) -> None:
     torch.testing.assert_close(out, expected)
 
 
-BUDGETS = ["h2o:64", "h2o:25%", "knorm:64", "tova:64", "random:40", "snapkv:64,window=8"]
+BUDGETS = ["h2o:64", "h2o:25%", "knorm:64", "tova:64", "random:40", "snapkv:64,window=8", "vlen:64"]
 """Policies whose evicted slots are encoded, all with a tail of 16 and 4 tokens."""
 
 
@@ -162,7 +162,7 @@ def test_chunks_keep_what_single_tokens_keep(text: list[Tensor], policy: str) ->
     assert alike(layers[0], layers[2])
 
 
-@pytest.mark.parametrize("policy", BUDGETS)
+@pytest.mark.parametrize("policy", [*BUDGETS, "qh2o:64", "qvlen:64"])
 def test_native_steps_are_those_of_the_reference(text: list[Tensor], policy: str) -> None:
     native, plain = budgeted(policy), budgeted(policy)
     plain.plans = False

@@ -595,7 +595,7 @@ FAULTS = (
     Fault(
         "hidden-blocks-are-encoded-again",
         "layer/block_encoded.py",
-        "first = self.hidden  # hidden slots come first in the order: their position is -1",
+        "first = self.tail.hidden  # hidden slots come first in the order: their position is -1",
         "first = 0",
         "layer/test_drafts.py",
     ),

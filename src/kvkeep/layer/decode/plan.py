@@ -141,8 +141,12 @@ class StepPlan:
             return None
         if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
             return None  # the policy's planes of frozen slots lie in other memory
-        if Enter.ERROR in rule.enter.values() and slots.block > 1:
-            return None  # the errors of tokens that are not encoded yet
+        if (
+            Enter.ERROR in rule.enter.values()
+            and slots.block > 1
+            and not any(x.behind for x in parts)
+        ):
+            return None  # there are no codes yet, to find the errors that tokens will have
         if not parts or not all(possible(part, inputs, rule) for part in parts):
             return None
         return cls(layer, inputs, rule, parts)
@@ -232,7 +236,7 @@ class StepPlan:
             return False
         if self._behind is not None:
             self.leaves = self._slots.waiting(budget, 1)
-            if self.leaves > 1 or self._before + self.leaves > self._behind.capacity:
+            if self.leaves > 1 or self._before >= self._behind.capacity:
                 return False
         elif self._before and (drops or self.evicts):
             return False

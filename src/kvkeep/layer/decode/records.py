@@ -21,7 +21,7 @@ from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Chunks, OwnWindow, Planes, Reach, slot_count, unsliced
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
-from kvkeep.policy.rule import Learn, Rule
+from kvkeep.policy.rule import Rule
 from kvkeep.storage.buffer import slots_record
 
 # Layouts of native/abi.h; absent pointers are 0.
@@ -220,10 +220,8 @@ def possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:
             return False
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
-    if part.behind is not None:
-        unlike = rule.learn == Learn.WEIGHTED or rule.by_keys  # both need all slots together
-        if unlike or not possible(part.behind, inputs, rule):
-            return False
+    if part.behind is not None and (rule.by_keys or not possible(part.behind, inputs, rule)):
+        return False
     planes, codecs = part.planes, part.codecs
     tail = ((codecs.key, k, "k"), (codecs.value, v, "k" if codecs.value.of_keys else "v"))
     return (
