@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 21;
+constexpr int KV_ABI = 22;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -140,12 +140,13 @@ struct KvSlots {
     int64_t row, head, bytes, heads;
 };
 
-// Frees the slots `victims` (rows or 1, heads or 1, count): moves surviving slots from the end to
-// the holes, in order. Returns 0; 1 if memory cannot be allocated; 2, with nothing changed, if the
-// victims are not `count` distinct slots.
+// Frees the slots `victims` (rows or 1, heads or 1, count) of `length`: moves surviving slots from
+// the end to the holes, in order. The slots from `own` on lie in the planes `behind`, from which
+// they are copied if they stay; null: all lie in `planes`. Returns 0; 1 if memory cannot be
+// allocated; 2, with nothing changed, if the victims are not `count` distinct slots.
 KV_PUBLIC int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows,
                        const int64_t* victims, int64_t victim_rows, int64_t victim_heads,
-                       int64_t count, int64_t length);
+                       int64_t count, int64_t length, const KvSlots* behind, int64_t own);
 
 // Tokens to encode; src/kvkeep/codec/ints.py defines the codes. `codes.type` is their packing, or
 // the type of x for tokens that are copied.

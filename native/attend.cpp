@@ -161,12 +161,16 @@ int64_t record_of(const KvCall& call, const KvRun& run, int64_t row, int64_t g, 
 
 // -- merging ---------------------------------------------------------------------------------
 
-// Writes one element of an output in its type.
-void put(const KvCall& call, void* out, int64_t index, float x) {
+// Writes `width` elements of an output, from `at` on, in its type.
+void write(const KvCall& call, void* out, int64_t at, const float* x, float factor, int64_t width) {
+    const auto as = [&](auto type) {
+        auto* to = (typename decltype(type)::Element*)out + at;
+        for (int64_t d = 0; d < width; ++d) to[d] = type.narrow1(x[d] * factor);
+    };
     switch (call.out_type) {
-        case KV_F32: ((float*)out)[index] = x; break;
-        case KV_BF16: ((uint16_t*)out)[index] = BF16::narrow1(x); break;
-        default: ((uint16_t*)out)[index] = F16::narrow1(x); break;
+        case KV_F32: as(F32{}); break;
+        case KV_BF16: as(BF16{}); break;
+        default: as(F16{}); break;
     }
 }
 
@@ -192,7 +196,7 @@ Softmax merge(const KvCall& call, const float* const* partial, int64_t count, in
     const float inverse = total == 0 ? 0.0f : 1.0f / total;
     if (count == 1) {
         const float weight = std::exp(partial[0][width] - base) * inverse;
-        for (int64_t d = 0; d < width; ++d) put(call, out, at + d, partial[0][d] * weight);
+        write(call, out, at, partial[0], weight, width);
     } else {
         float* sum = scratch(0, width);
         std::fill(sum, sum + width, 0.0f);
@@ -200,7 +204,7 @@ Softmax merge(const KvCall& call, const float* const* partial, int64_t count, in
             const float weight = std::exp(partial[i][width] - base) * inverse;
             for (int64_t d = 0; d < width; ++d) sum[d] += weight * partial[i][d];
         }
-        for (int64_t d = 0; d < width; ++d) put(call, out, at + d, sum[d]);
+        write(call, out, at, sum, 1.0f, width);
     }
     return {base, inverse};
 }

@@ -25,17 +25,16 @@ struct Bias {
     float slope;
 };
 
-// Scales and caps a record's scores s (BLOCK), adds the bias, masks them by `mask` (BLOCK; -1: the
-// slot is seen; null: all are seen), and returns the largest.
-KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, Bias bias,
-                              const int32_t* mask) {
+// Caps a record's scores s (BLOCK), adds the bias, masks them by `mask` (BLOCK; -1: the slot is seen;
+// null: all are seen), and returns the largest of each lane.
+KV_INLINE vf finish_scores(const KvCall& call, bool raw, float* s, int64_t count, Bias bias,
+                           const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
-    vf high = lowest;
-    if (call.softcap != 0) {
+    if (!raw && call.softcap != 0) {
         const float cap = (float)call.softcap;
         for (int64_t j = 0; j < count; j += W)
             store(s + j, tanh(load<vf>(s + j) * scale * (1 / cap)) * cap);
-    } else {
+    } else if (!raw) {
 #pragma GCC unroll 8
         for (int64_t j = 0; j < BLOCK; j += W) store(s + j, load<vf>(s + j) * scale);
     }
@@ -48,45 +47,75 @@ KV_INLINE float finish_scores(const KvCall& call, float* s, int64_t count, Bias 
     if (mask)
         for (int64_t j = 0; j < BLOCK; j += W)
             store(s + j, pick(load<vi>(mask + j), load<vf>(s + j), lowest));
+    vf high = lowest;
 #pragma GCC unroll 8
     for (int64_t j = 0; j < BLOCK; j += W) high = larger(load<vf>(s + j), high);
-    return largest(high);
+    return high;
 }
 
-// Replaces a record's scores s (BLOCK) by weights and returns their sum.
-KV_INLINE float weigh(float* s, float base) {
+// Replaces a record's scores s (BLOCK) by weights and returns their sum in each lane.
+KV_INLINE vf weigh(float* s, float scale, float base) {
     vf added{};
 #pragma GCC unroll 2
     for (int64_t j = 0; j < BLOCK; j += W) {
-        const vf weight = exp_down(load<vf>(s + j) - base);
+        const vf weight = exp_down(load<vf>(s + j) * scale - base);
         store(s + j, weight);
         added += weight;
     }
-    return sum(added);
+    return added;
 }
 
+#if defined(KV_BF16_PAIRS)
+// As weigh, with weights as bfloat16.
+KV_INLINE vf weigh_narrow(float* s, float scale, float base) {
+    constexpr float LOG2_E = 1.44269504088896341f;
+    vf weights[BLOCK / W], added{};
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < BLOCK / W; ++j) {
+        weights[j] = exp2_narrow(load<vf>(s + j * W) * (scale * LOG2_E) - base * LOG2_E);
+        added += weights[j];
+    }
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < BLOCK / W; j += 2)
+        narrow_pairs((const float*)(weights + j), (uint16_t*)s + j * W);
+    return added;
+}
+#endif
+
 // Replaces the scores of a block by weights (records, BLOCK), and computes the factors `alpha` for
-// earlier sums. In several passes, so that no record waits for another's reductions. `mask_of(r)`
-// is null if the record sees all slots.
+// earlier sums. W records at a time, whose reductions over lanes are shared. `mask_of(r)` is null if
+// the record sees all slots. With `narrow`, weights are stored as bfloat16.
 template <class BiasOf, class Mask>
-void softmax(const KvCall& call, int64_t records, float* s, int64_t count, BiasOf bias_of,
-             Mask mask_of, float* alpha, float* top, float* total) {
-    for (int64_t r = 0; r < records; ++r) {
-        const float high = finish_scores(call, s + r * BLOCK, count, bias_of(r), mask_of(r));
-        const float new_top = high > top[r] ? high : top[r];
-        alpha[r] = new_top == top[r] ? 0.0f : top[r] - new_top;
-        top[r] = new_top;
-    }
-    for (int64_t r = 0; r < records; r += W) {
-        const int64_t some = records - r < W ? records - r : W;
-        vf x{};
-        memcpy(&x, alpha + r, some * sizeof *alpha);
-        x = exp_down(x);
-        memcpy(alpha + r, &x, some * sizeof *alpha);
-    }
-    for (int64_t r = 0; r < records; ++r) {
-        const float base = top[r] == -INFINITY ? 0.0f : top[r];
-        total[r] = total[r] * alpha[r] + weigh(s + r * BLOCK, base);
+void softmax(const KvCall& call, [[maybe_unused]] bool narrow, int64_t records, float* s,
+             int64_t count, BiasOf bias_of, Mask mask_of, float* alpha, float* top, float* total) {
+    // Without a cap or a bias, scores are scaled as weights are computed.
+    const bool raw = call.scale > 0 && call.softcap == 0 && !call.slopes;
+    const float scale = raw ? (float)call.scale : 1.0f;
+    vf of_lanes[W] = {};
+    for (int64_t first = 0; first < records; first += W, s += W * BLOCK) {
+        const int64_t some = records - first < W ? records - first : W;
+        for (int64_t i = 0; i < some; ++i) {
+            const int64_t r = first + i;
+            of_lanes[place(i)] = finish_scores(call, raw, s + i * BLOCK, count, bias_of(r), mask_of(r));
+        }
+        const vf high = sums<Largest>(of_lanes) * scale;
+        // Scratch memory has rows for whole groups of W records.
+        const vf old = load<vf>(top + first);
+        const vf now = larger(high, old);
+        const vf factor = exp_down(pick(now == old, vf{}, old - now));
+        store(alpha + first, factor);
+        store(top + first, now);
+        alignas(64) float base[W];
+        store(base, pick(now == all(-INFINITY), vf{}, now));
+#if defined(KV_BF16_PAIRS)
+        if (narrow)
+            for (int64_t i = 0; i < some; ++i)
+                of_lanes[place(i)] = weigh_narrow(s + i * BLOCK, scale, base[i]);
+        else
+#endif
+            for (int64_t i = 0; i < some; ++i)
+                of_lanes[place(i)] = weigh(s + i * BLOCK, scale, base[i]);
+        store(total + first, load<vf>(total + first) * factor + sums(of_lanes));
     }
 }
 
@@ -119,10 +148,11 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
     const bool many = records >= MANY;
     const KeyMethod keys = key_method(work, many);
     const ValueMethod values = value_method(work, many);
+    const bool narrow = values.narrow && !run.weights;  // kept weights are floats
     keys.load(work);
     const Centred centred(work);
-    memset(work.acc, 0, records * work.value_stride * sizeof *work.acc);
-    for (int64_t r = 0; r < records; ++r) work.top[r] = -INFINITY, work.total[r] = 0;
+    memset(work.acc, 0, kv_rows(records) * work.value_stride * sizeof *work.acc);
+    for (int64_t r = 0; r < kv_rows(records); ++r) work.top[r] = -INFINITY, work.total[r] = 0;
 
     for (int64_t slot = run.slot0; slot < run.slot1; slot += BLOCK) {
         work.slot = slot;
@@ -150,13 +180,19 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                                 work.spread_key);
             keys.score(work);
             if (call.centre) centred.add();
-            softmax(call, records, work.s, work.count, bias_of, mask_of, work.alpha, work.top,
-                    work.total);
+            softmax(call, narrow, records, work.s, work.count, bias_of, mask_of, work.alpha,
+                    work.top, work.total);
             work.value = readable(work.segment().v, work.value, work.count, call.value_width,
                                   work.spread_value);
+            if (run.weights) keep_weights(work, true);
+#if defined(KV_BF16_PAIRS)
+            if (values.narrow && !narrow)
+                for (int64_t r = 0; r < records; ++r) narrow_weights(work.s + r * BLOCK);
+#endif
             values.add(work);
+        } else if (run.weights) {
+            keep_weights(work, false);
         }
-        if (run.weights) keep_weights(work, seen != NONE);
     }
     if (run.mass) sum_weights(work);
     values.write_sums(work);

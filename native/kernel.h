@@ -36,7 +36,7 @@ static inline int64_t kv_kept(const KvCall& call, const KvRun& run) {
     return kv_records(call, run) * (run.slot1 - run.slot0 + kv_blocks(run)) + KV_BLOCK;
 }
 
-constexpr int64_t KV_RECORDS = 128;  // most records of a run, unless one token's group has more
+constexpr int64_t KV_RECORDS = 256;  // most records of a run, unless one token's group has more
 constexpr int64_t KV_WIDTH_STEP = 32;  // scratch memory pads widths to a multiple of this
 
 static inline int64_t kv_padded(int64_t width) {
@@ -69,11 +69,15 @@ static inline int64_t kv_centred(const KvCall& call, int64_t records) {
     return (2 * records + 2 + KV_BLOCK) * width + records * shares + shares / KV_BLOCK;
 }
 
-// Floats of scratch memory that a run needs.
-static inline int64_t kv_scratch(const KvCall& call, int64_t records) {
+// Records for which a run's scratch memory has rows: a multiple of the rows of a tile.
+static inline int64_t kv_rows(int64_t records) { return (records + 15) / 16 * 16; }
+
+// Floats of scratch memory that a run of `own` records needs.
+static inline int64_t kv_scratch(const KvCall& call, int64_t own) {
+    const int64_t records = kv_rows(own);
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
     return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value + 1) + 64 +
-           kv_gathered(call) + kv_spread(key) + kv_spread(value) + kv_centred(call, records);
+           kv_gathered(call) + kv_spread(key) + kv_spread(value) + kv_centred(call, own);
 }
 
 // kv_attend, after the fields that the library sets are set.

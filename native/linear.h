@@ -19,6 +19,10 @@ struct KvLinearKernel {
 extern const KvLinearKernel kv_linear_portable, kv_linear_avx2, kv_linear_avx512,
     kv_linear_avx512vnni, kv_linear_avx512bf16, kv_linear_amx;
 
+// Whether weights are prefetched past the second-level cache, where they would evict the data that
+// Python needs between two steps. Faster on AMD's processors; Intel's have too few buffers for it.
+extern const bool kv_bypasses_cache;
+
 constexpr int64_t KV_LINEAR_OUTPUTS = 48;  // outputs of a block; threads get whole blocks
 constexpr int64_t KV_LINEAR_STEP = 32;  // largest STEP of any instruction set
 

@@ -11,6 +11,7 @@
 
 #include "linear.h"
 
+#include "linear_tiles.h"
 #include "rows.h"
 
 namespace {
@@ -35,6 +36,16 @@ constexpr bool needs_prefetch(int outputs, int64_t bytes) { return outputs <= 6 
 // that order, but several rows of x delay the reads. If a block of an output's inputs ends before
 // the output does, the next output's block is prefetched.
 constexpr int64_t ahead_of(int rows) { return rows == 1 ? 4096 : 8192; }
+
+// Prefetches weights, which are read once.
+KV_INLINE void prefetch_once(const char* weight, int64_t bytes) {
+    if (kv_bypasses_cache) {
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weight + i, 0, 0);
+    } else {
+        prefetch(weight, bytes);
+    }
+}
 
 // Whether weights of type K, when first read, are read in memory order, one output after the other.
 // An output's sums are then one chain of additions, which takes longer than reading unless each
@@ -281,13 +292,28 @@ void with_kernel(const KvLinear& linear, F f) {
     }
 }
 
+// Whether a layer is computed on tiles, whatever the number of rows.
+bool on_tiles([[maybe_unused]] const KvLinear& linear) {
+#if defined(KV_TILES)
+    return linear.type == KV_BF16 && !linear.scale && linear.outputs >= PAIR_OF_TILES;
+#else
+    return false;
+#endif
+}
+
 void load_any(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows, void* loaded) {
+#if defined(KV_TILES)
+    if (on_tiles(linear)) return load_pairs(linear, x, x_row, rows, loaded);
+#endif
     with_kernel(linear,
                 [&](auto k) { load<decltype(k)>(linear, x, x_row, rows, loaded); });
 }
 
 void run_any(const KvLinear& linear, const void* loaded, int64_t rows, int64_t first, int64_t end,
              void* out, int64_t out_row) {
+#if defined(KV_TILES)
+    if (on_tiles(linear)) return run_pairs(linear, loaded, rows, first, end, out, out_row);
+#endif
     with_kernel(linear,
                 [&](auto k) { run<decltype(k)>(linear, loaded, rows, first, end, out, out_row); });
 }

@@ -61,8 +61,8 @@ bool tiles_work() {
     }
     {
         const Tiles tiles;
-        multiply_tiles(a, a, sizeof *a, TILE_PAIRS, b, sizeof *b, found[0], found[TILE_ROWS],
-                       2 * TILE_PAIRS);
+        multiply_tiles<true, false>(a, a, sizeof *a, TILE_PAIRS, b, sizeof *b, found[0],
+                                    found[TILE_ROWS], 2 * TILE_PAIRS);
     }
     for (int64_t m = 0; m < 2 * TILE_ROWS; ++m)
         for (int64_t n = 0; n < 2 * TILE_PAIRS; ++n) {
@@ -120,6 +120,12 @@ std::atomic<bool> is_forked{false};
 }();
 
 }  // namespace
+
+#if defined(KV_X86)
+const bool kv_bypasses_cache = __builtin_cpu_is("amd");
+#else
+const bool kv_bypasses_cache = false;
+#endif
 
 const Instructions& instructions() {
     const Instructions* one = in_use.load();

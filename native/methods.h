@@ -33,20 +33,20 @@ struct Work {
           records(kv_records(call, run)),
           tokens(run.query1 - run.query0),
           value_stride(padded(call.value_width)) {
-        const int64_t key_stride = padded(call.key_width);
+        const int64_t key_stride = padded(call.key_width), rows = kv_rows(records);
         queries = scratch + kv_gathered(call);
-        s = queries + records * key_stride;
-        acc = s + records * BLOCK;
-        columns = acc + records * value_stride;
+        s = queries + rows * key_stride;
+        acc = s + rows * BLOCK;
+        columns = acc + rows * value_stride;
         wide_keys = columns + BLOCK * key_stride;
         wide = wide_keys + BLOCK * key_stride;
         spread_key = wide + BLOCK * value_stride;
         spread_value = spread_key + kv_spread(key_stride);
         alpha = spread_value + kv_spread(value_stride);
-        top = alpha + records;
-        total = top + records;
-        mask = (int32_t*)(total + records);
-        place = mask + records * BLOCK;
+        top = alpha + rows;
+        total = top + rows;
+        mask = (int32_t*)(total + rows);
+        place = mask + rows * BLOCK;
     }
 
     // The segment of the current block, and the block's first slot in it.
@@ -98,13 +98,14 @@ struct KeyMethod {
 struct ValueMethod {
     void (*add)(const Work&);
     void (*write_sums)(const Work&);  // writes the sums to the run's records, in element order
+    bool narrow = false;              // whether `add` reads weights as bfloat16, at the same places
 };
 
 template <class K>
 void load_queries(const Work& work) {
     const int64_t stride = padded(work.call.key_width);
     typename K::Query* q = (typename K::Query*)work.queries;
-    memset(q, 0, work.records * stride * sizeof *q);
+    memset(q, 0, kv_rows(work.records) * stride * sizeof *q);
     each_query(work, [&](int64_t record, auto x) {
         for (int64_t i = 0; i < work.call.key_width; ++i)
             q[record * stride + K::lane(i)] = K::query(x(i));
@@ -173,11 +174,14 @@ vi* packed_values_of(const Work& work) {
     return rows;
 }
 
+// The records' weights as bfloat16, NARROW_STEP apart.
+const uint16_t* narrow_weights_of(const Work& work) { return (const uint16_t*)work.s; }
+
 void add_packed(const Work& work) {
     const vi* const values = packed_values_of(work);
     for_tiles<MOST_PACKED>(work.records, [&](int64_t from, auto tile) {
-        packed_values<tile.size>(values, work.count, work.call.value_width, work.s + from * BLOCK,
-                                 work.alpha + from, work.acc + from * work.value_stride);
+        packed_values<tile.size>(values, work.count, work.call.value_width,
+                                 narrow_weights_of(work) + from * NARROW_STEP, work.alpha + from, work.acc + from * work.value_stride);
     });
 }
 
@@ -192,14 +196,15 @@ void score_tiles(const Work& work) {
 }
 
 void add_tiles(const Work& work) {
-    tile_values(packed_values_of(work), work.count, work.call.value_width, work.s, work.alpha,
-                work.records, work.acc);
+    tile_values(packed_values_of(work), work.count, work.call.value_width, narrow_weights_of(work),
+                work.alpha, work.records, work.acc);
 }
+
 #endif
 
 void add_pairs_of_slots(const Work& work) {
-    add_pair_values(work.value, work.next, work.count, work.call.value_width, work.records, work.s,
-                    work.alpha, work.acc);
+    add_pair_values(work.value, work.next, work.count, work.call.value_width, work.records,
+                    narrow_weights_of(work), work.alpha, work.acc);
 }
 #endif
 
@@ -458,10 +463,10 @@ ValueMethod value_method(const Work& work, bool many) {
 #if defined(KV_BF16_PAIRS)
 #if defined(KV_TILES)
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && on_tiles(work))
-        return {add_tiles, write_sums<pair_lane>};
+        return {add_tiles, write_sums<pair_lane>, true};
 #endif
     if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16)
-        return {many ? add_packed : add_pairs_of_slots, write_sums<pair_lane>};
+        return {many ? add_packed : add_pairs_of_slots, write_sums<pair_lane>, true};
 #endif
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {

@@ -84,17 +84,18 @@ KV_INLINE void interleave(u16x32 a, u16x32 b, vi (&pairs)[2]) {
                                            62, 31, 63);
 }
 
-// Rounds a record's weights p (BLOCK) to bfloat16.
-KV_INLINE void narrow_weights(const float* p, uint16_t (&to)[BLOCK]) {
-    for (int64_t j = 0; j < BLOCK; j += 2 * W) narrow_pairs(p + j, to + j);
+constexpr int64_t NARROW_STEP = 2 * BLOCK;  // elements from one record's bfloat16 weights to the next
+
+// Replaces a record's weights (BLOCK) by weights rounded to bfloat16.
+KV_INLINE void narrow_weights(float* p) {
+    for (int64_t j = 0; j < BLOCK; j += 2 * W) narrow_pairs(p + j, (uint16_t*)p + j);
 }
 
 // acc = acc * alpha + weights . values, for N times 32 elements from `d` on, of which `valid`
 // exist, for MT records. A pair is one element of two slots.
 template <int MT, int N>
 KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
-                            int64_t valid, const uint16_t (&weights)[MT][BLOCK],
-                            const float* alpha, float* acc) {
+                            int64_t valid, const uint16_t* weights, const float* alpha, float* acc) {
     constexpr int64_t BYTES = N * 64;
     // As in value_columns: in memory order if the rows are contiguous.
     const bool compact = next.stride == next.bytes;
@@ -109,7 +110,7 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
         const char* other = j + 1 < count ? at + values.stride : (const char*)zeros;
         prefetch(ahead, BYTES), prefetch(ahead + ahead_step, BYTES);
         ahead += 2 * ahead_step;
-        const uint16_t* w = opaque(weights[0] + j);
+        const uint16_t* w = opaque(weights + j);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             u16x32 a, b;
@@ -123,8 +124,8 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
             interleave(a, b, pairs);
 #pragma GCC unroll 8
             for (int m = 0; m < MT; ++m) {
-                add_pair(sum[m][n][0], pairs[0], w + m * BLOCK);
-                add_pair(sum[m][n][1], pairs[1], w + m * BLOCK);
+                add_pair(sum[m][n][0], pairs[0], w + m * NARROW_STEP);
+                add_pair(sum[m][n][1], pairs[1], w + m * NARROW_STEP);
             }
         }
     }
@@ -139,11 +140,9 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
 }
 
 template <int MT>
-KV_OUTLINE void pair_values(Rows values, Rows next, int64_t count, int64_t width, const float* p,
-                            const float* alpha, float* acc) {
+KV_OUTLINE void pair_values(Rows values, Rows next, int64_t count, int64_t width,
+                            const uint16_t* weights, const float* alpha, float* acc) {
     constexpr int N = MT <= 3 ? 4 : MT <= 6 ? 2 : 1;  // as many as have sums in registers
-    alignas(64) uint16_t weights[MT][BLOCK];
-    for (int m = 0; m < MT; ++m) narrow_weights(p + m * BLOCK, weights[m]);
     int64_t d = 0;
     const auto run = [&](auto size) __attribute__((always_inline)) {
         constexpr int SIZE = decltype(size)::size;
@@ -158,10 +157,10 @@ KV_OUTLINE void pair_values(Rows values, Rows next, int64_t count, int64_t width
 }
 
 void add_pair_values(Rows values, Rows next, int64_t count, int64_t width, int64_t records,
-                     const float* p, const float* alpha, float* acc) {
+                     const uint16_t* weights, const float* alpha, float* acc) {
     for_tiles<8>(records, [&](int64_t from, auto tile) {
-        pair_values<tile.size>(values, next, count, width, p + from * BLOCK, alpha + from,
-                               acc + from * padded(width));
+        pair_values<tile.size>(values, next, count, width, weights + from * NARROW_STEP,
+                               alpha + from, acc + from * padded(width));
     });
 }
 
@@ -251,15 +250,13 @@ void pack_values(Rows values, Rows next, int64_t count, int64_t width, vi* to) {
 
 // acc = acc * alpha + weights . values, for MT records.
 template <int MT>
-KV_OUTLINE void packed_values(const vi* values, int64_t count, int64_t width, const float* p,
-                              const float* alpha, float* acc) {
-    alignas(64) uint16_t weights[MT][BLOCK];
-    for (int m = 0; m < MT; ++m) narrow_weights(p + m * BLOCK, weights[m]);
+KV_OUTLINE void packed_values(const vi* values, int64_t count, int64_t width,
+                              const uint16_t* weights, const float* alpha, float* acc) {
     const int64_t stride = padded(width), step = stride / W;
     const auto run = [&](int64_t d, auto size) __attribute__((always_inline)) {
         constexpr int N = decltype(size)::size;
         vf sum[MT][N] = {};
-        multiply_pairs<MT, N>(weights[0], BLOCK, (count + 1) / 2, values + d / W, step, sum);
+        multiply_pairs<MT, N>(weights, NARROW_STEP, (count + 1) / 2, values + d / W, step, sum);
 #pragma GCC unroll 8
         for (int m = 0; m < MT; ++m)
 #pragma GCC unroll 4
@@ -276,46 +273,39 @@ KV_OUTLINE void packed_values(const vi* values, int64_t count, int64_t width, co
 #if defined(KV_TILES)
 // -- on tiles --------------------------------------------------------------------------------
 
-// Calls f(first, second, begin) for the records in pairs of groups of 16; the last group may overlap
-// the one before it, and only records from `begin` on are new.
-template <class F>
-void for_tile_groups(int64_t records, F f) {
-    const int64_t last = records - TILE_ROWS;
-    for (int64_t r = 0; r < records; r += 2 * TILE_ROWS)
-        f(std::min(r, last), std::min(r + TILE_ROWS, last), r);
+// The product of groups of 16 records (`stride` elements apart) with rows of pairs (`step` vectors
+// apart), for `columns` vectors, written or added to the records of `out`, `width` floats apart.
+template <bool ADD>
+void multiply_groups(const uint16_t* a, int64_t stride, int64_t pairs, const vi* b, int64_t step,
+                     int64_t columns, int64_t records, float* out, int64_t width) {
+    for (int64_t r = 0; r < records; r += 2 * TILE_ROWS) {
+        const auto multiply = records - r > TILE_ROWS ? multiply_tiles<true, ADD> : multiply_tiles<false, ADD>;
+        const uint16_t* first = a + r * stride;
+        float* to = out + r * width;
+        for (int64_t n = 0; n < columns; n += 2)
+            multiply(first, first + TILE_ROWS * stride, stride * 2, pairs, b + n, step * sizeof *b,
+                     to + n * W, to + TILE_ROWS * width + n * W, width);
+    }
 }
 
 void tile_scores(const vi* keys, int64_t pairs, const uint16_t* q, int64_t stride, int64_t records,
                  float* s) {
-    for_tile_groups(records, [&](int64_t first, int64_t second, int64_t) {
-        for (int64_t n = 0; n < COLUMNS; n += 2)
-            multiply_tiles(q + first * stride, q + second * stride, stride * 2, pairs, keys + n,
-                           COLUMNS * sizeof *keys, s + first * BLOCK + n * W,
-                           s + second * BLOCK + n * W, BLOCK);
-    });
+    multiply_groups<false>(q, stride, pairs, keys, COLUMNS, COLUMNS, records, s, BLOCK);
 }
 
-void tile_values(const vi* values, int64_t count, int64_t width, const float* p, const float* alpha,
-                 int64_t records, float* acc) {
-    const int64_t stride = padded(width), step = stride / W, pairs = packed_rows((count + 1) / 2);
-    for_tile_groups(records, [&](int64_t first, int64_t second, int64_t begin) {
-        alignas(64) uint16_t weights[2 * TILE_ROWS][BLOCK];
-        alignas(64) float sums[2 * TILE_ROWS][2 * W];
-        const auto record = [&](int64_t i) { return i < TILE_ROWS ? first + i : second + i - TILE_ROWS; };
-        for (int64_t i = 0; i < 2 * TILE_ROWS; ++i) narrow_weights(p + record(i) * BLOCK, weights[i]);
-        for (int64_t d = 0; d < step; d += 2) {
-            multiply_tiles(weights[0], weights[TILE_ROWS], BLOCK * 2, pairs, values + d,
-                           step * sizeof *values, sums[0], sums[TILE_ROWS], 2 * W);
-            for (int64_t i = 0, next = begin; i < 2 * TILE_ROWS; ++i) {
-                if (record(i) < next) continue;
-                next = record(i) + 1;
-                float* to = acc + record(i) * stride + d * W;
-                const vf factor = all(alpha[record(i)]);
-                store(to, load<vf>(to) * factor + load<vf>(sums[i]));
-                store(to + W, load<vf>(to + W) * factor + load<vf>(sums[i] + W));
-            }
+// acc = acc * alpha + weights . values.
+void tile_values(const vi* values, int64_t count, int64_t width, const uint16_t* weights,
+                 const float* alpha, int64_t records, float* acc) {
+    const int64_t stride = padded(width), step = stride / W;
+    for (int64_t r = 0; r < records; ++r) {
+        if (alpha[r] == 1.0f) continue;
+        for (int64_t d = 0; d < stride; d += W) {
+            float* to = acc + r * stride + d;
+            store(to, load<vf>(to) * alpha[r]);
         }
-    });
+    }
+    multiply_groups<true>(weights, NARROW_STEP, packed_rows((count + 1) / 2), values, step, step,
+                          records, acc, stride);
 }
 #endif
 

@@ -104,7 +104,8 @@ int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t 
           int64_t count, int64_t slots) {
     const KvStep& s = *step.step;
     if (!s.rule.by_keys)
-        return kv_evict(step.planes, step.plane_count, rows, victims, rows, heads, count, slots);
+        return kv_evict(step.planes, step.plane_count, rows, victims, rows, heads, count, slots,
+                        nullptr, 0);
     const int64_t width = s.key.width, bytes = s.rule.memory_head * 8;
     float* memory = cosine_scratch(s);
     for (int64_t i = 0; i < rows * heads; ++i) {
@@ -118,7 +119,8 @@ int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t 
     }
     std::vector<KvSlots> planes(step.planes, step.planes + step.plane_count);
     planes.push_back({directions(s, 0, 0).lengths(width), s.call.heads * bytes, bytes, 4, heads});
-    return kv_evict(planes.data(), (int64_t)planes.size(), rows, victims, rows, heads, count, slots);
+    return kv_evict(planes.data(), (int64_t)planes.size(), rows, victims, rows, heads, count, slots,
+                    nullptr, 0);
 }
 
 }  // namespace

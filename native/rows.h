@@ -24,13 +24,6 @@ KV_INLINE void prefetch(const char* row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-// Prefetches what is read once, and so stays out of the larger caches: a model's weights would
-// evict everything that Python needs between two steps.
-KV_INLINE void prefetch_once(const char* row, int64_t bytes) {
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 0);
-}
-
 // A plane's slots of one row and head, as bytes, so that prefetching needs no element type.
 struct Rows {
     const char* first;

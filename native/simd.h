@@ -128,6 +128,10 @@ struct LargestInteger {
     KV_INLINE vf join(vf a, vf b) { return (vf)((vi)a > (vi)b ? (vi)a : (vi)b); }
 };
 
+struct Largest {
+    KV_INLINE vf join(vf a, vf b) { return pick(a > b, a, b); }
+};
+
 #if KV_LANES == 16
 template <class J>
 KV_INLINE vf fold8(vf a, vf b) {  // halves: [a.lo + a.hi, b.lo + b.hi]
@@ -264,6 +268,30 @@ KV_INLINE vf exp_down(vf x) {
     p = p * (r * r) + r + 1.0f;
     const vu power = ((vu)shifted - (vu)magic + 127) << 23;  // unsigned: defined for any number
     return pick(x < all(-87.3f), vf{}, p * (vf)power);
+}
+
+// 2^t for t <= 0 to 2^-18, for numbers that are rounded to bfloat16; NaN for NaN. The polynomial has
+// the least relative error for 2^r, 0 <= r <= 1, of all with p(0) = 1.
+KV_INLINE vf exp2_narrow(vf t) {
+#if defined(__AVX512DQ__)
+    constexpr int FLOOR = 1;  // keeps t - floor(t); 0 for infinity
+    const vf r = (vf)_mm512_reduce_ps((__m512)t, FLOOR);
+#else
+    const vf at_least = pick(t < all(-126.0f), all(-126.0f), t);
+    const vi whole = __builtin_convertvector(at_least, vi);  // towards zero
+    const vi floor = whole + ((__builtin_convertvector(whole, vf) > at_least) & -1);
+    const vf r = at_least - __builtin_convertvector(floor, vf);
+#endif
+    vf p = all(1.34266880e-2f);
+    p = p * r + 5.22424682e-2f;
+    p = p * r + 2.41280208e-1f;
+    p = p * r + 6.93044845e-1f;
+    p = p * r + 1.0f;
+#if defined(__AVX512DQ__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)t);
+#else
+    return pick(t < all(-126.0f), vf{}, (vf)((vu)p + ((vu)floor << 23)));
+#endif
 }
 
 // tanh x; near zero by a polynomial from Cephes, because (1 - e^-2x) / (1 + e^-2x) cancels there.

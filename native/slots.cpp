@@ -18,11 +18,13 @@ void kv_order(const float* worth, const int32_t* position, int64_t slots, int64_
     }
     order.resize(slots);
     std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
+    const auto before = [&](int64_t a, int64_t b) {
         if (worth[a] != worth[b]) return worth[a] < worth[b];
         if (position[a] != position[b]) return position[a] < position[b];
         return a < b;
-    });
+    };
+    if (count < slots) std::nth_element(order.begin(), order.begin() + count, order.end(), before);
+    std::sort(order.begin(), order.begin() + count, before);
     std::copy(order.begin(), order.begin() + count, out);
 }
 
@@ -49,44 +51,43 @@ int kv_lowest(const KvRanking* given) {
 }
 
 int kv_evict(const KvSlots* planes, int64_t plane_count, int64_t rows, const int64_t* victims,
-             int64_t victim_rows, int64_t victim_heads, int64_t count, int64_t length) {
+             int64_t victim_rows, int64_t victim_heads, int64_t count, int64_t length,
+             const KvSlots* behind, int64_t own) {
     const int64_t kept = length - count;
+    std::vector<int64_t> sorted;
     try {
-        // A user's policy may return invalid victims; check them before anything changes.
-        std::vector<int64_t> sorted(count);
-        for (int64_t i = 0; i < victim_rows * victim_heads; ++i) {
-            std::copy_n(victims + i * count, count, sorted.begin());
-            std::sort(sorted.begin(), sorted.end());
-            const bool twice = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
-            if (twice || (count && (sorted[0] < 0 || sorted[count - 1] >= length))) return 2;
-        }
-        std::vector<int64_t> holes;
-        std::vector<char> freed(count);
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t p = 0; p < plane_count; ++p) {
-                const KvSlots& plane = planes[p];
-                for (int64_t head = 0; head < plane.heads; ++head) {
-                    const int64_t* own = victims + ((victim_rows > 1 ? row : 0) * victim_heads +
-                                                    (victim_heads > 1 ? head : 0)) * count;
-                    holes.clear();
-                    std::fill(freed.begin(), freed.end(), 0);
-                    for (int64_t i = 0; i < count; ++i) {
-                        if (own[i] < kept) holes.push_back(own[i]);
-                        else freed[own[i] - kept] = 1;
-                    }
-                    std::sort(holes.begin(), holes.end());
-                    char* first = (char*)plane.data + row * plane.row + head * plane.head;
-                    int64_t mover = 0;
-                    for (const int64_t hole : holes) {
-                        while (freed[mover]) ++mover;
-                        memcpy(first + hole * plane.bytes, first + (kept + mover) * plane.bytes,
-                               plane.bytes);
-                        ++mover;
-                    }
-                }
-            }
-        return 0;
+        sorted.assign(victims, victims + victim_rows * victim_heads * count);
     } catch (const std::bad_alloc&) {
         return 1;
     }
+    // A user's policy may return invalid victims; check them before anything changes.
+    for (int64_t* first = sorted.data(); first != sorted.data() + sorted.size(); first += count) {
+        std::sort(first, first + count);
+        if (first[0] < 0 || first[count - 1] >= length) return 2;
+        if (std::adjacent_find(first, first + count) != first + count) return 2;
+    }
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t p = 0; p < plane_count; ++p) {
+            const int64_t bytes = planes[p].bytes;
+            for (int64_t head = 0; head < planes[p].heads; ++head) {
+                const int64_t* holes = sorted.data() + ((victim_rows > 1 ? row : 0) * victim_heads +
+                                                        (victim_heads > 1 ? head : 0)) * count;
+                const int64_t* end = holes + count;
+                const int64_t* freed = std::lower_bound(holes, end, kept);  // behind the holes
+                const auto at = [&](const KvSlots& plane, int64_t slot) {
+                    return (char*)plane.data + row * plane.row + head * plane.head + slot * bytes;
+                };
+                const auto slot = [&](int64_t i) {
+                    return behind && i >= own ? at(behind[p], i - own) : at(planes[p], i);
+                };
+                if (behind && kept > own)
+                    memcpy(at(planes[p], own), at(behind[p], 0), (kept - own) * bytes);
+                int64_t mover = kept;
+                for (const int64_t* hole = holes, *gone = freed; hole != freed; ++hole, ++mover) {
+                    while (gone != end && *gone == mover) ++gone, ++mover;
+                    memcpy(at(planes[p], *hole), slot(mover), bytes);
+                }
+            }
+        }
+    return 0;
 }

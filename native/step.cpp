@@ -137,7 +137,7 @@ bool drop(const KvSequence& step) {
     ranking.count = 1;
     return !kv_lowest(&ranking) &&
            !kv_evict(step.planes, step.plane_count, step.step->call.rows, victims.data(),
-                     ranking.rows, ranking.heads, 1, step.slots);
+                     ranking.rows, ranking.heads, 1, step.slots, nullptr, 0);
 }
 
 // Adds the errors that the codes of a token will have once it leaves the tail, if the policy needs

@@ -18,21 +18,31 @@ namespace {
 constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;
 constexpr int64_t TILE_PAIRS = TILE_BYTES / 4;  // of bfloat16 in a row
 
+// Bytes in the rows of tiles 0 to 7. Tiles 0 to 3 are results, 4 and 5 the first operand, 6 and 7 the
+// second, with `left` columns in even tiles and `right` columns in odd tiles.
+struct TileColumns {
+    int64_t bytes[8];
+
+    TileColumns(int64_t left, int64_t right)
+        : bytes{left * 4, right * 4, left * 4, right * 4, TILE_BYTES, TILE_BYTES, left * 4, right * 4} {}
+};
+
 #if defined(KV_EMULATE_TILES)
 typedef uint8_t TileData[TILE_ROWS][TILE_BYTES];
 thread_local TileData tile_data[8];
+thread_local TileColumns tile_columns(0, 0);
 
 template <int T>
 void tile_zero() { memset(tile_data[T], 0, sizeof tile_data[T]); }
 
 template <int T>
 void tile_load(const void* from, int64_t stride) {
-    for (int r = 0; r < TILE_ROWS; ++r) memcpy(tile_data[T][r], (const char*)from + r * stride, TILE_BYTES);
+    for (int r = 0; r < TILE_ROWS; ++r) memcpy(tile_data[T][r], (const char*)from + r * stride, tile_columns.bytes[T]);
 }
 
 template <int T>
 void tile_store(void* to, int64_t stride) {
-    for (int r = 0; r < TILE_ROWS; ++r) memcpy((char*)to + r * stride, tile_data[T][r], TILE_BYTES);
+    for (int r = 0; r < TILE_ROWS; ++r) memcpy((char*)to + r * stride, tile_data[T][r], tile_columns.bytes[T]);
 }
 
 // tile C += tile A . tile B: rows of pairs, times a row of B for each pair.
@@ -46,7 +56,7 @@ void tile_multiply() {
     };
     for (int m = 0; m < TILE_ROWS; ++m)
         for (int k = 0; k < TILE_PAIRS; ++k)
-            for (int n = 0; n < TILE_PAIRS; ++n) {
+            for (int n = 0; n < tile_columns.bytes[C] / 4; ++n) {
                 float& to = ((float*)tile_data[C][m])[n];
                 for (int i = 0; i < 2; ++i)
                     to += half(tile_data[A][m], 2 * k + i) * half(tile_data[B][k], 2 * n + i);
@@ -54,7 +64,11 @@ void tile_multiply() {
 }
 
 // While one exists, the thread may use tiles.
-struct Tiles {};
+struct Tiles {
+    explicit Tiles(int64_t left = TILE_PAIRS, int64_t right = TILE_PAIRS) {
+        tile_columns = TileColumns(left, right);
+    }
+};
 #else
 template <int T>
 void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
@@ -77,38 +91,49 @@ void tile_multiply() {
 
 // While one exists, the thread may use tiles. Torch configures its own in its calls.
 struct Tiles {
-    Tiles() {
+    explicit Tiles(int64_t left = TILE_PAIRS, int64_t right = TILE_PAIRS) {
+        const TileColumns columns(left, right);
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {};
             uint8_t rows[16] = {};
         } config;
-        for (int t = 0; t < 8; ++t) config.bytes[t] = TILE_BYTES, config.rows[t] = TILE_ROWS;
+        for (int t = 0; t < 8; ++t) if (columns.bytes[t]) config.bytes[t] = columns.bytes[t], config.rows[t] = TILE_ROWS;
         asm volatile("ldtilecfg (%0)" ::"r"(&config) : "memory");
     }
     ~Tiles() { asm volatile("tilerelease"); }
 };
 #endif
 
-// Products of two groups of 16 rows of pairs, `first` and `second` (`stride` bytes apart), with rows
-// of B (`step` bytes apart), one for each of `pairs` pairs, of which 32 columns are used. The
-// results are written to `out` and `other`, whose rows are `width` floats apart. A row's results do
-// not depend on its place. `pairs` is a multiple of 16.
-[[maybe_unused]] void multiply_tiles(const void* first, const void* second, int64_t stride,
-                                     int64_t pairs, const void* b, int64_t step, float* out,
-                                     float* other, int64_t width) {
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+// Products of one or two groups of 16 rows of pairs, `first` and `second` (`stride` bytes apart), with
+// rows of B (`step` bytes apart), one for each of `pairs` pairs, of which 32 columns are used. The
+// results are written, or added if ADD, to `out` and `other`, whose rows are `width` floats apart.
+// A row's results do not depend on its place. `pairs` is a multiple of 16.
+template <bool BOTH, bool ADD>
+void multiply_tiles(const void* first, const void* second, int64_t stride, int64_t pairs,
+                    const void* b, int64_t step, float* out, float* other, int64_t width) {
+    const int64_t line = width * 4;
+    if constexpr (ADD) {
+        tile_load<0>(out, line), tile_load<1>(out + 16, line);
+        if constexpr (BOTH) tile_load<2>(other, line), tile_load<3>(other + 16, line);
+    } else {
+        tile_zero<0>(), tile_zero<1>();
+        if constexpr (BOTH) tile_zero<2>(), tile_zero<3>();
+    }
     for (int64_t p = 0; p < pairs; p += TILE_PAIRS) {
         const char* rows = (const char*)b + p * step;
         tile_load<4>((const char*)first + p * 4, stride);
         tile_load<6>(rows, step);
+        tile_multiply<0, 4, 6>();
         tile_load<7>(rows + TILE_BYTES, step);
-        tile_multiply<0, 4, 6>(), tile_multiply<1, 4, 7>();
-        tile_load<5>((const char*)second + p * 4, stride);
-        tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        tile_multiply<1, 4, 7>();
+        if constexpr (BOTH) {
+            tile_load<5>((const char*)second + p * 4, stride);
+            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        }
     }
-    tile_store<0>(out, width * 4), tile_store<1>(out + 16, width * 4);
-    tile_store<2>(other, width * 4), tile_store<3>(other + 16, width * 4);
+    tile_store<0>(out, line), tile_store<1>(out + 16, line);
+    if constexpr (BOTH) tile_store<2>(other, line), tile_store<3>(other + 16, line);
 }
 
 // Whether Linux lets this process use tiles, which must be asked for once.

@@ -1,8 +1,8 @@
 """kvkeep: the KV cache for PyTorch language models.
 
 Importing kvkeep changes nothing and is cheap: each public name is imported when it is first used.
-`Cache`, `Graphed` and the functions except `attend` and `keep_until` import transformers; the
-others import only torch.
+`Cache`, `Graphed` and the functions except `attend` and `keep_until` import transformers; all other
+names import only torch.
 """
 
 from __future__ import annotations

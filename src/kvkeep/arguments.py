@@ -1,4 +1,4 @@
-"""Keyword arguments that a function does not have: an error that names the nearest one."""
+"""Errors for unknown keyword arguments, which suggest the closest name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ R = TypeVar("R")
 
 
 def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function: an argument that it does not have raises `ArgumentError`.
+    """Decorates a function: an unknown keyword argument raises `ArgumentError`.
 
     Args:
-        others: functions and classes whose arguments the error may suggest too.
+        others: functions and classes whose arguments the error may also suggest.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -30,7 +30,7 @@ class CacheStats:
     sums. `seen`: tokens fed, per row; `kept`: the share of them that is held, averaged over layers
     and heads. `shared_bytes`: bytes of frozen slots, which other caches may share;
     `recurrent_bytes`: bytes of recurrent states; both are part of the other byte counts.
-    `marked_bytes`: bytes of their copies at marks, counted separately.
+    `marked_bytes`: bytes of copies of recurrent states at marks, not included in other counts.
     """
 
     length: int
@@ -51,8 +51,8 @@ class CacheStats:
 
 
 class Snapshot(NamedTuple):
-    """A copy of a cache's content: the kinds of its layers, their states, `Cache.routed`, and the
-    states of layers that do not attend, by name."""
+    """A copy of a cache's contents: the kinds and states of its attention layers, `Cache.routed`,
+    and the recurrent states by name."""
 
     kinds: list[str]
     layers: list[LayerState]
@@ -86,8 +86,8 @@ class Cache:
     ) -> None:
         self._layers: list[LayerCache] = list(layers)
         self.carried = NoStates() if carried is None else carried
-        self.lent: Borrower | None = None  # who uses the layers
-        self._changing = False  # True while all layers change; an interrupt leaves them different
+        self.lent: Borrower | None = None  # has exclusive use of the layers
+        self._changing = False  # True while layers change; still True after an interrupt
         self._share()
 
     @property
@@ -133,8 +133,8 @@ class Cache:
         self._changing = False
 
     def mark(self) -> None:
-        """Copy the states of recurrent layers, so that `crop` and `rewind` can return to this
-        point. A cache without these states needs no marks.
+        """Copy the recurrent states, so that `crop` and `rewind` can return to this point. A cache
+        without recurrent states needs no marks.
 
         Raises:
             StateError: a forward is running or was interrupted.
@@ -176,8 +176,8 @@ class Cache:
 
     @property
     def rollback_limit(self) -> int:
-        """The number of newest tokens, up to which `crop` can remove any number exactly. The states
-        of recurrent layers return to `carried.marks` only."""
+        """The largest number of tokens that `crop` can remove exactly. With recurrent states 0,
+        although `crop` can also return to `carried.marks`."""
         if self.carried:
             return 0
         return min((layer.rollback_limit for layer in self.layers), default=0)
@@ -189,8 +189,8 @@ class Cache:
         return held and self.carried.returns_to(columns)
 
     def why_not(self, feature: Feature) -> str:
-        """Why the model of this cache lacks a feature, as a clause about it; empty if it has it, as
-        far as the cache tells."""
+        """Why the model of this cache lacks a feature, as a clause about the model; empty if its
+        recurrent states do not prevent the feature."""
         return self.carried.lacks.get(feature, "")
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -244,7 +244,7 @@ class Cache:
 
         Raises:
             ShapeError: `shown` is True for padding or hidden columns; nothing is changed.
-            UnsupportedError: these tokens have already influenced which slots a layer's policy
+            UnsupportedError: the hidden tokens have already influenced which slots a layer's policy
                 keeps, or share encoded blocks with other tokens; nothing is changed.
         """
         with self._turns():
@@ -257,7 +257,7 @@ class Cache:
             self._changing = False
 
     def snapshot(self) -> Snapshot:
-        """A copy of the current contents for `restore`; spare slots are not copied.
+        """A copy of the current contents for `restore`, without unused slots.
 
         Raises:
             StateError: a forward is running.
@@ -330,7 +330,7 @@ class Cache:
         return other
 
     def _share(self) -> None:
-        """Let the layers' storages share resources that one storage at a time uses."""
+        """Let the layers' storages share buffers that only one storage uses at a time."""
         common: dict[str, Any] = {}
         for layer in self.layers:
             layer.storage.share(common)
@@ -460,7 +460,7 @@ class Cache:
 
     @contextmanager
     def _turns(self) -> Iterator[None]:
-        """Take every layer's turn, so that a second thread is refused before any layer changes."""
+        """Take every layer's turn: a call from a second thread raises before any layer changes."""
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(layer.cursor.turn)
@@ -471,8 +471,8 @@ CacheType = TypeVar("CacheType", bound=Cache)
 
 
 class Frozen(Generic[CacheType]):
-    """An immutable cache, from `Cache.freeze`. Forks share its slots until they must evict from
-    them. Attention reads slots that all rows of a fork share once for all rows."""
+    """An immutable cache, from `Cache.freeze`. A fork shares its slots until it must evict from
+    them. If all rows of a fork share slots, attention reads these slots once for all rows."""
 
     def __init__(self, cache: CacheType) -> None:
         self._cache = cache._forked()

@@ -61,8 +61,8 @@ def check_places(what: str, x: Tensor, rows: int, n: int, *front: int) -> None:
 
 
 def check_range(what: str, x: Tensor) -> None:
-    """Check that positions fit the 32 bits that slots and kernels use. Positions of a narrower type
-    are not read.
+    """Check that int64 positions fit the 32 bits that slots and kernels use; narrower types are not
+    read.
 
     Raises:
         ShapeError: a position does not fit.
@@ -115,9 +115,8 @@ def check_memory(what: str, x: Tensor, device: torch.device) -> None:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """x with its values in memory, for kernels: torch conjugates and negates lazily, in its own
-    operations only, and zeros of forward gradients have no memory. Returns x itself if its values
-    are in memory."""
+    """x with its values in memory, for kernels; x itself if they already are. torch negates lazily,
+    and zero tensors of forward-mode gradients have no memory."""
     return x.clone() if x.is_neg() or x._is_zerotensor() else x
 
 
@@ -143,8 +142,8 @@ def check_queries(q: Tensor, k: Tensor, sinks: Tensor | None = None) -> None:
 
 
 class Checks:
-    """The checks of one layer. If shapes, dtypes and devices equal those of the last call, which
-    passed, only 64-bit positions are checked again."""
+    """The checks of one layer. If shapes, dtypes and devices are the same as in the last successful
+    check, only the values of int64 positions are checked."""
 
     def __init__(self) -> None:
         self._chunk: tuple[object, ...] = ()
@@ -169,7 +168,7 @@ class Checks:
         softcap: float | None = None,
         slopes: Sequence[float] | None = None,
     ) -> None:
-        """See `check_queries` and `check_softcap`. `slopes`: the layer's, one per query head."""
+        """See `check_queries` and `check_softcap`. `slopes`: the layer's slopes, if any."""
         logits = None if sinks is None else sinks.shape
         queries = (q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, logits, softcap)
         if queries != self._queries:

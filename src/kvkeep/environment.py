@@ -1,4 +1,4 @@
-"""The machine and the versions that a result was measured with."""
+"""The hardware and the package versions of this machine, to report with measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "native_kernel": native_library.instructions() or "none",
         "threads": torch.get_num_threads(),
-        "load": round(psutil.getloadavg()[0], 1),  # processes that want a core, over one minute
+        "load": round(psutil.getloadavg()[0], 1),  # runnable processes, averaged over one minute
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": "none" if accelerator is None else str(accelerator),
     } | (_cuda() if torch.cuda.is_available() else {})

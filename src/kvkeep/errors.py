@@ -8,12 +8,12 @@ class KVKeepError(Exception):
 
 
 class ShapeError(KVKeepError, ValueError):
-    """A tensor's shape, dtype, device or values do not fit the cache it was given to, or a number
-    does not fit the call."""
+    """A tensor's shape, dtype, device or values do not fit the cache, or a number is not valid for
+    the call."""
 
 
 class CapacityError(KVKeepError, ValueError):
-    """A cache with a fixed number of slots cannot take the tokens it was given."""
+    """A cache with a fixed number of slots has no room for the new tokens."""
 
 
 class OutOfMemoryError(CapacityError, MemoryError):
@@ -46,7 +46,7 @@ class UnsupportedError(KVKeepError, NotImplementedError):
 
 
 class MissingPackageError(UnsupportedError, ImportError):
-    """A feature whose packages are not installed; the message names the extra that brings them."""
+    """A feature needs packages that are not installed; the message names the extra to install."""
 
 
 class ModelError(KVKeepError):
@@ -63,6 +63,6 @@ class LossError(KVKeepError, ArithmeticError):
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception of another library says, as part of a message: one line of at most 300
-    characters without the final full stop; its class, if it says nothing."""
+    """The text of another library's exception, for use in a message: one line of at most 300
+    characters without the final full stop; for an empty text, the class's name."""
     return " ".join(str(error).split())[:300].rstrip(". ") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Features that some models lack, with the reasons."""
+"""Features that some models lack, and the reasons."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Feature(Enum):
     REREAD = "a second reading of a text"
     JOINED = "a join of texts"
     PLACED = "a forward at given positions"
-    """Tokens at other positions than the next ones."""
+    """Tokens at positions that do not follow the last token's."""
     MOVED = "a move of keys"
-    """Keys turned to other positions, and queries predicted for them."""
+    """Rotating keys to other positions, and predicting queries."""
     NARROWED = "a forward whose later layers compute some tokens only"
     HOLES = "padding behind tokens"
     PAIRS = "a cache made of keys and values"
@@ -32,5 +32,5 @@ Lacks = Mapping[Feature, str]
 
 
 def unsupported(clause: str, *features: Feature) -> Lacks:
-    """Reasons why a model lacks features: a clause about the model for all of them."""
+    """One reason for several features; `clause` is about the model: "has ..."."""
     return {one: f"{clause}, which {one.value} does not support" for one in features}

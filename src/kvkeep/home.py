@@ -1,4 +1,4 @@
-"""The directory of sessions, compiled steps and fetched models."""
+"""The directory of models, sessions and compiled steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvkeep.extras import needed_by
 
 
 def home() -> Path:
-    """The directory of models, sessions and compiled steps: $KVKEEP_HOME, or one in the user's
+    """The directory of models, sessions and compiled steps: $KVKEEP_HOME, or `kvkeep` in the user's
     cache directory.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Linear layers of few rows on the CPU, by a kernel that reads the weights once and in place."""
+"""Linear layers for a few rows on the CPU, by a kernel that reads the weights once and in place."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MOST_ROWS = 32
 """Most rows per call of the kernel; KV_LINEAR_ROWS of native/abi.h."""
 
 FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
-"""Fewest bytes of weights for which a layer is routed, and for which a single row is not left to
-torch: with fewer, the call itself takes most of the time."""
+"""Bytes of weights from which on the kernel computes a layer at all, and from which on it computes
+a single row. For smaller weights the call itself takes most of the time, and torch is as fast."""
 
 _LINEAR = Struct("=8q")
 
 
 class Stored(NamedTuple):
-    """What the kernel reads of a layer's weights: the weights (outputs, inputs) themselves; or
-    int8 codes, and a float32 scale of each output, by whose product weights are meant."""
+    """A layer's weights as the kernel reads them: floats (outputs, inputs); or int8 codes and a
+    float32 scale per output, where weight = code * scale."""
 
     weight: Tensor
     scale: Tensor | None = None
@@ -46,7 +46,7 @@ def few_rows(
         x: (..., inputs) on the CPU, 1 to `MOST_ROWS` rows; float32, bfloat16 or float16.
         weight: (outputs, inputs) of the same dtype, with contiguous rows; int8 with `scale`.
         bias: (outputs,) of x's dtype.
-        scale: float32 with an element for each output, by which its int8 weights are multiplied.
+        scale: float32 (outputs,), the factors of int8 weights.
 
     Returns:
         (..., outputs), without a gradient.
@@ -78,9 +78,9 @@ def route(model: nn.Module) -> int:
     `MOST_ROWS` rows on the CPU, without gradients. `unroute` undoes this.
 
     A layer is routed if its type is exactly `nn.Linear`, the kernel can read its weights, and
-    nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation). Of quantised
-    weights it reads int8 with a scale for each output as torchao's `Int8WeightOnlyConfig` makes
-    them; layers with any other are left to the library that made them.
+    nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation). The kernel
+    reads floats, and int8 weights with a scale for each output, as torchao's
+    `Int8WeightOnlyConfig` produces. Layers with other quantised weights are not routed.
 
     Returns:
         The number of routed layers; 0 without the native library.
@@ -123,14 +123,14 @@ def _gains(module: nn.Linear) -> bool:
 
 
 def stored(weight: Tensor) -> Stored | None:
-    """What the kernel reads of a layer's weights; None if it cannot read their class."""
+    """A layer's weights as the kernel reads them; None if it cannot read their class."""
     if _is_plain(weight):
         return Stored(weight)
     if type(weight) is not getattr(sys.modules.get("torchao.quantization"), "Int8Tensor", None):
         return None
     own: Any = weight
     if own.act_quant_kwargs is not None or own.act_pre_scale is not None:
-        return None  # x is to be quantised or scaled too
+        return None  # x must be quantised or scaled too
     if own.zero_point is not None and own.zero_point.any():
         return None
     return Stored(own.qdata, own.scale)
@@ -173,18 +173,18 @@ def multiply(arguments: Arguments) -> None:
 
 
 class Weights:
-    """Weights of layers that share an input, and the records that describe them to the kernel.
+    """Weights of layers that share an input x, and the records that describe them to the kernel.
 
     Args:
-        weights: of each layer, all with scales or all without.
-        biases: of each layer.
-        dtype: of x.
+        weights: the weights of each layer, all with scales or all without.
+        biases: the bias of each layer; None: no bias.
+        dtype: the dtype of x.
     """
 
     __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
-    """Objects by the id of their first weight, which removes its entry when it is freed."""
+    """Objects by the id of their first weight. The entry is removed when the weight is freed."""
 
     def __init__(
         self, weights: Sequence[Stored], biases: Sequence[Tensor | None], dtype: torch.dtype
@@ -226,7 +226,7 @@ class Weights:
         return cached
 
     def are(self, weights: Sequence[Stored], biases: Sequence[Tensor | None]) -> bool:
-        """Whether these are the same tensors at the same addresses."""
+        """Whether the tensors are the object's, at the same addresses."""
         if len(weights) != len(self._given):
             return False
         pointers = iter(self._pointers)
@@ -292,7 +292,7 @@ class _Routed:
     __slots__ = ("_few", "_module", "_weights")
 
     def __init__(self, module: nn.Linear, few: int) -> None:
-        """`few`: most elements of an input for which torch is as fast."""
+        """`few`: the largest number of input elements for which torch is as fast."""
         self._module, self._few = module, few
         self._weights: Weights | None = None
 
@@ -312,7 +312,7 @@ class _Routed:
     def _read(self, weight: Tensor, bias: Tensor | None) -> Weights | None:
         weights = self._weights
         own = Stored(weight)
-        if type(weight) is not nn.Parameter:  # of torchao, as `stored` has found
+        if type(weight) is not nn.Parameter:  # torchao's int8 weights
             own = Stored(getattr(weight, "qdata", weight), getattr(weight, "scale", None))
         if weights is None or not weights.are((own,), (bias,)):
             found = stored(weight)

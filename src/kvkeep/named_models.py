@@ -1,4 +1,4 @@
-"""Models with short names, which installed packages declare as entry points."""
+"""Short names of models, which installed packages declare as entry points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NamedModel(Protocol):
         """The directory of the model, which exists once it has been fetched."""
 
     def fetch(self, progress: Callable[[str, float | None], None]) -> Path:
-        """Fetch the model, unless it is there, for transformers to load.
+        """Fetch the model, unless it was fetched before, in a form that transformers can load.
 
         Args:
             progress: see `kvkeep.host.progress.Progress`.

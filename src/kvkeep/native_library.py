@@ -1,7 +1,7 @@
 """Finds and loads the native library, which is built from `native/` and called through ctypes.
 
-If no C++ compiler is present at installation, kvkeep installs without the library, as does the
-wheel for all platforms, and uses tensor operations instead.
+If no C++ compiler is present at installation, kvkeep installs without the library and uses tensor
+operations instead. The wheel for all platforms has no library either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvkeep.errors import UnsupportedError
 
 
 def _path() -> Path | None:
-    """The library's file: named by KVKEEP_NATIVE, in this package, or in an editable install."""
+    """The library's file: $KVKEEP_NATIVE, in this package, or of an editable install."""
     if chosen := os.environ.get("KVKEEP_NATIVE"):
         return Path(chosen)
     beside = sorted(Path(__file__).parent.glob("attention/_native.*"))
@@ -33,8 +33,8 @@ def _path() -> Path | None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Load the library globally, so that compiled programs see its names. If torch has not loaded
-    OpenMP globally, this first loads torch's own copy of it, or else the system's."""
+    """Load the library globally, so that compiled programs see its symbols. If torch has not loaded
+    OpenMP globally, this first loads torch's copy of OpenMP, or else the system's."""
     try:
         return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     except OSError:
@@ -58,7 +58,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
-        library.kv_evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4)
+        evict = library.kv_evict
+        evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4, c_char_p, c_int64)
         library.kv_use_torch.argtypes = (c_char_p,)
         library.kv_use_torch.restype = None
         library.kv_run_program.argtypes = (c_char_p, c_char_p, c_int64, *[c_void_p] * 2, c_int64)
@@ -83,8 +84,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
-"""Instruction sets that the library may have code for, the best first. KVKEEP_INSTRUCTIONS selects
-one instead of the processor's best."""
+"""Instruction sets that the library may have code for, the fastest first. KVKEEP_INSTRUCTIONS
+selects one; by default it is the fastest that the processor has."""
 
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -94,7 +95,7 @@ _NOT_BUILT = (
     "not built: install a C++ compiler (GCC or clang), then reinstall kvkeep from source "
     "(with pip's option --no-binary kvkeep)"
 )
-_ABI = 21  # KV_ABI of native/abi.h
+_ABI = 22  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None
@@ -112,7 +113,7 @@ def use_instructions(name: str) -> None:
         name: one of `INSTRUCTION_SETS`.
 
     Raises:
-        UnsupportedError: this processor or this build lacks it.
+        UnsupportedError: this processor or this build lacks the instruction set.
     """
     if LIBRARY is None or LIBRARY.kv_use_instructions(name.encode()):
         raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")

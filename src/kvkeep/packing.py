@@ -8,32 +8,34 @@ from torch import Tensor
 
 
 class Packing(NamedTuple):
-    """How the codes of a token lie in memory.
+    """The memory layout of a token's codes.
 
-    Codes of 2 and 4 bits fill bytes, the first in the low bits. The bits of codes of 3, 5 and 6 lie
-    in two planes, one behind the other, so that a kernel spreads them to `wide` bits by one shift
-    and one mask: the codes, packed at `wide` bits, are divided into equal parts, of which each has
-    its own bits of every byte of the plane, the first part the lowest.
+    Codes of 2 and 4 bits are packed into bytes, the first code in the lowest bits.
+
+    Codes of 3, 5 and 6 bits are split into two planes, one behind the other: their `low` lower
+    bits, then their remaining bits. To pack a plane with b bits per code, all codes are first
+    packed at `wide` bits, and these bytes are divided into wide / b equal parts; part i moves to
+    bit i * b of every code. So a kernel restores `wide` bits per code with one shift and one mask.
     """
 
     number: int
-    """Its number in kernels: a constant of the Triton kernels (`kernels/codes.py`), a KvType of the
-    native library (`native/abi.h`)."""
+    """The packing's number in kernels: a constant of the Triton kernels (`kernels/codes.py`), a
+    KvType of the native library (`native/abi.h`)."""
 
     bits: int = 0
     """Bits of a code; 0: floats of any type."""
 
     low: int = 0
-    """The lower bits, which lie in the first of two planes; 0: all bits lie together."""
+    """Number of lower bits, which are stored in the first of two planes; 0: there is one plane."""
 
     wide: int = 0
-    """The width to which kernels spread codes in two planes."""
+    """Bits per code after kernels have merged the two planes."""
 
     native: bool = True
-    """Whether the native library reads and writes it."""
+    """Whether the native library reads and writes this packing."""
 
     appended: bool = True
-    """Whether the Triton kernel that appends tokens writes it; else tensor operations do."""
+    """Whether Triton's kernel `append` writes this packing; if not, tensor operations do."""
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -42,7 +44,7 @@ class Packing(NamedTuple):
 
     @property
     def together(self) -> int:
-        """The number of elements of which the width must be a multiple."""
+        """The width of a token must be a multiple of this number."""
         return max(8 // bits for bits in self.planes) if self.bits else 1
 
 
@@ -61,18 +63,18 @@ the other codes are unsigned."""
 
 
 HIGH_HALF = 10
-"""The number of scales of 8 bits in the native library."""
+"""KV_HIGH_HALF of native/abi.h: the number of 8-bit scales."""
 
 
 class KernelLayout(NamedTuple):
     """The layout of an encoded tensor: the information that a kernel needs besides the planes.
 
-    Unsigned codes of b bits mean code * scale + zero if there is a plane of zero points, otherwise
-    (code - 2 ** (b - 1)) * scale.
+    An unsigned code of b bits decodes to code * scale + zero if there is a plane of zero points,
+    otherwise to (code - 2 ** (b - 1)) * scale.
     """
 
     packing: str
-    """A name in `PACKINGS`. Backends that cannot read it decode the planes first."""
+    """A name in `PACKINGS`. Backends that cannot read this packing decode the planes first."""
 
     group: int = 0
     """Number of consecutive elements of a token that share a scale; 0: no scales."""
@@ -82,11 +84,11 @@ class KernelLayout(NamedTuple):
     and sums of encoded values, need the same rotation (`Codec.rotate`)."""
 
     block: int = 1
-    """If more than 1, scales are by channel: each element has its own scale, which this many
-    consecutive tokens share, and `group` is 1."""
+    """More than 1: scales are per channel, `group` is 1, and `block` consecutive tokens share the
+    scale of each element."""
 
     scale: int = 16
-    """Bits of a scale: a float16 or, without scales by channel, its higher byte, which is E5M2."""
+    """Bits of a scale: 16 (float16), or 8 (its higher byte, E5M2; not per channel)."""
 
     def width(self, plane: Tensor) -> int:
         """The width D of the tokens in a plane of codes or floats."""

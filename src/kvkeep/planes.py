@@ -22,11 +22,11 @@ Slots = slice | Tensor
 """A slice of slots, or int64 indices (B|1, H|1, n) along axis 2."""
 
 POSITION = "position"
-"""The plane that every layer has: int32 (B, 1|H, S), negative for an empty slot."""
+"""The positions, a plane of every layer: int32 (B, 1|H, S), negative for an empty slot."""
 
 HOLE = -2
-"""Position of an empty slot whose column counts: later tokens have the positions that they would
-have if it held a token."""
+"""Position of an empty slot that counts as a token in the positions of later tokens: of a hidden
+token, or of padding after a row's first token."""
 
 LAST = 2**31 - 1
 """Largest position."""
@@ -49,8 +49,8 @@ class PlaneSpec:
 
 
 class Reach(NamedTuple):
-    """The positions that a query sees: the last `size`, its own included, the first `sinks`, and
-    positions from `keep_from` to `keep_to` (exclusive)."""
+    """The positions that a query sees: the last `size`, the query's included, the first `sinks`,
+    and positions from `keep_from` to `keep_to` (exclusive)."""
 
     size: int
     sinks: int = 0
@@ -69,17 +69,18 @@ class Reach(NamedTuple):
 
 
 class OwnWindow(int):
-    """A layer's own sliding window, in tokens, the query's own included."""
+    """The sliding window of a model's layer, in tokens, the query's included."""
 
     named: ClassVar[str] = "a sliding window"
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """The window as text for messages."""
         return f"{self.named} of {self} tokens"
 
     def behind(self, query: Any) -> Any:
-        """How many tokens up to its own a query at position `query` sees; ints or tensors."""
+        """The number of tokens that a query at position `query` sees, its own included; an int or
+        a tensor, as `query`."""
         return self
 
 
@@ -93,8 +94,8 @@ class Chunks(OwnWindow):
         return query % self + 1
 
     def hides(self, kept: Reach | None, n: int, length: int | None, fed: int) -> bool:
-        """Whether the window hides a slot from a query, in rows without padding. See `limits` for
-        the arguments."""
+        """Whether the window hides a slot from a query, in rows without padding. Arguments as in
+        `limits`."""
         if length is None or fed <= self:
             return length is None
         # A policy with the same reach holds the newest tokens.
@@ -126,7 +127,7 @@ def limits(
     newest = n == 1 and kept is not None and kept.keep_to <= kept.keep_from
     newest = newest and not (kept and kept.sinks and window is not None)
     own = None if window is None else Reach(window)
-    if isinstance(window, Chunks):  # no reach, since it differs from query to query
+    if isinstance(window, Chunks):  # not a Reach: the visible size differs from query to query
         kept, own = None if kept == own else kept, None
     both = [reach for reach in dict.fromkeys((kept, own)) if reach is not None]
     if length is None:
@@ -182,7 +183,7 @@ class Chain(Planes):
         return joined
 
     def take(self, index: Tensor) -> dict[str, Tensor]:
-        """Like the function `take`; no other slots are copied."""
+        """Like the function `take`, without concatenating the planes."""
         return {name: self._taken(name, index) for name in self}
 
     def _taken(self, name: str, index: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ class Chain(Planes):
 
 
 def part(planes: Planes, prefix: str) -> Planes:
-    """The planes of one encoded tensor: for prefix "k", `k` and `k_*`, with the prefix removed."""
+    """The planes of one encoded tensor: for prefix "k", `k` and `k_*`; the prefix is removed."""
     return {
         name[len(prefix) :]: planes[name]
         for name in planes
@@ -284,13 +285,13 @@ def moves(victims: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def unsliced(planes: Planes) -> Planes:
-    """The larger planes whose first slots these are: enough for dtypes, strides and addresses,
-    without creating views."""
+    """The whole planes of a `Front`, otherwise `planes`: for dtypes, strides and addresses, without
+    creating views."""
     return planes.whole if type(planes) is Front else planes
 
 
 def by_token(planes: Planes) -> Planes:
-    """Planes of slots that hold a block of tokens each, with a token axis instead of the slot axis.
+    """Planes of slots that each hold a block of tokens, with a token axis instead of the slot axis.
     Planes with one entry per block have a block axis. Views, where strides allow it."""
     return {name: plane.flatten(2, 3) for name, plane in planes.items() if plane.dim() > 3}
 

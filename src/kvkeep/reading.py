@@ -21,8 +21,8 @@ class CutShortError(ValueError):
 
 @contextmanager
 def open_file(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a regular file for reading; yields its descriptor. Anything else, such as a FIFO without
-    a writer, is refused without blocking.
+    """Open a regular file for reading; yields its descriptor. Never blocks, even if the path is a
+    FIFO without a writer.
 
     Args:
         follow: whether the path may be a symbolic link.

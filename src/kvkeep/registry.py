@@ -17,10 +17,10 @@ class Part(NamedTuple):
         kind: the name of its class.
         suggested: the spec that shell completion suggests; may be empty.
         example: a spec with small options for tests; may be empty.
-        error: of a codec, the largest error of one token's key or value, relative to its norm, for
-            small widths and normally distributed elements. The distance of two different tokens
-            is then 1.4.
-        module: the module of its class, if it has another name than the part.
+        error: a codec's largest error of one token's key or value, relative to its norm, for small
+            widths and normally distributed elements. (Two different tokens then have a distance
+            of 1.4.)
+        module: the module of its class; empty: the part's name.
     """
 
     kind: str
@@ -43,7 +43,7 @@ def exports(
     Args:
         module: the package's `globals()`.
         table: the name of the dict of all parts, name in a spec -> class; empty: no parts.
-        others: other public names, by the module that has them.
+        others: module -> its other public names.
         renamed: names of earlier versions -> their full names now.
     """
     package = module["__name__"]

@@ -1,4 +1,4 @@
-"""Names of earlier versions, which raise errors with the new names."""
+"""Errors for names of earlier versions, which give the new names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 
 class Renamed:
-    """In place of a renamed member of a class: reading or setting it raises an error with the new
-    name.
+    """Placeholder for a renamed member of a class: reading or setting it raises an error with the
+    new name.
 
     Args:
         now: the new name.

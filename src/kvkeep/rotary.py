@@ -13,9 +13,10 @@ class Rotary:
     """A model's rotary embedding.
 
     Args:
-        inv_freq: (R/2,) angular frequencies; the other dimensions are not rotated.
-        interleaved: pairs are (0, 1), (2, 3), ... instead of (i, i + R/2), of those rotated.
-        first: the first of the R dimensions that are rotated.
+        inv_freq: (R/2,) angular frequencies of the R rotated dimensions.
+        interleaved: whether the pairs of rotated dimensions are (0, 1), (2, 3), ... instead of
+            (i, i + R/2).
+        first: index of the first rotated dimension.
 
     Source: RoFormer (arXiv 2104.09864).
     """

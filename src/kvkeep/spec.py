@@ -34,7 +34,7 @@ class StorageSpec:
 
     @property
     def limited(self) -> bool:
-        """Whether it has a fixed number of slots, its option `capacity`."""
+        """Whether the storage has a fixed number of slots, its option `capacity`."""
         return STORAGES[self.name].fixed_addresses
 
     def build(self, capacity: int | None) -> Storage:
@@ -126,8 +126,8 @@ class CacheSpec:
             capacity: slots of fixed storage if the spec gives no number and the policy has no
                 budget; otherwise the spec's number or the budget is used.
             readers: number of layers without slots of their own that attend to this layer's slots.
-            slopes, latent: the layer's bias of each query head, and the width of its values if they
-                are elements of keys; see `kvkeep.LayerCache`.
+            slopes, latent: the ALiBi slope of each query head, and the width of values that are the
+                first elements of keys; see `kvkeep.LayerCache`.
 
         Raises:
             SpecError: the policy, codecs and storage cannot be combined.
@@ -330,7 +330,7 @@ _SWITCH = {"0": False, "1": True}
 def _value(value: str, kind: Any, what: str, whole: str) -> int | float | str:
     """An option's value, parsed by its annotation: an integer, a float, or 0 or 1 for a bool."""
     kinds = get_args(kind) or (kind,)
-    # The type of an optional value; where a number of tokens is allowed, a share may be too.
+    # For X | None, the type X; for int | Share, Share if the value is a percentage.
     kind = Share if Share in kinds and value.strip().endswith("%") else kinds[0]
     try:
         if kind is str:

@@ -24,7 +24,7 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage import STORAGES
 
 EXAMPLES = {name: part.example for name, part in policies.PARTS.items() if part.example}
-"""A small spec of each policy but `kvzap`."""
+"""A small spec of each policy except `kvzap`."""
 
 CODEC_EXAMPLES = {name: part.example for name, part in codecs.PARTS.items()}
 """A small spec of each codec."""
@@ -138,16 +138,16 @@ class OracleLayer:
         return reach is None or bool(reach.allows(now, position))
 
     def crop(self, tokens: int) -> None:
-        """As `LayerCache.crop`."""
+        """See `LayerCache.crop`."""
         if tokens:
             self.rows = [row[:tokens] for row in self.rows]
 
     def take_rows(self, index: list[int]) -> None:
-        """As `LayerCache.take_rows`."""
+        """See `LayerCache.take_rows`."""
         self.rows = [list(self.rows[i]) for i in index]
 
     def reset(self) -> None:
-        """As `LayerCache.reset`."""
+        """See `LayerCache.reset`."""
         self.rows = []
 
     @property
@@ -165,8 +165,8 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
     """Check that a layer holds the tokens that the oracle was fed.
 
     Every live slot decodes to the key and value of its position, within `atol` and the codec's
-    error; no position occurs twice; all tokens that the policy must keep are there; and the bytes
-    in use equal the number of slots times the bytes per slot that codec and policy declare.
+    error; no position occurs twice; no token that the policy must keep is missing; and the bytes in
+    use equal the number of slots times the bytes per slot that codec and policy declare.
 
     Raises:
         AssertionError: a check fails.

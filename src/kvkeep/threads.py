@@ -1,8 +1,9 @@
-"""Threads for the cores that other processes leave idle, and that a container's limit allows.
+"""Chooses the number of threads by the cores that other processes leave idle, and by a container's
+CPU limit.
 
 OpenMP's threads wait for each other at the end of every operation. If another process occupies the
-core of a thread, all other threads spin until it runs again, and a decode step takes many times as
-long as on one thread. So the number of threads follows the load while text is generated.
+core of one thread, all other threads spin until it runs again, and a decode step takes many times
+as long as on one thread. So the number of threads follows the load while text is generated.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ _LEAST_S = 0.15
 """The shortest time over which load is measured: ticks are 10 ms long."""
 
 _GIVE_UP, _TAKE_BACK = 0.35, 0.15
-"""A core is given up when other processes use more than the first share of it, and taken back when
-they use less than the second."""
+"""Shares of a core: the number of threads is reduced when other processes use more than the first
+share of one more core, and raised when they use less than the second."""
 
 
 class Load(NamedTuple):
     """Processor time so far, in seconds.
 
     Args:
-        at: when it was read.
-        busy: used by all processes on the cores that this process may use, and by other virtual
-            machines.
-        own: used by this process.
-        cores: how many cores this process may use.
-        quota: the seconds of processor time per second that its control groups, such as a
-            container's, allow.
+        at: the time of reading, of the monotonic clock.
+        busy: time used by all processes on the cores that this process may use, and by other
+            virtual machines.
+        own: time used by this process.
+        cores: number of cores that this process may use.
+        quota: seconds of processor time per second that the control groups of this process, such
+            as a container's, allow.
     """
 
     at: float
@@ -55,7 +56,7 @@ def read_load() -> Load | None:
     try:
         lines = _STAT.read_text(encoding="ascii").splitlines()
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        ticks = os.sysconf("SC_CLK_TCK")  # a second
+        ticks = os.sysconf("SC_CLK_TCK")  # per second
     except (OSError, AttributeError):
         return None
     busy = 0
@@ -85,7 +86,7 @@ def read_quota(mount: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> 
         _, controllers, name = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
             root = mount / "cpu" if controllers else mount
-            # A container may see its own group at the root, and not under its name.
+            # In a container, the group may be mounted at the root instead of under its name.
             group = root / name.lstrip("/")
             groups = (x for x in (group, *group.parents) if x.is_relative_to(root))
             least = min([least, *map(_quota_of, groups)])
@@ -102,7 +103,7 @@ def _quota_of(group: Path) -> float:
                 for name in ("quota", "period")
             )
         return int(quota) / int(period) if int(quota) > 0 else inf
-    except (OSError, ValueError):  # there is none, or "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return inf
 
 
@@ -119,11 +120,11 @@ class Governor:
     ) -> None:
         self._read, self._clock = read, clock
         self._last, self._taken = read(), 0
-        self._running = 0  # how many threads of this process follow the load
+        self._running = 0  # number of generations that follow the load
         self._lock = Lock()
 
     def threads(self, most: int) -> int:
-        """The number of threads that each running generation should use, at most `most`."""
+        """The number of threads, at most `most`, that each running generation should use."""
         with self._lock:
             self._measure()
             last = self._last
@@ -156,11 +157,11 @@ _followed = local()
 
 @contextmanager
 def following_load(governor: Governor | None = None) -> Iterator[Callable[[], None]]:
-    """A context with a function that sets the number of threads of this Python thread by the load;
-    call it before each step. The context restores the number at the end.
+    """A context that yields a function to call before each step: it sets torch's number of threads,
+    for this Python thread, by the load. The context restores the number at its end.
 
-    The user's number of threads is the maximum. kvkeep's own results do not depend on the number,
-    but torch's matrix products may round differently; so with torch's deterministic algorithms the
+    The user's number of threads is the maximum. kvkeep's results do not depend on the number, but
+    torch's matrix products may round differently; so with torch's deterministic algorithms the
     number does not change.
     """
     governor = governor or _governor
@@ -173,7 +174,7 @@ def following_load(governor: Governor | None = None) -> Iterator[Callable[[], No
 
     def adapt() -> None:
         nonlocal before, now
-        if torch.get_num_threads() != now:  # the user has set it since
+        if torch.get_num_threads() != now:  # the user has changed it
             before = torch.get_num_threads()
         now = governor.threads(before)
         if now != torch.get_num_threads():
@@ -191,7 +192,7 @@ def following_load(governor: Governor | None = None) -> Iterator[Callable[[], No
 
 
 def advised(most: int) -> int:
-    """The number of threads that a generation would use now, at most `most`; takes 0.2 seconds."""
+    """The number of threads, at most `most`, that a generation would use now; takes 0.2 seconds."""
     governor = Governor()
     sleep(0.2)
     return governor.threads(most)

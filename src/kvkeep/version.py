@@ -1,4 +1,4 @@
-"""kvkeep's version, which pyproject.toml reads here, and the versions that it was tested with."""
+"""kvkeep's version (pyproject.toml reads it from this file) and the tested package versions."""
 
 __version__ = "0.1.0"
 

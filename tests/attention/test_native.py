@@ -119,7 +119,9 @@ def check(q, view, options, exact=None):
     expected, expected_mass = exactly(q, view, options) if exact is None else exact
     assert out.dtype == q.dtype
     error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
-    assert error <= max(TOLERANCE[q.dtype], bound(view)), f"{error:.2e}"
+    # With slopes, scores are of up to 1,000, which are rounded by up to 3e-5.
+    tolerance = TOLERANCE[q.dtype] * (1 if options.slopes is None else 4)
+    assert error <= max(tolerance, bound(view)), f"{error:.2e}"
     if options.need_mass:
         rtol = bound(view) or 1e-5
         torch.testing.assert_close(mass, expected_mass, atol=rtol / 3, rtol=rtol)

@@ -95,7 +95,7 @@ def test_the_same_block_has_the_same_tokens_wherever_it_stands(tokenizer):
 
 def test_bad_blocks_are_refused_and_the_prompt_stays_what_it_is(tokenizer):
     cases = [
-        (Block("Too short a text."), "it is too short: 5 tokens of its own, but at least 16"),
+        (Block("Too short a text."), "it is too short: it has 5 tokens, but needs at least 16"),
         (Block(""), "it is empty"),
         (Block(" \n\t "), "it is empty"),
         (
@@ -121,7 +121,7 @@ def test_a_block_inside_another(tokenizer):
     inner = Prompt(["It is un", Block(["believable. ", STORY, "\n\n", Block(OTHER)]), "\n"]).encode(
         tokenizer
     )
-    assert "re-tokenises" in reasons(inner)[0]
+    assert "falls within a word" in reasons(inner)[0]
     assert reasons(inner)[1] == ""
     assert texts_of(inner, tokenizer)[1] == OTHER
 

@@ -225,7 +225,7 @@ def test_wrong_options():
         with pytest.raises(SpecError, match="multiple of 8"):
             wrong()
     for wrong in (lambda: Int3(scale=4), lambda: Int6(scale=8)):
-        with pytest.raises(SpecError, match="16 bits, or in codes of at most 4 bits 8; use int"):
+        with pytest.raises(SpecError, match="8 bits for codes of at most 4 bits; use int"):
             wrong()
     with pytest.raises(SpecError, match="use int5, or int4:affine=1"):
         Int5(affine=True)

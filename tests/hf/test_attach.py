@@ -171,7 +171,7 @@ class Unhooked(tf.LlamaForCausalLM):
     ("outer", "decoder", "reason"),
     [
         (Renamed, tf.LlamaModel, "generate.. gave it a DynamicCache"),
-        (tf.LlamaForCausalLM, Dropped, "its cache holds 0 tokens where 6 were fed"),
+        (tf.LlamaForCausalLM, Dropped, "its cache holds 0 tokens, but 6 were fed"),
         (Unhooked, tf.LlamaModel, "ran without the decoder's hooks"),
     ],
 )
@@ -379,7 +379,7 @@ def test_an_integer_mask_of_four_axes_is_not_taken_for_positions(attached, cache
     unchanged_by(
         cache,
         UnsupportedError,
-        "is not one of kvkeep's",
+        "was not made by kvkeep",
         lambda: attached(ids(2, 1), attention_mask=given, past_key_values=cache),
     )
 
@@ -408,7 +408,7 @@ def test_a_mask_that_shows_other_tokens_than_were_fed(attached, rows):
     unchanged_by(
         cache,
         ShapeError,
-        "differ in number or place",
+        "or tokens in other columns",
         lambda: attached(ids(rows, 1), attention_mask=moved, past_key_values=cache),
     )
 

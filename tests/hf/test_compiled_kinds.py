@@ -246,5 +246,5 @@ def test_states_that_do_not_begin_with_zeros(monkeypatch: pytest.MonkeyPatch) ->
             part.v_proj_delayed.bias = torch.nn.Parameter(
                 torch.ones(part.v_proj_delayed.out_features)
             )
-    with pytest.raises(UnsupportedError, match="states that are not zeros"):
+    with pytest.raises(UnsupportedError, match="states other than zeros"):
         kvkeep.export(model, "keep_all@fixed:16")

@@ -76,7 +76,7 @@ def test_the_same_prompt_with_its_used_cache(attached):
     attached.generate(ids(), past_key_values=cache, **OPTIONS)
     fed = cache.fed
     for options in ({}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
-        with pytest.raises(StateError, match=r"has 14 tokens, and the cache holds 18 .*reset\(\)"):
+        with pytest.raises(StateError, match=r"the cache already holds 18; .*reset\(\)"):
             attached.generate(ids(), past_key_values=cache, **OPTIONS, **options)
     assert cache.fed == fed
 
@@ -85,7 +85,7 @@ def test_the_last_token_of_an_evicting_cache_stays(attached):
     cache = kvkeep.Cache(attached, "h2o:8")
     with torch.inference_mode():
         attached(ids(), past_key_values=cache)
-    with pytest.raises(StateError, match=r"14 tokens, and the cache holds 14 .*cannot take back"):
+    with pytest.raises(StateError, match=r"the cache already holds 14 .*cannot remove"):
         attached.generate(ids(), past_key_values=cache, **OPTIONS)
     assert cache.fed == PROMPT
 

@@ -175,7 +175,7 @@ def test_one_format_of_weights_is_downloaded(hub, files, wanted):
     there.clear()
     there |= dict.fromkeys(files, index)
     if wanted is None:
-        with pytest.raises(HubError, match="download a GGUF file of it"):
+        with pytest.raises(HubError, match="download a GGUF file of the model"):
             download("owner/name")
     else:
         download("owner/name")
@@ -198,7 +198,7 @@ def test_without_the_hub(saved, tmp_path, monkeypatch):
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
     (place / "model.safetensors").rename(place / "1.safetensors")
-    with pytest.raises(HubError, match=r"not all its weights as .*; check the connection"):
+    with pytest.raises(HubError, match=r"not have all its weights as .*; check the connection"):
         obtain("owner/name")
     with pytest.raises(HubError, match=r"cannot download owner/other: .*; check the name"):
         describe("owner/other")

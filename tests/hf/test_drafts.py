@@ -146,7 +146,7 @@ def test_a_conversation_goes_on(llama, scripted, spec):
     for seed in (5, 6):
         text = require_same(llama, scripted, text, caches)
         text = torch.cat([text, ids(5, seed)], dim=1)
-    with pytest.raises(StateError, match="has 5 tokens, and the cache holds"):
+    with pytest.raises(StateError, match="has 5 tokens, but the cache already holds"):
         llama.generate(ids(5), past_key_values=caches[1], **LOOKUP)
     assert caches[1].fed == caches[0].fed
 

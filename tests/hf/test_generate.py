@@ -46,7 +46,7 @@ MODES = {
 STORAGES = cycle(["keep_all@growing", "keep_all@fixed", "keep_all@concat"])
 
 
-@pytest.mark.parametrize(("mode", "spec"), zip(MODES, STORAGES, strict=False))
+@pytest.mark.parametrize(("mode", "spec"), [*zip(MODES, STORAGES, strict=False)])
 def test_mode(model, mode, spec):
     rows = 1 if mode == "prompt_lookup" else 2
     options = {"max_new_tokens": NEW, **MODES[mode]}
@@ -113,7 +113,7 @@ def test_continuous_batching(model):
     options = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=95)
     with (
         kvkeep.attach(model),
-        pytest.raises(UnsupportedError, match=r"kvkeep.detach\(model\) before it"),
+        pytest.raises(UnsupportedError, match=r"kvkeep.detach\(model\) first"),
     ):
         model.generate_batch([[3, 4, 5]], generation_config=options)
     assert "init_continuous_batching" not in model.__dict__

@@ -242,7 +242,7 @@ def test_bad_input():
         Graphed(model, cache)
     with pytest.raises(StateError, match="in use by graphed steps"), torch.inference_mode():
         model(token, past_key_values=cache)
-    with pytest.raises(ShapeError, match=r"\(2, 2\); give one for each row, \(2, 1\)"):
+    with pytest.raises(ShapeError, match=r"\(2, 2\); give one token for each row, \(2, 1\)"):
         step(token.repeat(1, 2))
     for _ in range(3):
         step(token)

@@ -27,6 +27,9 @@ TYPES = [
     "jetmoe",
 ]
 BIASED = TYPES[:3]
+# Jetmoe alone, in float32, is off its own logits in float64 by 5e-5; in float64 kvkeep's are off by
+# 1e-15. All further types that run in float64 are off by 5e-6 at most.
+ROUNDED = {"jetmoe": 1e-4}
 TOKENS, CHUNKS = 24, (5, 1, 11, 7)
 
 
@@ -70,20 +73,20 @@ def by_reference(q, view, options):
     return dispatch(q, view, options, "reference")
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+def close(found, expected, kind=""):
+    torch.testing.assert_close(found, expected, atol=ROUNDED.get(kind, 1e-5), rtol=1e-4)
 
 
 def test_a_text_in_chunks(model):
-    _, model = model
+    name, model = model
     expected = model(ids(), use_cache=False).logits
     with kvkeep.attach(model) as attachment:
         assert attachment.attention == attachment.layers == model.config.num_hidden_layers
-        close(fed(model, kvkeep.Cache(model), ids()), expected)
-        close(model(ids(), use_cache=False).logits, expected)
+        close(fed(model, kvkeep.Cache(model), ids()), expected, name)
+        close(model(ids(), use_cache=False).logits, expected, name)
         own = DynamicCache(config=model.config)
-        close(fed(model, own, ids()), expected)
-    close(model(ids(), use_cache=False).logits, expected)
+        close(fed(model, own, ids()), expected, name)
+    close(model(ids(), use_cache=False).logits, expected, name)
     assert not any({"forward", "_attn"} & vars(part).keys() for part in model.modules())
 
 
@@ -95,7 +98,7 @@ def test_rows_with_padding(model):
     whole = model(ids(2)[1:], use_cache=False).logits
     with kvkeep.attach(model):
         found = fed(model, kvkeep.Cache(model), ids(2), mask)
-    close(found[1:], whole)
+    close(found[1:], whole, name)
     if name in BIASED:  # others are not given positions, and count columns
         close(found[:1, 4:], alone)
 
@@ -116,7 +119,7 @@ def test_evicting_steps_as_the_reference_makes_them(model, spec, monkeypatch):
         assert one.positions().sort().values.equal(other.positions().sort().values)
 
 
-@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize("kind", [*BIASED, "xglm"])
 def test_several_sequences_in_one_forward(kind):
     model = built(kind)
     texts = [ids(1, n)[0] for n in (9, 4, 17)]

@@ -25,8 +25,8 @@ from kvkeep.host import Piece, host_of
 from kvkeep.train import backward
 
 REFUSED = {
-    "mllama": "attend to images and cache those",
-    "paligemma": "lets tokens attend to later ones",
+    "mllama": "attend to images and cache them",
+    "paligemma": "lets tokens attend to later tokens",
 }
 ANOTHER = {"blip_2"}  # its generate() is its language model's, and needs an image each time
 SERVED = sorted(set(FAMILIES) - set(REFUSED) - ANOTHER)
@@ -377,7 +377,7 @@ def test_policies_that_need_positions_are_refused_images(name):
         assert said(model, text, cache).equal(expected)
         for step in (logits, said):
             empty = Cache(model, "expected_attention:16")
-            with pytest.raises(UnsupportedError, match="turns keys back by their positions"):
+            with pytest.raises(UnsupportedError, match="undoes the rotation of keys by their"):
                 step(model, case.prompt(2, pads=2), empty)
             assert empty.fed == 0
 

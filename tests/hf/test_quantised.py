@@ -258,6 +258,6 @@ def test_what_cannot_be_quantised():
     with pytest.raises(UnsupportedError, match="no linear layer of LlamaForCausalLM"):
         quantise(odd, "int4")
     model.is_quantized = True
-    with pytest.raises(UnsupportedError, match="they are quantised already"):
+    with pytest.raises(UnsupportedError, match="they are already quantised"):
         quantise(model, "int8")
     assert all(model.state_dict()[name].equal(x) for name, x in before.items())

@@ -45,7 +45,7 @@ def test_a_forward_after_one_that_attention_refused():
     model = tiny("llama")
     with kvkeep.attach(model):
         plain, cache = kvkeep.Cache(model), kvkeep.Cache(model)
-        with pytest.raises(UnsupportedError, match="attend to later ones"):
+        with pytest.raises(UnsupportedError, match="attend to later tokens"):
             logits(model, cache, 0, 6, is_causal=False)
         assert logits(model, cache, 0, 12).equal(logits(model, plain, 0, 12))
 

@@ -32,9 +32,9 @@ OWN = {
     "DiffLlama": "changes its values after the cache",
     "Doge": "uses a mask of its own",
 }
-OTHERS = "its results through a cache are others than without one"
+OTHERS = "its results with a cache differ from its results without a cache"
 REFUSED = {
-    "Moshi": f"masks a window of None tokens where its config says 3000, and .* {OTHERS}",
+    "Moshi": f"masks a window of None tokens, but its config says 3000, and .* {OTHERS}",
     "XLMWithLMHeadModel": f"{NO_INTERFACE}, and with its own attention",
 }
 
@@ -155,7 +155,7 @@ FAULTS = {
     "in place": "in place after the cache",
     "mask": "uses a mask of its own",
     "twice": "attends more than once",
-    "elsewhere": "attention elsewhere|attended to others",
+    "elsewhere": "attention elsewhere|attended to other keys",
     "again": "more than once",
 }
 

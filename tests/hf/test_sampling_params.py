@@ -77,7 +77,7 @@ def test_stop_strings_and_the_ends_of_the_model(model):
     ],
 )
 def test_what_is_not_served_is_named(model, option):
-    with pytest.raises(UnsupportedError, match=r"is not served here; leave it out"):
+    with pytest.raises(UnsupportedError, match=r"is not supported here; leave it out"):
         sampling_params(model, 12, max_new_tokens=4, **option)
     with pytest.raises(UnsupportedError, match="max_new_tokens is not set"):
         sampling_params(model, 12)

@@ -1,4 +1,4 @@
-"""Layers that reuse the keys and values of others read their slots, and see what they saw."""
+"""Layers that reuse the keys and values of other layers read their slots, and see what they saw."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_the_store_gives_what_reading_gives(model):
     assert model.generate(prompt, **options).equal(first)
 
 
-REUSED = "reuse the keys and values of others"
+REUSED = "reuse the keys and values of other layers"
 
 
 def test_what_has_no_reading_is_refused_before_anything_changes(model):
@@ -240,7 +240,7 @@ def test_what_has_no_reading_is_refused_before_anything_changes(model):
             Graphed(model, cache)
         with pytest.raises(UnsupportedError, match=REUSED):
             cache.compress(model, ids(), "kvzip:50%")
-        with pytest.raises(UnsupportedError, match="a drafting model"):
+        with pytest.raises(UnsupportedError, match="a draft model"):
             model(ids(1, 1), past_key_values=cache, return_shared_kv_states=True)
         assert not host_of(model).narrows
         assert model(ids(1, 1), past_key_values=cache).logits.isfinite().all()

@@ -85,7 +85,7 @@ def test_a_cache_that_returns_something_else_is_seen(monkeypatch):
     ("kind", "place", "wrong", "why"),
     [
         ("exaone4", "kvkeep.hf.host.as_applied", lambda _, found: found, "join: logits off"),
-        ("roberta", "kvkeep.hf.host.first_position", lambda _: 0, "pack: "),
+        ("roberta", "kvkeep.hf.forward.placing.first_position", lambda _: 0, "pack: "),
     ],
 )
 def test_wrong_positions_are_seen(kind, place, wrong, why, monkeypatch):

@@ -177,7 +177,7 @@ def test_stores_batches_blocks_and_refusals(tmp_path):
         expected = tp.joined(model)
         assert_close(joined["logits"], expected["logits"])
         assert not expected["share"]
-        assert "choose different ones" in joined["share"]
+        assert "choose different tokens" in joined["share"]
         for said, expected in zip(
             refused, ("a whole model", "loaded whole", "is sharded"), strict=True
         ):

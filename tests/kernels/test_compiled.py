@@ -15,7 +15,17 @@ pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may have
 # Queries that are multiplied by scales of channels take all registers on the older generation.
-SPILLED = {"kivi": 64, "kivi-2-bits": 160, "int4-affine": 56}
+# Codes of two planes are expanded there too, and a word of 2-bit codes takes part in four products.
+SPILLED = {
+    "kivi": 64,
+    "kivi-2-bits": 176,
+    "int4-affine": 56,
+    "int6": 88,
+    "int3": 136,
+    "int2": 56,
+}
+# Products in float32 take no tensor cores, and hold the expanded codes in registers.
+SPILLED_IN_FLOAT32 = SPILLED | {"int6": 456, "int3": 512}
 
 
 def compiled(*arguments):
@@ -61,4 +71,6 @@ def test_kernels(capability, dtypes, codecs):
         assert kernel["shared"] <= SHARED[capability], kernel
         if kernel["n"] == 1:
             assert kernel["shared"] <= SHARED[capability] // 2, kernel  # two programs at once
-            assert kernel["spilled"] <= SPILLED.get(kernel["codec"], 16), kernel
+            exact = kernel["dtype"] == "torch.float32"
+            most = SPILLED_IN_FLOAT32 if exact else SPILLED
+            assert kernel["spilled"] <= most.get(kernel["codec"], 16), kernel

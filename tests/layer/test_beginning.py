@@ -127,6 +127,6 @@ def test_bad_victims_of_shared_slots():
     layer = CacheSpec.parse("h2o:8").layer()
     begin_with(layer, text_of(k, v))
     for victims in ([3, 3], [-1, 2], [1, HELD]):
-        with pytest.raises(ShapeError, match="2 different ones, 0 to 29"):
+        with pytest.raises(ShapeError, match="2 different slots, 0 to 29"):
             layer.slots.evict(torch.tensor(victims).expand(1, HEADS, 2))
     assert layer.length == HELD

@@ -103,7 +103,7 @@ def test_text_and_errors():
     assert CacheSpec.parse("window:25%").policy.size == Share(0.25)
     with pytest.raises(SpecError, match="a whole number or a percentage, such as 25%"):
         CacheSpec.parse("h2o:quarter")
-    with pytest.raises(SpecError, match="least=64 where the budget is a share"):
+    with pytest.raises(SpecError, match="least=64 if the budget is a share"):
         CacheSpec.parse("snapkv:25%,least=10")
     layer = CacheSpec.parse("h2o:50%@fixed:64").layer()
     x = torch.randn(1, 2, 8, 8)

@@ -213,5 +213,5 @@ def test_a_model_that_sees_is_loaded_with_its_processor(tmp_path):
     for name, x in processor(text=[text], images=[[image]], return_tensors="pt").items():
         assert torch.equal(x, found(text=[text], images=[[image]], return_tensors="pt")[name])
     (tmp_path / "processor_config.json").write_text("{")
-    with pytest.raises(ModelError, match="no processor of images"):
+    with pytest.raises(ModelError, match="no image processor"):
         processor_of(loaded)

@@ -93,6 +93,21 @@ def test_what_a_chunk_took_beyond_the_budget_is_given_back(spec):
     assert moved <= (4 if layer.policy.ragged else 0)  # heads of adakv change their lengths
 
 
+@pytest.mark.skipif(buffer.LIBRARY is None, reason="tensor operations read one segment")
+@pytest.mark.parametrize("spec", ["h2o:64", "h2o:64+int8", "window:64", "tova:64"])
+def test_chunks_beyond_the_budget_need_no_room_of_their_own(spec, monkeypatch):
+    """They leave the same slots in the same order as with room for them."""
+    layer, roomy = (CacheSpec.parse(spec).layer() for _ in range(2))
+    for n in (70, 300, 1, 90):
+        found = step(layer, n, "cpu")
+        with monkeypatch.context() as patch:
+            patch.setattr(Growing, "make_room", lambda storage, slots: True)
+            assert found.equal(step(roomy, n, "cpu"))
+    assert layer.positions().equal(roomy.positions())
+    assert layer.storage.reallocations <= 1  # the first chunk's
+    assert roomy.storage.reallocations > 3
+
+
 def test_slots_below_a_bound_grow_geometrically():
     storage = Growing()
     storage.bound = 1000
@@ -173,11 +188,11 @@ def test_without_memory_a_layer_is_as_it_was(device, spec, times, monkeypatch):
             scarce = Scarce(patch, at, times)
             before, figures = example_planes(layer), (layer.length, layer.fed, layer.live_bytes)
             try:
-                done = step(layer, 60, device)
+                done = step(layer, 90, device)
             except OutOfMemoryError:
                 done = None
         if done is not None:  # it had all it needed, or could not give back
-            assert done.equal(step(twin, 60, device))
+            assert done.equal(step(twin, 90, device))
             assert step(layer, 1, device).equal(step(twin, 1, device))
             if scarce.calls < at:
                 break

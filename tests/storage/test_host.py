@@ -20,7 +20,7 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage import Growing, Host, copy_stream, prefetch
 from kvkeep.storage.copy_stream import CopyStream
 from kvkeep.storage.prefetch import StagingBuffers
-from kvkeep.store.layer_slices import require_keepable
+from kvkeep.store.layer_slices import require_storable, why_not_keepable
 from kvkeep.testing import EXAMPLES, example_planes, live_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -449,7 +449,7 @@ def test_blocks_of_tokens_are_refused():
 
 def test_stores_refuse_it():
     with pytest.raises(UnsupportedError, match=r"host storage.*@growing"):
-        require_keepable(cache_of("keep_all@host"))
+        require_storable(cache_of("keep_all@host"), why_not_keepable)
 
 
 def test_forks_have_copies_of_their_own():

@@ -104,13 +104,40 @@ def test_compiled_and_torch_evict_alike(monkeypatch):
         assert plane.equal(stores[1].read()[name])
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 9, 16])
+@pytest.mark.parametrize("held", [0, 1, 7, 16])
+def test_append_evicting_is_append_and_evict(storage, held, count):
+    """Whether fewer slots stay than were held or more, and whichever of them are freed."""
+    draw = torch.Generator().manual_seed(held)
+    k, position = torch.randn(2, 3, 16, 5), torch.arange(96).view(2, 3, 16).int()
+    victims = torch.stack([torch.randperm(16, generator=draw)[:count] for _ in range(6)])
+    victims, twin = victims.view(2, 3, count), storage.empty_copy()
+    fed = {"k": k, "position": position}
+    old, new = (
+        {n: x[:, :, part] for n, x in fed.items()} for part in (slice(held), slice(held, 16))
+    )
+    for one in (storage, twin):
+        if held:
+            one.append(old)
+    storage.append_evicting({n: x.contiguous() for n, x in new.items()}, victims)
+    twin.append(new)
+    twin.evict(victims)
+    assert storage.length == twin.length == 16 - count
+    for name, plane in twin.read().items():
+        assert storage.length == 0 or plane.equal(storage.read()[name])
+
+
 @pytest.mark.skipif(buffer.LIBRARY is None, reason="tensors check their indices themselves")
 @pytest.mark.parametrize("wrong", [[6], [-1], [2, 2]])
 def test_victims_that_are_no_slots(in_place, wrong):
     in_place.append(planes(*range(6)))
-    with pytest.raises(ShapeError, match="different ones, 0 to 5"):
+    with pytest.raises(ShapeError, match="different slots, 0 to 5"):
         in_place.evict(torch.tensor([[wrong]]))
     assert content(in_place) == [[[0, 1, 2, 3, 4, 5]]]
+    in_place.truncate(4)
+    with pytest.raises(ShapeError, match="different ones, 0 to 5"):
+        in_place.append_evicting(planes(4, 5), torch.tensor([[wrong]]))
+    assert content(in_place) == [[[0, 1, 2, 3]]]
 
 
 def test_evict_everything(storage):

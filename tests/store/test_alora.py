@@ -290,7 +290,7 @@ def test_blocks_before_the_invocation():
     assert report.found == 40
     _, report = logits(0, Span(50, 54))
     assert [bool(block.refused) for block in report.blocks] == [False, False, True]
-    assert "computes from token 51 on" in report.blocks[2].refused
+    assert "is active from token 51 on" in report.blocks[2].refused
 
 
 # -- a real one -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from contextlib import suppress
@@ -140,7 +141,8 @@ def require_right(store):
 
 
 def interrupt_each(make, acting, after, tmp_path, every, within=""):
-    """Interrupt an action on a new store at some of its lines, then look at the store."""
+    """Interrupt an action on a new store at some of its lines, then look at the store; returns
+    about how many lines it ran."""
     met, at = True, every // 2
     while met:
         path = tmp_path / f"{at}"
@@ -149,7 +151,9 @@ def interrupt_each(make, acting, after, tmp_path, every, within=""):
         with Interruption(at, within) as interruption:
             act()
         met, lock = interruption.met, store._entries.lock
-        if not interruption.leaving:
+        if interruption.leaving:
+            gc.collect()  # closes the file that `__exit__` would have closed
+        else:
             require_free(lock)
         while lock._is_owned():
             lock.release()
@@ -159,8 +163,8 @@ def interrupt_each(make, acting, after, tmp_path, every, within=""):
         require_right(store)
         if isinstance(store.backend, Disk):
             assert [*(path / "new").iterdir()] == []
-        at += every
-    return at
+        at += every * met
+    return at - every // 2
 
 
 def works(store):
@@ -179,7 +183,8 @@ def works(store):
 @pytest.mark.parametrize("every", [67, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", STORES)
 def test_an_interrupt_of_a_store(action, tmp_path, every):
-    assert interrupt_each(*STORES[action], works, tmp_path, every) > 90
+    # An interrupt was met; and each of the 70 lines of the shortest action, "delete-disk".
+    assert interrupt_each(*STORES[action], works, tmp_path, every) > 60
 
 
 def ids(n, seed=0):

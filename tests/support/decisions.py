@@ -35,6 +35,7 @@ def follow(cache: kvkeep.Cache, decisions: Decisions, rounding: float) -> None:
     for layer, own in zip(cache.layers, decisions, strict=True):
         if hasattr(layer.policy, "worth"):
             layer.policy = _following(layer.policy, iter(own), rounding)
+            layer.plans = False  # native steps follow the rule of the policy's class
 
 
 def _following(policy: Policy, decisions: Iterator[Tensor], rounding: float) -> Policy:

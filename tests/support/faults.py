@@ -57,8 +57,15 @@ FAULTS = (
     Fault(
         "growing-gives-nothing-back",
         "storage/growing.py",
-        "return None if capacity <= stay + max(2, stay // 8) else self.room(slots)",
+        "return None if capacity <= self.most(slots) else self.room(slots)",
         "return None",
+        "storage/test_growth.py",
+    ),
+    Fault(
+        "no-room-for-what-stays-of-a-chunk",
+        "storage/growing.py",
+        "self._reallocate(self.bound, self._planes)",
+        "pass",
         "storage/test_growth.py",
     ),
     Fault(
@@ -588,8 +595,8 @@ FAULTS = (
     Fault(
         "a-prompt-with-drafts-is-one-chunk",
         "hf/generation/generate_hook.py",
-        "cache.prompt = Prompt(max(0, call.columns - cache.drafting), chunk)",
-        "cache.prompt = Prompt(max(0, call.columns - cache.drafting))",
+        "max(0, call.columns - cache.drafting), start.config.prefill_chunk_size)",
+        "max(0, call.columns - cache.drafting))",
         "hf/test_drafts.py",
     ),
     Fault(

@@ -91,11 +91,13 @@ class Expected:
     def _near(self, model: Any) -> float:
         """The largest difference of logits that rounding explains."""
         scale = float(self.logits.abs().max())
+        twice = 0.0
         try:
-            found = _fed(model, DynamicCache(config=model.config), self.one, CHUNKS)
+            for chunks in (CHUNKS, (HALF, HALF)):
+                found = _fed(model, DynamicCache(config=model.config), self.one, chunks)
+                twice = max(twice, 2 * float((found - self.logits).abs().max()))
         except Exception:
             return RELATIVE * scale
-        twice = 2 * float((found - self.logits).abs().max())
         return twice if RELATIVE * scale < twice <= MOST_RELATIVE * scale else RELATIVE * scale
 
     def different(self, found: Tensor, expected: Tensor | None = None) -> str:

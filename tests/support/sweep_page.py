@@ -134,20 +134,20 @@ def rows_of(page: str) -> dict[str, Row]:
 
 
 def _top(rows: dict[str, Row]) -> list[str]:
-    """What stands above the tables."""
+    """The page's beginning, up to the first table."""
     counts = Counter(row.outcome for row in rows.values())
     own = sum(row.outcome == WORKS and row.attention != KVKEEP for row in rows.values())
     return [
         "# Which models work",
         "",
         *_wrapped(
-            "Each causal language model type of transformers was built tiny, with random weights "
-            "in float32, attached, and compared with itself unattached and without a cache. It "
-            f"works if these agree: the logits of a prompt of {PROMPT} tokens, at once and in "
-            f"chunks (within {RELATIVE:g} of the largest logit, or, where transformers' own cache "
-            f"differs by more, twice that, up to {MOST_RELATIVE:g}), and the greedy text of one "
-            "prompt and of a padded batch. Layers are of the kinds in a type's default config: "
-            f"others may be refused. Of {len(rows)} types: "
+            "For each causal language model type of transformers, a tiny model with random weights "
+            "in float32 was attached, and compared with itself unattached and without a cache. It "
+            f"works if the results agree: the logits of a prompt of {PROMPT} tokens, at once and "
+            f"in chunks (within {RELATIVE:g} of the largest logit, or, if transformers' own cache "
+            f"differs by more, within twice its difference, up to {MOST_RELATIVE:g}), and the "
+            "greedy text of one prompt and of a padded batch. Only the kinds of layers in a type's "
+            f"default config were tested; other kinds may be refused. Of {len(rows)} types: "
             + ", ".join(f"{counts[kind]} {kind}" for kind in OUTCOMES if counts[kind])
             + "."
         ),
@@ -160,55 +160,55 @@ def _top(rows: dict[str, Row]) -> list[str]:
         "",
         "## Types that work",
         "",
-        "`no 3` is no, for the third of the [reasons](#reasons), which is what the error says.",
+        "`no 3` means no, for the third of the [reasons](#reasons), which are the errors' texts.",
         "",
         *_item(
-            "**configuration**: what was built. `2 full, 2 window 8; 4/2 heads of 8; 4 experts` "
-            "is two layers of full attention and two with a sliding window of 8 tokens, 4 query "
-            "and 2 kv heads of width 8, and 4 experts."
+            "**configuration**: the tiny model. `2 full, 2 window 8; 4/2 heads of 8; 4 experts` "
+            "means two layers with full attention and two with a sliding window of 8 tokens, 4 "
+            "query and 2 kv heads of width 8, and 4 experts."
         ),
         *_item(
-            f"**attention**: `{KVKEEP}` computes it, from the slots where they lie; or it is the "
-            f"model's `{_OWN}` ({own} types), which gets all keys and values, decoded and in "
-            "order, and takes only caches that keep all."
+            f"**attention**: computed by `{KVKEEP}`, which reads the slots in place; or by the "
+            f"model's `{_OWN}` code ({own} types), which gets all keys and values, decoded and in "
+            "order, and works only with caches that keep all tokens."
         ),
         *_item(
-            f"**window**: `{WINDOW}` runs, and a prompt gives the same at once and in chunks. "
-            f"**evict**: `{EVICT}` runs and keeps to its budget. **encode**: `{ENCODE}` runs. The "
-            "other windows, policies, storages and codecs are tested on some of these types."
+            f"**window**: `{WINDOW}` runs, and a prompt gives the same result at once and in "
+            f"chunks. **evict**: `{EVICT}` runs and keeps its budget. **encode**: `{ENCODE}` runs. "
+            "Other windows, policies, storages and codecs are tested with some of these types."
         ),
         *_item(
-            "**drafts**: greedy text with prompt lookup is the text without; with `window` too, if "
-            "attention is kvkeep's."
+            "**drafts**: greedy text is the same with and without prompt lookup; also with "
+            "`window`, if attention is kvkeep's."
         ),
         *_item(
-            "**save**: a cache that holds half of the prompt continues the same from a file, and "
+            "**save**: a cache with half of the prompt continues in the same way from a file and "
             "in two forks."
         ),
         *_item(
-            "**join**: after two texts that were fed apart and [joined](blocks.md), the next "
-            "tokens have the logits that they have after transformers' own keys and values for "
+            "**join**: after two texts that were fed separately and [joined](blocks.md), the next "
+            "tokens have the same logits as with keys and values that transformers computed for "
             "these positions. The texts are shorter than any window."
         ),
         *_item(
-            "**pack**: [one forward](batch.md) of several sequences of different lengths gives "
-            "each the logits that it gets alone. The greedy texts of a `Batch` are right for all "
-            "these types; where there is a no, it computes its answers one by one."
+            "**pack**: in [one forward](batch.md) of several sequences of different lengths, each "
+            "sequence has the same logits as alone. The greedy texts of a `Batch` are right for "
+            "all these types; for types with no, a `Batch` computes its answers one by one."
         ),
         *_item(
-            "**train**: `kvkeep.train.backward` gives the gradients of plain autograd: with "
-            "`keep_all`, in chunks, those of one forward without a cache, and with "
-            f"`{WINDOW}` and `{EVICT}` those of all forwards through a cache (float64, within "
+            "**train**: `kvkeep.train.backward` computes the same gradients as plain autograd: "
+            "with `keep_all`, in chunks, as one forward without a cache, and with "
+            f"`{WINDOW}` and `{EVICT}` as all forwards with a cache (float64, within "
             f"{GRADIENT:g})."
         ),
         *_item(
-            f"**compile**: the logits of steps in the graph of `attach(compile=True)` are right, "
-            f"and with `{WINDOW}` those of steps without a graph. (This and the next with two "
-            "layers, if two have all kinds.)"
+            f"**compile**: with `attach(compile=True)` the logits of steps are right, and with "
+            f"`{WINDOW}` the same as uncompiled. (This and `export` were tested with two layers, "
+            "if two layers have all kinds.)"
         ),
         *_item(
-            f"**export**: a program with `{FIXED}`, saved and loaded, gives the right logits for a "
-            "prompt and for single tokens."
+            f"**export**: a program with `{FIXED}`, saved and loaded, computes the right logits "
+            "for a prompt and for single tokens."
         ),
         "",
     ]

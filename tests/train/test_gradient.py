@@ -98,7 +98,12 @@ def test_other_families(family, spec):
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec"), [("deepseek_v3", "h2o:8"), ("deepseek_v32", "window:8,sinks=2")]
+    ("kind", "spec"),
+    [
+        ("deepseek_v3", "h2o:8"),
+        ("deepseek_v32", "window:8,sinks=2"),
+        ("glm_moe_dsa", "h2o:8"),  # whose layers hand on a choice that none of them shares
+    ],
 )
 def test_latents_and_indices(kind, spec):
     model = sweep_configs.model_of(kind, 2).double()

@@ -360,8 +360,6 @@ class _Call:
             piece.splits,
             self.heads * (1 if piece.shared else self.rows),
         )
-        # Multiplying queries by the scales of each tile needs the registers of more threads.
-        few = k.block == 1 and piece.block_m * power_of_two(k.groups) <= 64
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
             piece.position, self.q_position, self.bounds, piece.segment.used,
@@ -374,7 +372,7 @@ class _Call:
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
             SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
             BLOCK_M=piece.block_m,
-            num_warps=4 if few else 8,
+            num_warps=warps(k, v, piece.block_m),
             num_stages=tiles.stages(piece.block_n, k.plane, v.plane),
             **self._shape(piece), **v.shape("V"),
         )  # fmt: skip
@@ -427,6 +425,14 @@ def coded_tile(k: Coded, v: Coded, mass: bool) -> tuple[int, int]:
     if mass:
         return 64, 6 if bytewise else 4
     return max(64, min(128, power_of_two(_CODED_TILE // widest))), 4
+
+
+def warps(k: Coded, v: Coded, block_m: int) -> int:
+    """Warps of a program that attends with `block_m` queries at a time. Multiplying queries by the
+    scales of each tile, and expanding codes of two planes, need the registers of more threads."""
+    expanded = k.planes[0] or v.planes[0]
+    few = k.block == 1 and not expanded and block_m * power_of_two(k.groups) <= 64
+    return 4 if few else 8
 
 
 def _along_width(x: Tensor) -> Tensor:

@@ -16,7 +16,15 @@ from torch import Tensor
 from kvkeep.attention import tiles
 from kvkeep.attention.options import Options
 from kvkeep.attention.tiles import power_of_two
-from kvkeep.attention.triton import Coded, coded_tile, kernel_type, on_device_of, readable, refuses
+from kvkeep.attention.triton import (
+    Coded,
+    coded_tile,
+    kernel_type,
+    on_device_of,
+    readable,
+    refuses,
+    warps,
+)
 from kvkeep.attention.view import Segment, View
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import unsliced
@@ -136,7 +144,7 @@ class _Packed:
         exact = self._kind(k, v) == torch.float32
         few, many = sorted((power_of_two(k.groups), power_of_two(v.groups)))
         lines = self.group * max(len(run.rows) for run in runs)
-        most = min(16 if exact else 64, 128 // many)
+        most = min(16, 64 // many) if exact else min(64, 128 // many)
         block_m = max(16 // few, min(power_of_two(lines), most), power_of_two(self.group), 1)
         block_n, programs = 32 if exact else 64, 2
         if k.code and v.code and block_m * many <= 16 and not exact:
@@ -204,7 +212,6 @@ class _Packed:
         table, named = packed[: len(items) * attend.COLUMNS], packed[len(items) * attend.COLUMNS :]
         aligned = all(x % 16 == 0 for item in items for x in item[:10])
         exact = self._kind(k, v) == torch.float32  # multiplied without tensor cores
-        few = k.block == 1 and tile["BLOCK_M"] * power_of_two(k.groups) <= 64
         limits = (2**31 - 1, 0, 0, 0) * 3
         attend.attend[(1, len(items), self.heads)](
             q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
@@ -217,6 +224,6 @@ class _Packed:
             SOFTCAP=self.options.softcap is not None, MASS=False,
             TYPE=kernel_type(self._kind(k, v)), K_BLOCK=k.block, ALIGNED=aligned,
             **tile, **k.shape("K"), **v.shape("V"),
-            num_warps=4 if few and not exact else 8,
+            num_warps=8 if exact else warps(k, v, tile["BLOCK_M"]),
             num_stages=tiles.stages(tile["BLOCK_N"], k.plane, v.plane),
         )  # fmt: skip

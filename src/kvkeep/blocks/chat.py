@@ -13,11 +13,11 @@ _Render = Callable[[Any], str]
 
 
 class Marks:
-    """Marks around blocks. They consist of letters and digits, which templates do not change, and
-    are drawn at random for each rendering, so that no text contains them by chance.
+    """Marks around blocks: letters and digits, which templates do not change, drawn at random for
+    each rendering, so that no text contains them by chance.
 
     Args:
-        wanted: whether a block gets marks, given its index in the order of `put`.
+        wanted: whether a block gets marks, by its index in the order of `put`.
     """
 
     def __init__(self, wanted: Callable[[int], bool] = lambda _: True) -> None:
@@ -46,8 +46,8 @@ class Marks:
         """Remove the marks from a rendered text.
 
         Returns:
-            The text without marks; and for each block's index, the marks found, each
-            with its kind ("a" start, "z" end) and character index.
+            The text without marks; and the marks found, by index of the block: kind ("a" start, "z"
+            end) and character index.
         """
         pieces, last, length = list[str](), 0, 0
         marks: dict[int, list[tuple[str, int]]] = {}
@@ -60,10 +60,10 @@ class Marks:
 
 
 def rendered(given: Mapping[str, Any], render: _Render) -> tuple[str, list[Mark | Refused]]:
-    """Render messages, tools and so on that contain parts.
+    """Render messages, tools and other arguments that contain parts.
 
     Args:
-        given: arguments of `render`, with parts in place of text.
+        given: arguments of `render`, with parts instead of text.
         render: renders arguments that contain plain text only.
 
     Returns:
@@ -91,7 +91,7 @@ def located(render: Callable[[Marks], str]) -> tuple[str, list[Mark | Refused]]:
         bare, ends = marks.removed(render(marks))
         if bare == plain:
             break
-        if attempt == 0:  # the template changes some block: test each block separately
+        if attempt == 0:  # the template changes a block: test each block separately
             good = {index for index in good if _left_alone(index, render, plain)}
         else:
             good, ends = set(), {}

@@ -35,7 +35,7 @@ def assemble_compressed(
     capacity: int | None = None,
 ) -> Assembled:
     """A cache of tokens under policy `kvzip`. Each span is computed and compressed by itself, or
-    taken compressed from the store. Tokens between spans are computed in place, attend to all kept
+    comes from the store, compressed. Tokens between spans are computed in place, attend to all kept
     slots before them, and are all kept. Without spans, all tokens are one compressed text.
 
     Args:
@@ -72,7 +72,7 @@ def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: 
 
 
 def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
-    """Append a compressed text, which begins at position 0, to a layer's slots."""
+    """Append a compressed text, computed from position 0 on, to a layer's slots."""
     held, by = layer.state(), layer.fed
     parts: Mapping[str, Planes] = text.parts
     if by:
@@ -92,8 +92,8 @@ def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
 
 
 def _recentred(layer: LayerCache, text: LayerState, part: str, planes: Planes) -> Planes:
-    """A part of a text's slots at their positions in the layer, encoded with the layer's centre in
-    place of the text's."""
+    """A part of a text's slots, at their positions in the layer, encoded with the layer's centre
+    instead of the text's."""
     centre, mean = layer.centre, text.history.centre
     if centre is None or mean is None:
         return planes

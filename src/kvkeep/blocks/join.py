@@ -17,7 +17,7 @@ from kvkeep.layer.history import History
 from kvkeep.planes import POSITION
 from kvkeep.rotary import Rotary
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs
-from kvkeep.store.layer_slices import require_whole
+from kvkeep.store.layer_slices import require_storable, why_not_whole
 
 
 def join(
@@ -31,25 +31,25 @@ def join(
 
     Each text was fed by itself, from position 0, so its tokens attended to no other text. The
     result equals one forward of all texts at their new positions under a block-diagonal mask;
-    tokens fed afterwards attend to everything. A forward without that mask gives different keys and
+    tokens fed afterwards attend to all texts. A forward without that mask gives different keys and
     values.
 
-    Keys are shared and not changed: attention rotates the few queries instead, by each text's
-    offset. When a policy evicts, or a snapshot is taken, keys are rotated once (and encoded again).
-    Only the first text should begin with a BOS token.
+    Keys are shared and not changed: attention rotates the queries instead, which are few, by each
+    text's offset. When a policy evicts, or a snapshot is taken, keys are rotated once, and encoded
+    again. Only the first text should begin with a BOS token.
 
     Args:
         model: the model that computed the caches.
         caches: caches of one row each, with the same specs. They are frozen, and remain usable.
-        spec: spec of the result; None: the caches' spec. A cache with a budget, in `@host` storage
-            or with `kivi` is made from caches of `keep_all`: the next forward sees all tokens, then
-            evicts.
+        spec: spec of the result; None: the caches' spec. For a result with a budget, in `@host`
+            storage or with `kivi`, give caches of `keep_all`: the next forward sees all tokens,
+            then evicts.
         capacity: see `kvkeep.Cache`.
 
     Raises:
         ShapeError: no caches, or a cache with several rows.
         StateError: the caches differ in specs, or in whether the model was attached; or a cache of
-            `spec` cannot begin with their slots.
+            `spec` cannot begin with these caches' slots.
         UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its positions
             are learned, its frequencies depend on the length, or it has recurrent layers.
     """
@@ -75,8 +75,8 @@ def join_at(
 
     Args:
         starts: the position at which each text begins, ascending.
-        columns: total number of tokens. Compute tokens that no text holds before feeding anything
-            else; see `kvkeep.blocks.recomputation`.
+        columns: total number of tokens. Compute the tokens in the gaps before you feed any other
+            tokens; see `kvkeep.blocks.recomputation`.
     """
     _require_alike(caches)
     rotaries = moving(host)
@@ -107,7 +107,7 @@ def moving(host: Host) -> list[Rotary]:
     if not any(found):
         raise UnsupportedError(
             f"{host.name} has no rotary embedding, so the keys of a text cannot be moved to other "
-            "positions; use a PrefixStore, which reuses them at their own positions"
+            "positions; use a PrefixStore, which reuses keys at their original positions"
         )
     none = Rotary(torch.empty(0))
     return [one or none for one in found]
@@ -126,7 +126,7 @@ def windowed(cache: ModelCache) -> str:
 
 
 def moved(run: Run, by: int, rotary: Rotary) -> Run:
-    """A run moved by `by` more positions."""
+    """A run, moved by `by` positions from where it is now."""
     already = 0 if run.rotation is None else run.rotation.offset
     if not by and not already:
         return run
@@ -152,12 +152,12 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
         )
         if centred is not None:
             raise UnsupportedError(
-                f"codec {centred.name} encodes tokens by what else their text holds; join caches "
-                "of keep_all, and give join() the spec of the result"
+                f"codec {centred.name} encodes a token depending on other tokens of its text; join "
+                "caches of keep_all, and give join() the spec of the result"
             )
         if reason := cache.why_not(Feature.JOINED):
             raise UnsupportedError(f"the model {reason}; feed the texts one after the other")
-        require_whole(cache)
+        require_storable(cache, why_not_whole)
         if cache.rows > 1:
             raise ShapeError(f"a cache of {cache.rows} rows; give caches of one row each")
     kinds = {tuple(layer.kind for layer in cache.layers) for cache in caches}
@@ -166,5 +166,6 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
         raise StateError(f"caches of {len(kinds)} different specs; join caches of one spec")
     if len(fed_by) > 1:
         raise StateError(
-            "some caches were fed while the model was attached and some not; feed all of them alike"
+            "some caches were fed while the model was attached, some while it was not; feed all "
+            "caches with the model attached, or all without"
         )

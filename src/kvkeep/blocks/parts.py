@@ -26,11 +26,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Block:
-    """A part that occurs in several prompts, perhaps at different places.
+    """A part that occurs in several prompts, maybe at different places.
 
     Args:
-        content: text or other parts. Nested blocks are reused where this block cannot be.
-        use_cache: whether to reuse it; False treats it as text.
+        content: text or other parts. If this block cannot be reused, nested blocks may be.
+        use_cache: whether to reuse the block; False: treat it as text.
     """
 
     content: Part | Sequence[Part]

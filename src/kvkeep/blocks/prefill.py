@@ -16,7 +16,7 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
-from kvkeep.store.beginning import begin, exact_specs
+from kvkeep.store.beginning import begun, exact_specs
 from kvkeep.store.identity import flat
 from kvkeep.store.prefix import Reading
 
@@ -34,13 +34,13 @@ class Assembled(NamedTuple):
     """A cache, and the sources of its tokens.
 
     Args:
-        exact: tokens found as a stored prefix.
-        found: tokens found in spans.
-        repaired: tokens of spans that were recomputed.
-        deviation: distance of the keys and values of the spans' other tokens from a plain prefill:
-            the relative norm of the difference in the second layer, over a sample. None: not
-            estimated.
-        compressed: tokens of compressed texts.
+        exact: number of tokens found as a stored prefix.
+        found: number of tokens found as stored spans.
+        repaired: number of tokens of spans that were recomputed.
+        deviation: distance from a plain prefill, for tokens of spans that were not recomputed: the
+            relative norm of the difference of keys and values in the second layer, over a sample.
+            None: not estimated.
+        compressed: number of tokens of compressed texts.
     """
 
     cache: ModelCache
@@ -63,7 +63,7 @@ def prefill(
     """A cache of several texts in sequence, each computed separately.
 
     Args:
-        model: the model; attached, if tokens are to be recomputed.
+        model: the model; it must be attached to recompute tokens.
         texts: token ids, int64 (n,), none empty; only the first should begin with a BOS token.
         recompute: which tokens of the texts after the first are recomputed, attending to all tokens
             before them. 0: no tokens (block-diagonal attention). "boundary:k": the first k tokens
@@ -89,22 +89,18 @@ def prefill(
             "texts of token ids are joined with all their slots; for kvzip use a kvkeep.blocks."
             "Prompt with a Block for each text, or keep_all"
         )
-    exact = exact_specs(cache.specs)
     text = assemble(
         model,
         tokens,
         spans,
         first=len(texts[0]),
         recompute=recompute,
-        spec=exact,
+        spec=exact_specs(cache.specs),
         store=store or PrefixStore(),
         namespace=namespace,
         estimate=False,
     ).cache
-    if exact == cache.specs:
-        return text
-    begin(cache, text)
-    return cache
+    return begun(cache, text)
 
 
 def assemble(
@@ -129,9 +125,9 @@ def assemble(
         spans: in ascending order, none before `first`.
         first: number of leading tokens, at least 1, computed as a plain prefix.
         recompute: see `prefill`.
-        prompt: see `kvkeep.PrefixStore.read`; no span contains an adapter's invocation.
+        prompt: see `kvkeep.PrefixStore.read`. No span may contain an adapter's invocation.
         capacity: see `kvkeep.Cache`.
-        estimate: estimate the deviation, which runs a few tokens through two layers.
+        estimate: whether to estimate the deviation, by running a few tokens through two layers.
     """
     mode, amount = parsed(recompute)
     host = host_of(model)
@@ -188,7 +184,7 @@ _FIRST, _SPAN, _BETWEEN = range(3)
 
 
 def _kinds(count: int, spans: Sequence[Span]) -> Tensor:
-    """For each token: whether it lies in the first span, in a later span, or in none."""
+    """For each token: `_FIRST`, in the first span; `_SPAN`, in a later span; or `_BETWEEN`."""
     kinds = torch.full((count,), _BETWEEN)
     for index, (start, stop) in enumerate(spans):
         kinds[start:stop] = _SPAN if index else _FIRST

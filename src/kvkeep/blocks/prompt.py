@@ -21,17 +21,16 @@ from kvkeep.features import Feature
 from kvkeep.host import Activation, Host, ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.store import PrefixStore
-from kvkeep.store.beginning import begin, exact_specs, observed_again, settle
-from kvkeep.store.identity import feed, keyed, require_alike, require_one_adapter, require_steady
-from kvkeep.store.layer_slices import require_keepable
+from kvkeep.store.beginning import begin, beginning_of, settle
+from kvkeep.store.identity import feed, keyed, require_reusable
 
 _SHOWN = 40  # characters of a block in a report
 
 
 @dataclass(frozen=True)
 class BlockReport:
-    """A block of a prompt: its first characters, its tokens `start` to `stop`, and why it was not
-    reused; empty if it was."""
+    """A block of a prompt: its first characters; its tokens `start` to `stop`; and why it was not
+    reused (empty: it was reused)."""
 
     text: str
     start: int | None
@@ -44,11 +43,11 @@ class Report:
     """The sources of a prompt's keys and values, in tokens.
 
     Args:
-        tokens: all tokens of the prompt but the last.
+        tokens: all tokens of the prompt except the last.
         exact: found as a stored prefix; their slots equal a plain prefill's, bit for bit.
         found: found in stored blocks.
         repaired: tokens of blocks that were recomputed, attending to all tokens before them.
-        approximate: tokens of blocks used without recomputation: they did not attend to the tokens
+        approximate: tokens of blocks that were not recomputed: they did not attend to the tokens
             before their block.
         compressed: tokens of texts compressed by policy `kvzip`.
         deviation: estimated distance of the approximate tokens from a plain prefill: the relative
@@ -78,7 +77,7 @@ class Report:
 
 
 class Prefilled(NamedTuple):
-    """A cache of a prompt's tokens without the last token, and their sources."""
+    """A cache of a prompt's tokens except the last, and the sources of these tokens."""
 
     cache: ModelCache
     report: Report
@@ -108,7 +107,7 @@ class Encoded:
         namespace: str = "",
         capacity: int | None = None,
     ) -> Prefilled:
-        """Build a cache of all tokens but the last, which `generate` or your own loop feeds.
+        """Build a cache of all tokens except the last, which `generate` or your own loop feeds.
 
         A stored prefix is used unchanged. After it, each block is taken from the store or computed
         by itself, and all other tokens are computed in place. Blocks that cannot be reused are
@@ -133,15 +132,12 @@ class Encoded:
         tokens = self._tokens(host.context)
         prompt = self.input_ids[0]
         cache.activation = host.activation_in(prompt)
-        exact = exact_specs(cache.specs)
+        exact, known = beginning_of(cache, tokens)
         begins = exact != cache.specs
         text = host.new_cache(exact, capacity=capacity) if begins else cache
         text.activation = cache.activation
         try:
-            require_keepable(text)
-            require_steady(host)
-            require_alike(host, text, outside=store.backend is not None)
-            require_one_adapter(text)
+            require_reusable(host, text, outside=store.backend is not None)
         except UnsupportedError as error:
             feed(host, tokens, cache)
             refused = [block.refuse(str(error)) for block in self.blocks]
@@ -152,7 +148,6 @@ class Encoded:
             block.refuse(whole or _why_not(block, host, text, store.budget))
             for block in self.blocks
         ]
-        known = tokens[: max(0, len(tokens) - observed_again(cache))] if begins else tokens
         spans = sorted(one.span for one in blocks if one.span is not None and not one.refused)
         spans = [Span(start, min(stop, len(known))) for start, stop in spans]
         spans = [span for span in spans if span.start < span.stop]
@@ -169,7 +164,7 @@ class Encoded:
         stored = store.known(*keyed(host, known, exact, namespace, cache.activation))
         behind = [span for span in spans if span.stop > stored]
         first = behind[0].start if behind else len(known)
-        if behind and first == 0:  # it already is at its position
+        if behind and first == 0:  # a block at the start need not be moved
             first = behind.pop(0).stop
         read = assemble(
             model,
@@ -191,7 +186,7 @@ class Encoded:
         return self._reported(read, behind, blocks)
 
     def _tokens(self, most: int | None) -> Tensor:
-        """All tokens but the last, (n,)."""
+        """All tokens except the last, (n,)."""
         ids = self.input_ids[0]
         if not len(ids) or len(ids) > (most or len(ids)):
             raise ShapeError(
@@ -291,7 +286,7 @@ class Chat:
 
 
 def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
-    """Why a model can reuse no block; empty if it can."""
+    """Why a model cannot reuse any block; empty if it can."""
     if recompute == "all":
         return 'recompute="all" computes everything'
     if reason := cache.why_not(Feature.JOINED):
@@ -317,7 +312,7 @@ def _why_not(block: BlockTokens, host: Host, cache: ModelCache, budget: int | No
         return ""
     active: Activation | None = cache.activation
     if active is not None and block.span.stop > active.start:
-        return f"an adapter computes from token {active.start} on, so the block cannot be moved"
+        return f"an adapter is active from token {active.start} on, so the block cannot be moved"
     if budget is None:
         return ""
     tokens = block.span.stop - block.span.start

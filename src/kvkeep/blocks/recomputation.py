@@ -1,4 +1,4 @@
-"""Recomputes some tokens of joined texts, so that they attend to the texts before them."""
+"""Recomputes tokens of joined texts, so that they attend to the texts before them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvkeep.planes import POSITION, slot_count
 
 
 class Blended(NamedTuple):
-    """The positions that were recomputed, int64 (n,), ascending; and the distance of the other
-    candidates' keys and values from recomputed ones, as a relative norm."""
+    """The positions that were recomputed, int64 (n,), ascending; and for candidates that were not,
+    the distance of their keys and values from recomputed keys and values, as a relative norm."""
 
     positions: Tensor
     deviation: float
@@ -59,8 +59,8 @@ def blend(
     """Recompute the tokens whose keys and values would change most.
 
     All candidates go through the first layer. The second layer compares their new keys and values
-    with the cache's; only the tokens that differ most go through the rest of it and the later
-    layers.
+    with the cache's. Only the tokens that differ most go through the rest of the second layer and
+    the later layers.
 
     Args:
         tokens: all tokens that the cache counts as fed, int64 (T,).
@@ -75,8 +75,7 @@ def blend(
     Source: CacheBlend (arXiv 2405.16444), with one choice for all layers from the second on.
     """
     _require(host, cache, tokens, candidates[certain])
-    reason = why_not_compared(host)
-    if reason:
+    if reason := why_not_compared(host):
         raise UnsupportedError(
             f"{type(host.model).__name__}: {reason}; use recompute='boundary:32' or 'all'"
         )
@@ -94,8 +93,8 @@ def blend(
 
 
 class _LayerProxy:
-    """Takes the place of a layer during one forward. Until the layer's step runs, its cursor does
-    not count the candidates."""
+    """Takes the place of a layer during one forward. Until the layer's step has run, the cursor
+    does not count the candidates."""
 
     def __init__(self, layer: LayerCache, candidates: Tensor) -> None:
         self._layer, self.candidates, self._stepped = layer, candidates, False
@@ -144,7 +143,7 @@ class _SecondLayer(_LayerProxy):
 
     @property
     def chosen(self) -> Tensor:
-        """Their positions."""
+        """Positions of the chosen candidates."""
         return self.candidates[self.index]
 
     def narrowed(self) -> Narrowed:
@@ -168,8 +167,8 @@ class _SecondLayer(_LayerProxy):
         return out
 
     def _compared(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """For each candidate: the squared distance of its cached keys and values from the new ones,
-        infinite if it is certain; and the squared norm of the new ones."""
+        """For each candidate: the squared distance of its cached keys and values from the new keys
+        and values, infinite if it is certain; and the squared norm of the new keys and values."""
         layer = self._layer
         planes = layer.state().parts["slots"]
         slot = torch.searchsorted(planes[POSITION][0, 0], self.candidates.to(torch.int32))
@@ -186,14 +185,14 @@ def why_not_compared(host: Host) -> str:
     """Why the second layer cannot estimate how much a token's keys and values would change; empty
     if it can."""
     if host.parallel:
-        return "each process would compare tokens by its own heads, and choose different ones"
+        return "each process would compare tokens by its own heads, and choose different tokens"
     if not host.narrows or len(host.kinds) < 2:
         return "the model has no second layer to compare tokens in"
     return ""
 
 
 def _replace(layer: LayerCache, positions: Tensor) -> None:
-    """Allow the tokens at some positions to be fed again: hide their slots in frozen runs."""
+    """Hide the slots at `positions` in frozen runs, so that these tokens can be fed again."""
     history = layer.history
     history.floor = history.columns  # the newest slots are no longer the newest tokens
     history.columns -= len(positions)
@@ -219,8 +218,8 @@ def require_repairable(host: Host, cache: ModelCache) -> None:
     evicting = next((x.policy for x in cache.layers if x.policy.evicts), None)
     if evicting is not None:
         raise UnsupportedError(
-            f"policy {evicting.name} evicts, and would treat tokens that are computed again as the "
-            "newest; use keep_all"
+            f"policy {evicting.name} evicts, and would treat recomputed tokens as the newest; use "
+            "keep_all"
         )
 
 
@@ -238,6 +237,6 @@ def _require(host: Host, cache: ModelCache, tokens: Tensor, certain: Tensor) -> 
     missing = int((~known).sum())
     if missing:
         raise ShapeError(
-            f"{missing} of {len(tokens)} tokens are neither held nor among the positions to "
-            "compute; give their positions too"
+            f"{missing} of {len(tokens)} tokens are neither in the cache nor among the positions "
+            "to compute; give their positions too"
         )

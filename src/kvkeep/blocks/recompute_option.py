@@ -10,7 +10,7 @@ Recompute = int | float | str
 """0; a share of the tokens, above 0 and below 1; "boundary:32"; or "all"."""
 
 RECOMPUTE = 0.15
-"""Default: the 15 % of a block's tokens whose keys and values would change most."""
+"""The default: recompute the 15 % of the tokens whose keys and values would change most."""
 
 
 class RecomputeOption(NamedTuple):

@@ -22,8 +22,8 @@ class BlockTokens:
 
     Args:
         text: the block's text.
-        span: the prompt's tokens that it covers; None if it was refused before they were known.
-        refused: why it is not reused; empty if it is.
+        span: the prompt's tokens that the block covers; None: it was refused before that was known.
+        refused: why the block is not reused; empty if it is reused.
     """
 
     text: str
@@ -31,7 +31,8 @@ class BlockTokens:
     refused: str = ""
 
     def refuse(self, reason: str) -> BlockTokens:
-        """The same block, refused for a reason; an earlier reason takes precedence."""
+        """The same block, refused for a reason. An earlier reason, or an empty `reason`, changes
+        nothing."""
         return self if self.refused else replace(self, refused=reason)
 
 
@@ -40,14 +41,14 @@ def tokenized(
 ) -> tuple[Tensor, list[BlockTokens]]:
     """Tokenize a text, and find the tokens of each block.
 
-    The text is tokenized once, as a whole, so the tokens are the plain prompt's. A block has the
-    tokens within its mark, without tokens across its boundary. A block whose boundary falls within
+    The text is tokenized once, as a whole, so the tokens equal the plain prompt's. A block has the
+    tokens within its mark, but not tokens across its boundary. A block whose boundary falls within
     a word is refused.
 
     Args:
         marks: locations of the blocks, nested blocks after their containers; or why a block is
             refused.
-        special: whether the tokenizer adds its special tokens, such as BOS.
+        special: whether the tokenizer adds special tokens, such as BOS.
         shortest: fewest tokens of a block to reuse.
 
     Returns:
@@ -57,7 +58,7 @@ def tokenized(
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=with_offsets)
     ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if not with_offsets:
-        refused = "the tokenizer gives no character offsets of its tokens"
+        refused = "the tokenizer gives no character offsets for tokens"
         return ids, [
             BlockTokens(m.text if isinstance(m, Refused) else text[m.start : m.stop], None, refused)
             for m in marks
@@ -97,11 +98,10 @@ def _tokens_of(text: str, mark: Mark, offsets: Tensor, shortest: int) -> BlockTo
                 return BlockTokens(
                     own,
                     None,
-                    f"its boundary re-tokenises: it falls within a word of "
-                    f"{text[start:stop]!r}; put white space there",
+                    f"its boundary falls within a word of {text[start:stop]!r}, so that one "
+                    "token crosses it; put white space there",
                 )
     if len(inside) < shortest:
-        return BlockTokens(
-            own, None, f"it is too short: {len(inside)} tokens of its own, but at least {shortest}"
-        )
+        why = f"it is too short: it has {len(inside)} tokens, but needs at least {shortest}"
+        return BlockTokens(own, None, why)
     return BlockTokens(own, Span(int(inside[0]), int(inside[-1]) + 1))

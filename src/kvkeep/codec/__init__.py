@@ -1,6 +1,6 @@
 """Codecs, which encode keys and values. One file each; `base.Codec` is the contract.
 
-A new codec is a line of `PARTS`, and a line among the imports, which type checkers read.
+To add a codec, add a line to `PARTS`, and an import for type checkers.
 """
 
 from __future__ import annotations

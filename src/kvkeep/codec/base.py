@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.context import within
 from kvkeep.errors import PrecisionWarning
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
@@ -24,52 +24,53 @@ from kvkeep.renamed import Renamed, require_new_names
 class Codec(ABC):
     """A stateless encoding. The dataclass fields are the options of its spec.
 
-    Plane names here lack the leading `k` or `v`: "" is the main plane, "_scale" another.
+    Names of planes lack the prefix `k` or `v` here: "" is the main plane; another may be "_scale".
     """
 
     name: ClassVar[str]
     differentiable: ClassVar[bool] = False
     """Whether gradients flow through encoding and decoding."""
     of_keys: ClassVar[bool] = False
-    """Whether values are elements of their keys: they have no planes, and are decoded from those of
-    the keys."""
+    """Whether values are elements of their keys: they have no planes, and are decoded from the
+    planes of the keys."""
 
     def __init_subclass__(cls) -> None:
         require_new_names(cls)
 
     @property
     def block(self) -> int:
-        """How many tokens are encoded together, in one slot, whose planes then have a token axis.
-        1: each token has a slot of its own."""
+        """Number of tokens that are encoded together in one slot, whose planes then have a token
+        axis. 1: each slot holds one token."""
         return 1
 
     @property
     def together(self) -> int:
-        """How many tokens a layer encodes at a time, after they leave its plain tail; a multiple of
-        `block`. 1: it has no tail, and encodes tokens as they arrive. For layers that have a tail
-        although slots hold single tokens, see `kvkeep.layer.stats.has_tail`."""
+        """Number of tokens that a layer encodes at a time, when they leave its plain tail; a
+        multiple of `block`. 1: the layer has no tail, and encodes tokens as they arrive. For layers
+        with a tail although each slot holds one token, see `kvkeep.layer.stats.has_tail`."""
         return self.block
 
     @property
     def tail(self) -> int:
-        """How many of the newest tokens, at least, are kept unencoded."""
+        """The least number of newest tokens that are kept plain."""
         return 0
 
     @property
     def sinks(self) -> int:
-        """How many of each row's first tokens are kept unencoded, beside the newest."""
+        """Number of each row's first tokens that are kept plain."""
         return 0
 
     @property
     def centre(self) -> int:
-        """From how many of a layer's first tokens the mean of keys is measured that is taken out of
-        all keys before they are encoded; 0: none is. See `kvkeep.attention.centre`."""
+        """Number of a layer's first tokens on which the centre is measured: the mean key that is
+        subtracted from all keys before they are encoded. 0: no centre. See
+        `kvkeep.attention.centre`."""
         return 0
 
     @cached_property
     def layout(self) -> KernelLayout | None:
-        """The memory layout, for kernels that read the planes directly; None: no kernel can, so the
-        planes are decoded first."""
+        """The memory layout, for kernels that read the planes directly; None: no kernel can read
+        them, so they are decoded first."""
         return None
 
     @property
@@ -81,7 +82,7 @@ class Codec(ABC):
 
     @property
     def key_warning(self) -> str | None:
-        """A warning against this codec for keys, with an alternative; None: none is known."""
+        """A warning against this codec for keys, with an alternative; None: no warning."""
         return None
 
     @abstractmethod
@@ -93,7 +94,7 @@ class Codec(ABC):
         """Encode x (B, H, n, D), where n is a multiple of `block`; the result may be views of x."""
 
     def encode_into(self, x: Tensor, planes: Planes, prefix: str) -> None:
-        """Encode x into existing planes of its n slots, whose names begin with `prefix`."""
+        """Encode x (B, H, n, D) into planes of n slots; names of planes begin with `prefix`."""
         for name, plane in self.encode(x).items():
             planes[prefix + name].copy_(plane)
 
@@ -102,7 +103,7 @@ class Codec(ABC):
         """Decode to (B, H, S, D) in `dtype`; the result may be a view of the planes."""
 
     def width(self, planes: Planes) -> int:
-        """D of the tensor that is encoded in these planes."""
+        """The width D of the tensor that is encoded in `planes`."""
         return planes[""].shape[-1]
 
     def for_values(self) -> Codec:
@@ -110,29 +111,29 @@ class Codec(ABC):
         return self
 
     def for_latents(self) -> Codec:
-        """The codec of keys whose first elements are the values: it rotates nothing."""
+        """The codec for keys whose first elements are the values: it must not rotate."""
         return self.for_values()
 
     def waiting(self, plain: Codec) -> Codec:
-        """The codec of tokens that wait to be encoded in a block; `plain`: the plain codec."""
+        """The codec of tokens that are not encoded yet; `plain`: the plain codec."""
         return plain
 
     def rotate(self, q: Tensor) -> Tensor:
-        """Queries (..., D) to multiply with encoded keys: the keys may be encoded as R k with an
-        orthonormal R, and q . k = R q . R k. Likewise the sum of encoded values, where R is its own
-        inverse. The result is q itself or in at least float32."""
+        """Rotate queries (..., D) for encoded keys: if keys are encoded as R k with an orthonormal
+        R, then q . k = R q . R k. Also rotates back a sum of encoded values, since R is its own
+        inverse. The result is q itself, or in at least float32."""
         return q
 
 
 def encoded_count(tokens: int, *codecs: Codec, budget: int | None = None) -> int:
-    """How many of `tokens` tokens these codecs, of equal `together`, encode; the others stay
-    plain. Under a budget tokens leave the tail one by one, so that its length is constant."""
+    """Number of `tokens` tokens that codecs with equal `together` encode; the rest stays plain.
+    Under a budget tokens leave the tail one by one, so that its length is constant."""
     block = codecs[0].together if budget is None else 1
     return max(0, tokens - plain_count(*codecs, budget=budget)) // block * block
 
 
 def plain_count(*codecs: Codec, budget: int | None = None) -> int:
-    """How many tokens these codecs leave plain, beside tokens that are too few to be encoded; at
+    """Number of tokens that these codecs keep plain, not counting tokens of an incomplete block; at
     most half of a budget."""
     count = max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
     return count if budget is None else min(count, budget // 2)
@@ -142,19 +143,14 @@ _WARNS: ContextVar[bool] = ContextVar("warns", default=True)
 
 
 def warn_about_keys(codec: Codec) -> None:
-    """Issue the PrecisionWarning of a codec that will encode keys, if it has one."""
+    """Issue the PrecisionWarning of a codec that is used for keys, if it has one."""
     if codec.key_warning is not None and _WARNS.get():
         _warn_once(codec.key_warning)
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
+def without_warnings() -> AbstractContextManager[None]:
     """Within this context, codecs issue no PrecisionWarning, because nobody chose them."""
-    token = _WARNS.set(False)
-    try:
-        yield
-    finally:
-        _WARNS.reset(token)
+    return within(_WARNS, False)
 
 
 @cache  # once per process, not once per layer

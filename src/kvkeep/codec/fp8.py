@@ -27,11 +27,11 @@ _MOST = 448.0
 @final
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """x = code * scale, codes in E4M3 (4 bits of exponent, 3 of fraction), largest 448.
+    """x = code * scale; codes are E4M3 (4 bits of exponent, 3 of fraction), at most 448.
 
-    Planes: "" uint8 (D,), the bits of float8_e4m3fn; "_scale" float16 (groups,). Source: FP8
-    formats (arXiv 2209.05433). Read by the Triton
-    kernels; the other backends decode it.
+    Planes: "" uint8 (D,), the bits of float8_e4m3fn; "_scale" float16 (groups,). The Triton kernels
+    read them; other backends of attention decode them first. Source: FP8 formats (arXiv
+    2209.05433).
     """
 
     group: int = 64

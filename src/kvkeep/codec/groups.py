@@ -1,4 +1,4 @@
-"""Shared by codecs: groups of elements with a float16 scale each, and packed bits."""
+"""Base of several codecs: groups of elements with one scale each, and packed bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_E5M2 = 57344.0
 
 
 def check_group(codec: str, group: int) -> None:
-    """Raise SpecError unless a group is a positive multiple of 8 elements, as kernels need."""
+    """Raise SpecError unless a group is a positive multiple of 8 elements, as kernels require."""
     if group < 8 or group % 8:
         raise SpecError(
             f"{codec} group of {group} elements: it must be a multiple of 8; use {codec}:64"
@@ -31,13 +31,13 @@ def check_group(codec: str, group: int) -> None:
 
 
 def group_count(dim: int, group: int) -> int:
-    """The number of groups in a token of width `dim`; the last may be shorter."""
+    """The number of groups in a token of width `dim`; the last group may be shorter."""
     return -(-dim // group)
 
 
 def grouped(x: Tensor, group: int) -> Tensor:
     """x (..., D) as (..., groups, group), in float32 or float64. A short last group is padded with
-    its own first element, which changes neither its minimum nor its maximum."""
+    its first element, which changes neither its minimum nor its maximum."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     width, groups = x.shape[-1], group_count(x.shape[-1], group)
     missing = groups * group - width
@@ -53,14 +53,14 @@ def ungrouped(x: Tensor, dim: int) -> Tensor:
 
 
 def rounded_half(x: Tensor) -> Tensor:
-    """A scale or zero as float16, clamped to its range; a non-finite input becomes NaN, so that it
-    stays visible."""
+    """A scale or zero point as float16, clamped to its range. A non-finite input becomes NaN, so
+    that the fault stays visible."""
     finite = x.where(x.isfinite(), torch.nan)
     return finite.clamp(-_MOST_HALF, _MOST_HALF).to(torch.float16)
 
 
 def rounded_scale(x: Tensor, bits: int) -> Tensor:
-    """A scale as float16, or in 8 bits as the higher byte of a float16, uint8."""
+    """A scale as float16; if `bits` is 8, as uint8, the high byte of a float16."""
     if bits == 16:
         return rounded_half(x)
     half = rounded_half(x).clamp(-_MOST_E5M2, _MOST_E5M2)
@@ -78,7 +78,8 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 (..., D) below 2 ** bits -> (..., D * bits / 8), the first in the low bits."""
+    """Codes uint8 (..., D) below 2 ** bits -> (..., D * bits / 8); a byte's first code is in its
+    low bits."""
     parts = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
     out = parts[..., 0]
     for i in range(1, 8 // bits):
@@ -136,8 +137,8 @@ def _mask(bits: int, width: int) -> int:
 @dataclass(frozen=True)
 class Grouped(Codec):
     """Codes of 8 bits or fewer with scales per group. On the CPU the native library encodes a
-    tensor in one call; its codes may differ by one from those of tensor operations if x lies
-    halfway between two codes.
+    tensor in one call; if x is halfway between two codes, it may round to a different code than
+    tensor operations.
     """
 
     bits: ClassVar[int]
@@ -188,8 +189,8 @@ _ABSENT = (0, 0, 0, 0)
 
 
 def encoding(x: Tensor, planes: Planes, prefix: str, layout: KernelLayout) -> tuple[int, ...]:
-    """The fields of a KvEncoding that writes tokens x (B, H, n, D) to the first n slots of planes
-    whose names begin with `prefix`."""
+    """The fields of a KvEncoding that writes tokens x (B, H, n, D) to the first n slots of
+    `planes`. Names of planes begin with `prefix`."""
     scale, zero = planes.get(prefix + "_scale"), planes.get(prefix + "_zero")
     return (
         *_plane(x),

@@ -11,8 +11,8 @@ from torch import Tensor
 def hadamard(x: Tensor) -> Tensor:
     """Rotate x (..., D) by the orthonormal Walsh-Hadamard matrix, which is its own inverse.
 
-    A width that is not a power of two is rotated in blocks of the largest power of two that divides
-    it. Returns at least float32. Source: QuaRot (arXiv 2404.00456).
+    A width that is not a power of two is divided into blocks of the largest power of two that
+    divides it. Returns at least float32. Source: QuaRot (arXiv 2404.00456).
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.to(dtype) @ _matrix(x.shape[-1], dtype, x.device)

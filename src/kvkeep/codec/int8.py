@@ -23,11 +23,11 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class Int8(Grouped):
-    """x = code * scale, codes -127..127, with one scale per token and `group` elements.
+    """x = code * scale, codes -127..127, with one scale for each token and group of elements.
 
     Planes: "" int8 (D,), "_scale" float16 (groups,). Absolute-maximum quantisation, as in LLM.int8
     (arXiv 2208.07339). Keys are rotated by a Hadamard matrix first, unless `hadamard` is False;
-    values are not, because they have no outlier channels.
+    values are not rotated, because they have no outlier channels.
     """
 
     group: int = 64

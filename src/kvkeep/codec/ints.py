@@ -27,8 +27,8 @@ from kvkeep.errors import ShapeError, SpecError
 from kvkeep.packing import PACKINGS, KernelLayout, Packing
 from kvkeep.planes import Planes, PlaneSpec
 
-_MOST_AFFINE = 4  # bits
-_MOST_SMALL = 4  # bits of codes whose scales are as good in 8 bits for half the group
+_MOST_AFFINE = 4  # most bits of codes with zero points
+_MOST_SMALL = 4  # most bits of codes that may have scales of 8 bits
 _TOGETHER = 32  # tokens that leave the plain tail at a time
 _ROTATED_VALUES = 3  # most bits for which rotating values reduces the loss
 
@@ -39,16 +39,17 @@ class Ints(Grouped):
     0..2**bits - 1.
 
     Planes: "" uint8 (D * bits / 8,), packed as `kvkeep.packing` says; "_scale" (groups,), float16
-    or, if `scale` is 8, uint8, the higher byte of a float16; "_zero" float16 when affine. The
-    symmetric scale has the sign that maps the element of largest magnitude to code 0, as
-    llama.cpp's Q4_0 does. Keys, and values in 3 and 2 bits, are rotated by a Hadamard matrix first,
+    or, if `scale` is 8, uint8, the high byte of a float16; "_zero" float16 (groups,) when affine.
+    The symmetric scale has the sign that maps the element of largest magnitude to code 0, as in
+    llama.cpp's Q4_0. Keys, and values in 3 and 2 bits, are rotated by a Hadamard matrix first,
     unless `hadamard` is False.
 
-    Before that, the mean of the first `centre` tokens is taken out of keys (0: nothing is); see
-    `kvkeep.attention.centre`. Where a layer's storage grows, the first `sinks` tokens, the newest
-    `recent` and up to 31 more stay plain, so a chunk's queries read its own tokens as they were
-    computed. A policy with a budget evicts none of them: they are at most half of the budget, with
-    none more. With a reach or heads of different lengths, tokens are encoded as they arrive.
+    Before that, the mean key of the first `centre` tokens is subtracted from keys (0: no centre);
+    see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` tokens, the newest
+    `recent` tokens and up to 31 more stay plain, so a chunk's queries read the chunk's own tokens
+    unencoded. A policy with a budget evicts none of the plain tokens: they are at most half of its
+    budget, without the up to 31 more. If the policy has a reach or heads have different lengths,
+    tokens are encoded as they arrive.
     """
 
     group: int = 32
@@ -64,12 +65,12 @@ class Ints(Grouped):
         if min(self.centre, self.recent, self.sinks) < 0:
             raise SpecError(
                 f"{self.name} of centre={self.centre}, recent={self.recent}, sinks={self.sinks}: "
-                f"each is a number of tokens, or 0; use {self.name}"
+                f"each must be at least 0; use {self.name}"
             )
         if self.scale not in (8, 16) or (self.scale == 8 and self.bits > _MOST_SMALL):
             raise SpecError(
-                f"{self.name} scale={self.scale}: a scale takes 16 bits, or in codes of at most "
-                f"{_MOST_SMALL} bits 8; use {self.name}"
+                f"{self.name} scale={self.scale}: a scale has 16 bits, or 8 bits for codes of at "
+                f"most {_MOST_SMALL} bits; use {self.name}"
             )
         if self.affine and self.bits > _MOST_AFFINE:
             raise SpecError(
@@ -79,8 +80,8 @@ class Ints(Grouped):
 
     @property
     def key_warning(self) -> str | None:
-        """The rotation spreads the error of a large channel over all channels but does not reduce
-        it."""
+        """See `Codec.key_warning`. The Hadamard rotation spreads the error of a large channel over
+        all channels but does not reduce it."""
         if self.bits > _MOST_AFFINE or self.centre:
             return None
         return (
@@ -91,7 +92,7 @@ class Ints(Grouped):
 
     @cached_property
     def packing(self) -> Packing:
-        """How the codes lie in memory."""
+        """The memory layout of the codes."""
         return PACKINGS[self.name]
 
     def planes(self, dim: int, dtype: torch.dtype) -> dict[str, PlaneSpec]:

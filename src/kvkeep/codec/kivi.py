@@ -28,10 +28,11 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class Kivi(Codec):
-    """x = code * scale + zero, in 4 or 2 bits. Each channel of keys has one scale for `together`
-    tokens, because some channels are large in all tokens; `group` elements of a value share one.
-    The first `sinks` tokens, the newest `recent`, and those whose block is not full yet, are kept
-    plain: a first token gets much attention, and its key widens the range of its block's channels.
+    """x = code * scale + zero, in 4 or 2 bits. Each channel of keys has one scale for a block of
+    `together` tokens, because some channels are large in all tokens; `group` elements of a value
+    share a scale. The first `sinks` tokens, the newest `recent` tokens, and tokens whose block is
+    not full yet are kept plain: the first tokens receive much attention, and their keys would widen
+    the range of their block's channels.
 
     A slot holds `together` tokens. Its planes: "" uint8 (together, D * bits / 8), the first
     elements in the low bits; "_scale" and "_zero" float16, (1, D) for keys, (together, groups) for

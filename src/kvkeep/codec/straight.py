@@ -1,4 +1,4 @@
-"""The result of a lossy codec, with the gradient of the identity."""
+"""The effect of a lossy codec, with the gradient of the identity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvkeep.planes import Planes, PlaneSpec
 @final
 @dataclass(frozen=True)
 class StraightThrough(Codec):
-    """Slots hold keys and values that `inner` has encoded and decoded, in the input's dtype; the
-    backward pass ignores the encoding. For training only: it saves no memory. Source: the
+    """Slots hold keys and values after encoding and decoding by `inner`, in the input's dtype. The
+    backward pass treats this as the identity. For training only: it saves no memory. Source: the
     straight-through estimator (arXiv 1308.3432).
     """
 

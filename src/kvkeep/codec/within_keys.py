@@ -1,4 +1,4 @@
-"""Values that are the first elements of their keys, and lie in the slots only once."""
+"""Values that are the first elements of their keys, so that slots hold both once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvkeep.planes import Planes, PlaneSpec
 @dataclass(frozen=True)
 class WithinKeys(Codec):
     """The codec of values that are the first `prefix` elements of their keys, as in latent
-    attention (DeepSeek-V2, arXiv 2405.04434). It adds no planes: it decodes those of the keys,
+    attention (DeepSeek-V2, arXiv 2405.04434). It has no planes: it decodes the planes of the keys,
     which `keys` has encoded without a rotation.
     """
 

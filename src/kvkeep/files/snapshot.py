@@ -24,7 +24,7 @@ from kvkeep.files.cache_header import FORMAT, HEADER, MOST_TOKENS, Header, Layer
 from kvkeep.files.headers import DTYPES, sealed
 from kvkeep.files.tensor_file import MOST_HEADER, Layout
 from kvkeep.geometry import Geometry
-from kvkeep.layer.history import OF_ROWS, History, LayerState
+from kvkeep.layer.history import MEMORY, OF_ROWS, History, LayerState, by_part
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import StateSpec
 from kvkeep.layer.stats import slot_planes
@@ -210,8 +210,7 @@ class Saved:
             )
         rows = self.header.layers[0].rows
         for name, spec in specs.items():
-            reason = spec.why_not(found[name], rows)
-            if reason:
+            if reason := spec.why_not(found[name], rows):
                 raise SavedCacheError(f"{self.path}: state {name} {reason}; save it again")
         return {name: x.to(specs[name].device) for name, x in found.items()}
 
@@ -289,14 +288,10 @@ class Saved:
         geometry = _geometry(header, dtype)
         history = self._history(index, header, tensors)
         history.geometry = geometry
-        reason = layer.policy.why_not_memory(history.memory, geometry)
-        if reason:
+        if reason := layer.policy.why_not_memory(history.memory, geometry):
             raise SavedCacheError(f"{where}: {reason}")
-        parts = dict[str, dict[str, Tensor]]()
-        for name, x in tensors.items():
-            part, _, plane = name.rpartition(".")
-            if name not in OF_ROWS and part != "memory":
-                parts.setdefault(part, {})[plane] = x
+        parts = by_part({name: x for name, x in tensors.items() if name not in OF_ROWS})
+        parts.pop(MEMORY, None)
         _require_parts(parts, layer, header, where)
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
@@ -319,9 +314,9 @@ class Saved:
             "offset": (torch.int64, 1 - MOST_TOKENS, MOST_TOKENS - 1),
         }
         for name, x in tensors.items():
-            part, _, plane = name.rpartition(".")
-            if part == "memory":
-                history.memory[plane] = x.clone()
+            part, _, own = name.rpartition(".")
+            if part == MEMORY:
+                history.memory[own] = x.clone()
             elif name in OF_ROWS:
                 setattr(history, name, x.clone())
             if name not in bounds:
@@ -379,10 +374,7 @@ class Saved:
 
 
 def _tensors(state: LayerState) -> dict[str, Tensor]:
-    found = {
-        f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
-    }
-    found |= {f"memory.{name}": x for name, x in state.history.memory.items()}
+    found = state.tensors()
     for name in OF_ROWS:
         held = getattr(state.history, name)
         if held is not None:

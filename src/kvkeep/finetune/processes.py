@@ -25,7 +25,7 @@ from kvkeep.finetune.data import Batch, equalised
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.host import host_of
 from kvkeep.train.autograd import sum_gradients
-from kvkeep.train.chain import together
+from kvkeep.train.together import together
 
 
 class Processes:
@@ -124,7 +124,7 @@ class Processes:
         return float(found)
 
     def together(self) -> AbstractContextManager[None]:
-        """A context in which an error of one process raises in all; see `kvkeep.train.chain`."""
+        """A context in which an error of one process raises in all; see `kvkeep.train.together`."""
         return together(dist.group.WORLD if self._size > 1 else None, self.device)
 
     def apart(self) -> AbstractContextManager[None]:

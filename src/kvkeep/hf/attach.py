@@ -52,20 +52,26 @@ from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.linears import route, unroute
 
 _METHODS = ("generate", "prepare_inputs_for_generation", "init_continuous_batching")
-"""The methods of a model in place of which `attach` sets others."""
+"""The methods of a model that `attach` replaces."""
 
 
 @dataclass(frozen=True, repr=False)
 class Attachment:
     """The result of `attach`. As a context manager it detaches the model on exit.
 
-    `layers` is the number of layers with a kvkeep cache; `attention` the number of those whose
-    attention runs in kvkeep too, layers that share another's slots included: all or none. If none,
-    the model computes attention itself, over all keys and values, and `own` says why; its caches
-    must then be exact, such as "keep_all+int8". `linears` is the number of linear layers whose
-    calls of few rows kvkeep's kernel computes; `compiled` whether steps of one token run in a
-    compiled program. `cache_name` is the name by which the decoder's forward takes its cache,
-    and `changes` are the changes of the model that `detach` removes.
+    Attributes:
+        model: the attached model.
+        spec: the spec of caches built for it.
+        layers: number of layers with a kvkeep cache.
+        attention: number of layers whose attention kvkeep computes, including layers that share
+            another layer's slots; either all or 0. If 0, the model computes attention itself, over
+            all keys and values, so its caches must be exact, such as "keep_all+int8".
+        own: why the model computes attention itself; empty if kvkeep does.
+        store, namespace, recompute: the arguments of `attach`.
+        linears: number of linear layers whose calls with few rows kvkeep's kernel computes.
+        compiled: whether steps of one token run in a compiled program.
+        cache_name: the name of the cache argument of the decoder's forward.
+        changes: the changes of the model that `detach` removes.
     """
 
     model: PreTrainedModel
@@ -113,38 +119,41 @@ def attach(
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
     Changes this model only, until `detach`: its attention implementation, hooks of its forward,
-    `generate` and the methods that it calls, and the forwards of recurrent layers that could not
-    continue a text in chunks. Training forwards, and caches that are not kvkeep's, run as before.
+    `generate` and the methods that it calls, and forwards of recurrent layers that cannot continue
+    a text in chunks. Training forwards, and forwards with caches that are not kvkeep's, run as
+    before.
 
     Args:
         model: a decoder, or a model that contains one; a PEFT model is unwrapped. A model of
-            another library that kvkeep knows is attached as its host does it: see
-            `kvkeep.litgpt.attach.attach`. Such a model takes only `spec`, `linears` and `compile`.
+            another library is attached by that library's host, with `spec`, `linears` and `compile`
+            as the only options; see `kvkeep.litgpt.attach.attach`.
         spec: the spec of caches built for the model; see `kvkeep.Cache`.
-        store: where `generate()` looks up prefixes of prompts and stores what it computed; see
-            `kvkeep.PrefixStore`. It is used for single prompts without a cache of your own.
+        store: the store in which `generate()` looks up prefixes of prompts, and to which it adds
+            the texts that it computes; see `kvkeep.PrefixStore`. It is used for single prompts
+            without a cache of your own.
         namespace: namespace of the store's entries; entries of other namespaces are never found.
         recompute: which tokens of blocks `generate()` recomputes when it is given a prompt with
             blocks instead of token ids; see `kvkeep.blocks`.
         prefill_chunk: tokens of a prompt that `generate()` feeds at once if the spec has a budget,
-            so that the cache never holds all of a long prompt; None: the whole prompt. A call's own
-            `prefill_chunk_size` takes precedence.
-        linears: let kvkeep's kernel compute the model's linear layers where it is faster: on the
-            CPU, for at most 32 rows (tokens of all texts), without gradients. The weights are used
-            where they lie; results differ from torch's by rounding only. False: never.
-        compile: run steps of one token a row, without padding, in a program that torch compiles in
-            the first step, for a minute or so, and that is kept on disk for later processes
-            ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU its linear layers are
-            kvkeep's. Attributes of modules must not be changed while the model is attached. None:
-            if an earlier process has compiled the steps of such a model, and it has no adapters of
-            PEFT's; results differ from uncompiled ones by rounding. False: never.
+            so that the cache never holds all of a long prompt; None: the whole prompt. The argument
+            `prefill_chunk_size` of a call takes precedence.
+        linears: let kvkeep's kernel compute the model's linear layers if it is faster: on the CPU,
+            for at most 32 rows (tokens of all texts), without gradients. The weights are not
+            copied; results differ from torch's by rounding only. False: never.
+        compile: run steps of one token a row, without padding, in a compiled program. torch
+            compiles it in the first step, which takes about a minute; it is kept on disk for later
+            processes ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU, kvkeep's kernel
+            computes its linear layers. Attributes of modules must not be changed while the model is
+            attached. Results differ from uncompiled steps by rounding. None: only if an earlier
+            process has compiled the steps of such a model, and it has no PEFT adapters. False:
+            never.
 
     Returns:
         A description of the attached model, which is also a context manager.
 
     Raises:
-        StateError: the model is attached already.
-        UnsupportedError: kvkeep does not support the model's attention or layers; the model is left
+        StateError: the model is already attached.
+        UnsupportedError: kvkeep does not support the model's attention or layers; the model is
             unchanged.
         SpecError: the spec does not exist or does not fit the model, or `recompute` or
             `prefill_chunk` is invalid.
@@ -228,7 +237,7 @@ def _replace_generate(model: PreTrainedModel, settings: Settings) -> None:
     for part in _generating(model):
         part.__dict__["_prepare_cache_for_generation"] = partial(prepare_cache, part, settings)
         if all(kind.returns_cache for kind in kinds_of(model)):
-            # transformers refuses drafts with recurrent layers; kvkeep's caches take them back
+            # transformers refuses drafts with recurrent layers; kvkeep's caches can remove them
             part.__dict__["_is_stateful"] = False
     model.__dict__["generate"] = partial(generate, model, settings)
     before: Any = model.prepare_inputs_for_generation
@@ -294,31 +303,30 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def _generating(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model, and parts of it whose `generate()` runs the same decoder; a model with images may
-    call that of its language model."""
+    """The model, and parts of it whose `generate()` runs the same decoder: a model with images may
+    call its language model's `generate()`."""
     decoder = decoder_of(model)
     parts: list[Any] = [part for part in model.modules() if isinstance(part, GenerationMixin)]
     return [part for part in parts if decoder in (part, decoder_of(part))]
 
 
 def compiled_steps(model: PreTrainedModel) -> CompiledSteps | None:
-    """The forward of an attached model whose steps are compiled, or were by an earlier process;
-    None: there is no such forward."""
+    """The forward of an attached model with compiled steps; None: its steps are not compiled."""
     attachment: Attachment | None = getattr(model, ATTACHMENT, None)
     return model.__dict__.get("forward") if attachment and attachment.compiled else None
 
 
 def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[str | None, str]:
-    """The name of the attention implementation by which kvkeep computes the attention of a model
-    whose implementation was `original`; or None, and why the model keeps its own attention.
+    """Choose who computes the attention of a model whose implementation was `original`: the name of
+    kvkeep's implementation, and ""; or None, and why the model keeps its own attention.
 
     Args:
-        untried: whether the attention of a model that cannot be rehearsed may be kvkeep's, because
-            its first forward will raise if it is not right.
+        untried: whether kvkeep may compute the attention of a model that cannot be rehearsed. If it
+            does not work, the first forward raises.
 
     Raises:
-        UnsupportedError: by a rehearsal, the model would raise or be wrong with a kvkeep cache
-            either way.
+        UnsupportedError: in rehearsals, the model raises or computes wrong results with a kvkeep
+            cache, both with kvkeep's attention and with its own.
     """
     decoder = decoder_of(model)
     never = "".join(kind.own for kind in kinds_of(decoder))
@@ -331,8 +339,7 @@ def _routing(model: PreTrainedModel, original: str, *, untried: bool) -> tuple[s
         if fault == "" or (fault is None and untried and tagged):
             return name, ""
         why = "its attention cannot be tried without weights" if fault is None else fault
-    fault = rehearse_own(decoder)
-    if fault:
+    if fault := rehearse_own(decoder):
         raise UnsupportedError(
             f"kvkeep cannot attach {type(model).__name__}: {why}, and with its own attention "
             f"{fault}; use transformers' own cache for it"
@@ -361,8 +368,8 @@ def attach_routed(model: PreTrainedModel, purpose: str) -> Attachment:
 def _supply_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward hook: supply a kvkeep cache to a cached forward that has none, unless kvkeep could
-    not serve it; check the arguments; and tell an activated adapter which tokens to compute."""
+    """Forward hook: supply a kvkeep cache to a cached forward without a cache, if kvkeep supports
+    the forward; check the arguments; and tell an activated adapter which tokens to compute."""
     attachment: Attachment = getattr(decoder, ATTACHMENT)
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -384,7 +391,7 @@ def _supply_cache(
 def _begin_with_new_cache(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Supply a kvkeep cache to a forward, if it is cached and kvkeep could serve it."""
+    """Supply a kvkeep cache to a forward, if it is cached and kvkeep supports it."""
     attachment: Attachment = getattr(decoder, ATTACHMENT)
     given = arguments_of(decoder, args, kwargs)
 
@@ -409,7 +416,7 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
     if not compiling:
         attachment: Attachment = getattr(decoder, ATTACHMENT)
         fed, tokens = cache.fed, fed_by(given)
-        if not is_routed(cache.config):  # it may have been built before `attach`
+        if not is_routed(cache.config):  # the cache may have been built before `attach`
             cache.follow(decoder_config(decoder.config))
         if attachment.own:
             require_exact(cache, decoder_config(decoder.config).model_type, attachment.own)
@@ -433,14 +440,14 @@ def _begin(decoder: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Non
 def _require_attended(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook: raise if the model's attention did not use the keys in its cache; record what
-    was fed beside token ids."""
+    """Forward hook: raise if the model's attention did not use the keys in its cache; record inputs
+    other than token ids."""
     cache = cache_in(kwargs)
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         resume(decoder)
         if cache.awaited not in (None, cache.fed):
             raise not_served(
-                decoder, f"its cache holds {cache.fed} tokens where {cache.awaited} were fed"
+                decoder, f"its cache holds {cache.fed} tokens, but {cache.awaited} were fed"
             )
         cache.end_forward()
         note_fed(cache, kwargs)

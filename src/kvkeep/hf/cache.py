@@ -69,14 +69,14 @@ class Cache(  # type: ignore[misc]
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
-        UnsupportedError: some layer of the model caches something other than keys and values or a
+        UnsupportedError: a layer of the model caches something other than keys and values or a
             recurrent state.
     """
 
-    _handed: Handed | None = None  # of the last call of `update`
+    handed: Handed | None = None  # the tag of the last keys given to this cache
     _start = 0  # columns fed before the current forward
-    awaited: int | None = None  # columns fed after it, if kvkeep's hooks began it
-    _first_states: Mapping[str, StateSpec] | None = None  # of an empty cache, told by a forward
+    awaited: int | None = None  # columns fed after it, if kvkeep's hooks have begun it
+    _first_states: Mapping[str, StateSpec] | None = None  # of an empty cache, from a forward
     weights = False  # whether the current forward returns attention weights
 
     @suggests()
@@ -89,7 +89,7 @@ class Cache(  # type: ignore[misc]
     ) -> None:
         config = base_config(model)
         self.config = decoder_config(config)
-        self._around = self.config is not config  # a model around the decoder may feed images
+        self._around = self.config is not config  # a model that contains the decoder may use images
         self._kinds = layer_kinds(config)
         self.kinds = kinds_of(config)
         self._model = None if isinstance(model, PreTrainedConfig) else weakref.ref(model)
@@ -119,7 +119,7 @@ class Cache(  # type: ignore[misc]
         return f"kvkeep.Cache({specs!r}, layers={len(self.layers)}, seen={self.seen.tolist()})"
 
     def follow(self, config: PreTrainedConfig) -> None:
-        """Use the config of a model in a forward, if it is another view of this cache's config: the
+        """Use the config of a forward's model, if it is another view of this cache's config: the
         model may have been attached after the cache was built."""
         if config is not self.config and config.__dict__ is self.config.__dict__:
             self.config = config
@@ -152,7 +152,7 @@ class Cache(  # type: ignore[misc]
             return key_states, value_states
         if layer_idx == 0:
             self._require_turn()
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise StateError(
                 "the last keys given to this cache were never attended to: the model is not the "
                 "attached one it was built for, a forward was interrupted, or the keys were "
@@ -167,8 +167,8 @@ class Cache(  # type: ignore[misc]
                 "own cache for this model"
             )
         if self.routed:
-            self._handed = hand_over(key_states, value_states, layer, traced)
-            self._handed.weights = self.weights
+            self.handed = hand_over(key_states, value_states, layer, traced)
+            self.handed.weights = self.weights
             return key_states, value_states
         spec = self.specs[layer_idx]
         own = hasattr(self._model and self._model(), ATTACHMENT)
@@ -178,14 +178,9 @@ class Cache(  # type: ignore[misc]
         view = layer.extend(*to_slots(self.kinds, key_states, value_states))
         held = layer.in_order(view)
         layer.settle()
-        if self._around and media_told() is not False:  # an unattached model does not tell
+        if self._around and media_told() is not False:  # unattached, it is unknown
             layer.mark_embedded()
         return from_slots(self.kinds, held.keys, held.values)
-
-    @property
-    def handed(self) -> Handed | None:
-        """The tag of the last keys given to this cache."""
-        return self._handed
 
     def _require_turn(self) -> None:
         """Raise StateError while another thread runs a forward."""
@@ -200,8 +195,8 @@ class Cache(  # type: ignore[misc]
 
     @property
     def offset(self) -> Tensor | None:
-        """By how much the model's next rotary position exceeds the tokens seen, int64 (B,); None:
-        by nothing. See `kvkeep.hf.kinds.multimodal`."""
+        """The model's next rotary position minus the tokens seen, int64 (B,); None: 0. See
+        `kvkeep.hf.kinds.multimodal`."""
         return self._layers[0].offset if self._layers else None
 
     @property
@@ -210,8 +205,8 @@ class Cache(  # type: ignore[misc]
 
     @property
     def compiles(self) -> bool:
-        """Whether a step of one token a row may run in a compiled graph: the model is attached, a
-        prompt without padding is held, and nothing else must look at the step."""
+        """Whether a step of one token a row may run in a compiled graph: the model is attached, the
+        cache holds a prompt without padding, and the step needs nothing that graphs lack."""
         return (
             self.fed > 0
             and self.activation is None
@@ -225,11 +220,11 @@ class Cache(  # type: ignore[misc]
 
     @property
     def tickets(self) -> Sequence[Ticket]:
-        """What a compiled graph is given for each layer, and behind these for their readings."""
+        """The arguments of a compiled graph: a ticket for each layer, then for each reading."""
         return cast(Sequence[Ticket], self._traced)
 
     def expect(self, columns: int) -> None:
-        """Check that a forward of so many columns may begin, before anything of it runs."""
+        """Check that a forward of `columns` columns may begin, before any of it runs."""
         self._end_recording()
         with self._turn:
             self._require_turn()
@@ -238,11 +233,11 @@ class Cache(  # type: ignore[misc]
             self._feeding = get_ident(), self.fed + columns
 
     def forget_unused(self) -> None:
-        """Called before a forward of the attached model: forget keys that the forward before did
-        not attend to, because it was refused or interrupted. No layer holds them."""
+        """Called before a forward of the attached model: forget keys to which the previous forward
+        did not attend, because it was refused or interrupted. No layer holds them."""
         with self._turn:
             self._require_turn()
-            self._handed = None
+            self.handed = None
 
     def end_forward(self) -> None:
         """Called after a forward of the attached model.
@@ -256,7 +251,7 @@ class Cache(  # type: ignore[misc]
             kind.end(self)
 
     def begin(self, columns: int, *given: Tensor) -> None:
-        """Check that a forward of so many columns may begin, before its first layer changes
+        """Check that a forward of `columns` columns may begin, before its first layer changes
         anything, and record its start. `given`: tensors that may require gradients."""
         with self._turn:
             self._require_turn()
@@ -284,9 +279,9 @@ class Cache(  # type: ignore[misc]
     def require_attended(self) -> None:
         """Raise UnsupportedError, at the end of a forward, if the last keys that `update` returned
         did not reach the attention function."""
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise UnsupportedError(
-                "the model's last layer gave keys to the cache and attended to others, so its "
+                "the model's last layer gave keys to the cache but attended to other keys, so its "
                 "output is wrong; reset() the cache, and use it with kvkeep.detach(model)"
             )
         for layer in self.layers:
@@ -296,14 +291,14 @@ class Cache(  # type: ignore[misc]
         """The value of `live_bytes` after `tokens` columns were fed.
 
         Args:
-            dtype: dtype of keys and values; None: that of those fed, or the model's.
+            dtype: dtype of keys and values; None: the dtype of keys fed so far, or the model's.
 
         Raises:
             UnsupportedError: the model's config does not give the width of its keys.
         """
         known = [layer.history.geometry for layer in self.layers]
         geometries = [one for one in known if one is not None]
-        if len(geometries) < len(self.layers):  # nothing was fed yet
+        if len(geometries) < len(self.layers):  # the cache is empty
             model = None if self._model is None else self._model()
             geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
@@ -312,7 +307,7 @@ class Cache(  # type: ignore[misc]
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of a row's states of layers that do not attend."""
+        """Bytes of one row's recurrent states."""
         model = None if self._model is None else self._model()
         if self.carried and not self.fed and self._first_states is None and model is not None:
             self._first_states = host_of(model).recurrent_specs()
@@ -333,16 +328,16 @@ class Cache(  # type: ignore[misc]
         """Write this cache to a file, for `kvkeep.load`; an existing file is replaced atomically.
 
         Args:
-            tokens: the token ids that were fed, (B, columns), to store with it.
-            notes: texts to store with it, by name.
-            tokenizer: the tokenizer, which `load` can compare.
+            tokens: the token ids that were fed, (B, columns), to store in the file.
+            notes: texts to store in the file, by name.
+            tokenizer: the tokenizer, to store its hashes, which `load` can compare.
             model: the model, if this cache was built from its config only.
             sync: fsync the file, so that it survives a loss of power.
             private: make a new file readable by its owner only.
 
         Raises:
             StateError: the cache is empty, its model is unknown, or a forward is running; or the
-                model was not attached, and the tokens of images share positions in it.
+                model was not attached, and is one in which tokens of images share positions.
             SavedCacheError: the file cannot be written; an existing file is unchanged.
         """
         model = model or (None if self._model is None else self._model())
@@ -353,8 +348,8 @@ class Cache(  # type: ignore[misc]
             )
         if self._around and self.routed is False and shares_positions(model):
             raise StateError(
-                "the positions that follow an image are not known for a cache that an unattached "
-                "model filled; call kvkeep.attach(model) before it is filled"
+                "the positions after an image are unknown in a cache that an unattached model "
+                "filled; call kvkeep.attach(model) before you fill the cache"
             )
         saving.save(
             self,
@@ -368,18 +363,18 @@ class Cache(  # type: ignore[misc]
         )
 
     def compress(self, model: PreTrainedModel, ids: Tensor, spec: Specs | None = None) -> None:
-        """Evict all but a share of the slots, whatever will be asked of the text later; see
+        """Evict all but a share of the slots, independently of later questions about the text; see
         `kvkeep.host.compress.compress`.
 
         Args:
             model: the model of this cache, attached.
             ids: the tokens that were fed, int64 (n,) or (1, n).
-            spec: such as "kvzip:25%"; None: this cache's own.
+            spec: such as "kvzip:25%"; None: this cache's spec.
         """
         compress(host_of(model), self, ids, spec)
 
     def why_not(self, feature: Feature) -> str:
-        """Why the model lacks a feature, as a clause about it; empty if it has it."""
+        """Why the model lacks a feature, as a clause about the model; empty if it does not."""
         return why_not(self.kinds, feature)
 
     def _require_routed(self) -> None:
@@ -401,7 +396,7 @@ class Cache(  # type: ignore[misc]
         for layer in self.layers:
             if layer.window is not None and layer.cursor.holes_after is None:
                 layer.cursor.holes_after = 0
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
         self._turn = Turn()
         own = [Ticket(weakref.ref(layer), layer.readers) for layer in self.layers]
         self._traced: list[Traced] = [*with_readings(own)]
@@ -417,18 +412,18 @@ class Cache(  # type: ignore[misc]
     def restore(self, snapshot: core.Snapshot) -> None:
         """See `kvkeep.cache.Cache.restore`."""
         core.Cache.restore(self, snapshot)
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
 
     def rewind(self, columns: int) -> None:
         """See `kvkeep.cache.Cache.rewind`."""
         core.Cache.rewind(self, columns)
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
         self._uncropped = False
 
     def reset(self) -> None:
         """Forget every token."""
         ModelCache.reset(self)
-        self._handed = self._feeding = None
+        self.handed = self._feeding = None
         self._turn, self.fed_since = Turn(), Forwards()
         self.end_recording()
 
@@ -446,7 +441,7 @@ class Cache(  # type: ignore[misc]
         left_out: dict[str, Any] = {
             "_model": None,
             "_traced": [],
-            "_handed": None,
+            "handed": None,
             "fed_since": Forwards(),
         }
         _ = self.layers  # also if they are lent
@@ -458,17 +453,17 @@ class Cache(  # type: ignore[misc]
 
 
 def _rotaries(model: Any) -> list[Rotary | None]:
-    """The rotary embedding of each layer. The layers of a config alone cannot be tried."""
+    """The rotary embedding of each layer. With a config only, the layers cannot be tried."""
     if isinstance(model, PreTrainedConfig):
         return rotaries_of(model)
     return host_of(model).rotaries()
 
 
 def _identity(model: Any) -> str:
-    """See `sampled`; of a model that this process has as a whole."""
+    """See `sampled`. Raises SpecError if this process has only a part of the model."""
     if is_parallel(model):
         raise SpecError(
-            f"a calibrated policy fits a whole model, and this process has a part of a "
+            f"a calibrated policy fits a whole model, but this process has only a part of a "
             f"{type(model).__name__}; use another policy"
         )
     return sampled(model)

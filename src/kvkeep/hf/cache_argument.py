@@ -1,8 +1,8 @@
 """The argument by which a transformers model takes its cache.
 
-It is `cache` from transformers 5.24 on, and was `past_key_values` before. The code of a model that
-does not come with transformers may keep the earlier name, so the name is read from the signature of
-each model's forward.
+It is named `cache` from transformers 5.24 on, and `past_key_values` before. Models that do not come
+with transformers may keep the earlier name, so the name is read from the signature of each model's
+forward.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from transformers import GenerationMixin
 
 NAMES = ("cache", "past_key_values")
-"""The names of the argument; where a call gives both, the first counts."""
+"""The names of the argument; if a call gives both, the first counts."""
 
 
 OF_LIBRARIES = "past_key_values"
-"""The name by which other libraries know the argument."""
+"""The name that other libraries use for the argument."""
 
 
 @functools.cache
 def name_in(function: Callable[..., Any]) -> str | None:
-    """The name by which a function takes a cache; None: no argument of it has one of the names."""
+    """The name of a function's cache argument; None: it has none."""
     parameters = inspect.signature(function).parameters
     return next((name for name in NAMES if name in parameters), None)
 
 
 OF_GENERATE = name_in(GenerationMixin.prepare_inputs_for_generation) or NAMES[0]
-"""The name by which this version's `generate` hands a cache to the methods it calls."""
+"""The name by which this version's `generate` passes a cache to the methods it calls."""
 
 
 def cache_name(model: Any) -> str:
-    """The name by which a model's forward takes its cache. A PEFT model has that of its base."""
+    """The name of the cache argument of a model's forward; for a PEFT model, of its base model."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return name_in(type(model).forward) or OF_GENERATE
@@ -46,13 +46,12 @@ def as_cache(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among the keyword arguments of a call, under either name; None: there is none."""
+    """The cache among the keyword arguments of a call, under either name; None: no cache."""
     return next((given[name] for name in NAMES if given.get(name) is not None), None)
 
 
 def rename_cache(given: dict[str, Any], name: str) -> Any:
-    """Give the cache among keyword arguments its name in the called function, in place; returns the
-    cache."""
+    """Rename the cache among keyword arguments to `name`, in place; returns the cache."""
     cache = cache_in(given)
     for other in NAMES:
         given.pop(other, None)

@@ -16,18 +16,18 @@ from kvkeep.hf.steps.step import key_of, programs_of
 from kvkeep.host.progress import Progress, silent
 
 PAYS_AFTER = 4000
-"""Tokens after which a compiled step has saved the time that it took to compile. A layer's part
-takes 1.5 s and saves 0.4 ms of each token, on two cores of a Zen 4."""
+"""Tokens after which a compiled step has saved the time of its compilation: for each layer,
+compiling takes 1.5 s and saves 0.4 ms a token, on two cores of a Zen 4."""
 
 
 def pays(model: Any, tokens: int, sequences: int = 1) -> bool:
-    """Whether to compile the steps of a model that is not attached: with the tokens of this call it
-    has generated enough, and some are not compiled.
+    """Whether to compile the steps of a model that is not attached: some needed steps are not
+    compiled, and with this call the model has generated enough tokens.
 
     Args:
         model: the model.
-        tokens: the most that this call generates.
-        sequences: how many sequences it generates at once.
+        tokens: the most tokens that this call generates.
+        sequences: number of sequences that it generates at once.
     """
     key = _key(model)
     used = -1 if key is None else saved_steps.used(key)
@@ -40,36 +40,36 @@ def pays(model: Any, tokens: int, sequences: int = 1) -> bool:
 
 
 def note_tokens(model: Any, tokens: int) -> None:
-    """Count what a model has generated, for later calls of `pays`; -1: never compile it."""
+    """Count tokens that a model has generated, for later calls of `pays`; -1: never compile it."""
     key = _key(model) if tokens else None
     if key is not None:
         saved_steps.note_use(key, tokens)
 
 
 def _key(model: Any) -> str | None:
-    """The key of a model whose steps can be compiled and kept."""
+    """The key of a model's compiled steps; None: they cannot be compiled or kept."""
     return None if saved_steps.directory() is None else key_of(unwrapped(model))
 
 
 @torch.inference_mode()
 def compile_steps(model: Any, sequences: int = 1, progress: Progress = silent) -> list[Path]:
-    """Compile the steps of a model that is not attached, unless that was done before.
+    """Compile the steps of a model that is not attached, unless they are compiled already.
 
     Args:
         model: the model, on the CPU.
         sequences: also compile packed steps of up to this many sequences.
-        progress: told how much of that is done.
+        progress: called with the share that is done.
 
     Returns:
-        The files of its programs, which later processes use.
+        The files of the model's programs, which later processes use.
 
     Raises:
-        UnsupportedError: there is nowhere to keep programs, or the model cannot be one.
+        UnsupportedError: there is no directory for programs, or the model's steps cannot be kept.
     """
     if saved_steps.directory() is None:
         raise UnsupportedError(
-            "compiled steps cannot be kept; let KVKEEP_STEPS name a directory that only you can "
-            "write to"
+            "compiled steps cannot be kept; set KVKEEP_STEPS to a directory to which only you can "
+            "write"
         )
     model = unwrapped(model)
     progress("compiling steps", 0.0)
@@ -81,8 +81,8 @@ def compile_steps(model: Any, sequences: int = 1, progress: Progress = silent) -
         files = programs_of(model)
     if not files:
         raise UnsupportedError(
-            f"the steps of {type(model).__name__} are compiled in each process anew: they depend "
-            "on data, or the model has hooks, or is on another device than the CPU; attach it with "
-            "compile=True, which compiles them at the first step"
+            f"compiled steps of {type(model).__name__} cannot be kept for other processes: they "
+            "depend on data, or the model has hooks, or is not on the CPU; attach it with "
+            "compile=True, which compiles them at the first step of each process"
         )
     return files

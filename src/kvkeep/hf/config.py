@@ -9,14 +9,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep.errors import UnsupportedError
 
 ATTENTION_PREFIX = "kvkeep_"
-"""Prefix of the attention implementations that route a model's attention through its cache."""
+"""Prefix of the names of kvkeep's attention implementations, which run the steps of a cache."""
 
 ATTACHMENT = "_kvkeep_attachment"
-"""The attribute that attached models have."""
+"""The attribute of attached models that holds their `Attachment`."""
 
 
 def base_config(model: Any) -> PreTrainedConfig:
-    """The config of a model, of a PEFT model's base, or the config itself."""
+    """The config of a model; of a PEFT model, the base model's config. A config is returned as it
+    is."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     config = getattr(model, "config", model)
@@ -34,7 +35,7 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that creates a cache if it is given none."""
+    """The decoder of a model: the module that creates a cache if it is given none."""
     decoder: Any = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):
         decoder = model.base_model
@@ -54,7 +55,7 @@ def is_routed(config: PreTrainedConfig) -> bool:
 
 
 def unrouted(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config that a model had before `attach` gave it a view; see `forward.routing`."""
+    """A model's config before `attach` replaced it by a view; see `forward.routing`."""
     routing = getattr(config, "_kvkeep_routing", None)
     return config if routing is None else cast(PreTrainedConfig, routing.config)
 

@@ -1,5 +1,5 @@
-"""Checks, before anything is fed, that a cache's specs support what a call needs, and agree with a
-model's own attention and mask."""
+"""Checks, before any token is fed, that a cache's specs meet the demands of a call, and agree with
+a model's own attention and mask."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from kvkeep.spec import CacheSpec
 
 @dataclass(frozen=True)
 class Demands:
-    """The requirements of a call of `generate()` on its cache: `drafts`: drafted tokens must be
-    cropped; `weights`: attention weights over all tokens are returned, up to `columns` columns.
-    `routed`: kvkeep computes the attention."""
+    """The demands of a call of `generate()` on its cache.
+
+    Args:
+        drafts: drafted tokens must be cropped.
+        weights: attention weights over all tokens are returned, up to `columns` columns.
+        columns: the most columns that will be fed.
+        routed: kvkeep computes the attention.
+    """
 
     drafts: bool
     weights: bool
@@ -37,7 +42,7 @@ class Demands:
 
 
 def require_recordable(cache: Cache, *, routed: bool) -> None:
-    """Raise UnsupportedError if layers cannot decide about drafts as they would without drafts."""
+    """Raise UnsupportedError if evictions with drafts would differ from evictions without."""
     for layer in cache.layers:
         layer.require_recordable()
         if layer.by_token and (reason := cache.why_not(Feature.DRAFTED)):
@@ -48,18 +53,18 @@ def require_recordable(cache: Cache, *, routed: bool) -> None:
         if layer.by_token and not routed:
             raise UnsupportedError(
                 f"rejected draft tokens must be cropped, and policy {layer.policy.name} decides "
-                "after each token, which the model's own attention cannot; call "
+                "after each token, which the model's own attention does not support; call "
                 "kvkeep.attach(model), generate without assistant_model and "
-                "prompt_lookup_num_tokens, or use keep_all or a window of so many tokens"
+                "prompt_lookup_num_tokens, or use keep_all or a window"
             )
 
 
 def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
-    """Raise UnsupportedError if layers cannot return the attention weights of every token while
-    `tokens` more are fed one by one: because they have evicted some, or will before the last.
+    """Raise UnsupportedError if layers cannot return attention weights over all tokens while
+    `tokens` more tokens are fed one by one, because they have evicted tokens or will.
 
-    A layer with a sliding window of its own holds all tokens that its queries may see, as in
-    transformers' own cache.
+    A layer with a sliding window holds all tokens that its queries may see, as in transformers' own
+    cache.
     """
     for index, layer in enumerate(layers):
         policy, held, fed = layer.policy, layer.length, layer.fed
@@ -70,14 +75,14 @@ def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
         if held != fed or (policy.ragged and layer.moved):
             why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
         elif budget is not None and before > budget:
-            why = f"layer {index} will have dropped some of {before} tokens: it keeps {budget}"
+            why = f"layer {index} keeps only {budget} of {before} tokens"
         elif policy.step is not None:
-            why = f"layer {index} may divide a chunk into steps of {policy.step} over other slots"
+            why = f"layer {index} may divide a chunk into steps of {policy.step} and evict between"
         else:
             continue
         raise UnsupportedError(
-            f"output_attentions asks for the weights of all tokens, but {why} (policy "
-            f"{policy.name}); use a keep_all cache for them, or leave output_attentions out"
+            f"output_attentions asks for weights over all tokens, but {why} (policy "
+            f"{policy.name}); use a keep_all cache, or leave out output_attentions"
         )
 
 
@@ -93,7 +98,7 @@ def require_exact(cache: ModelCache, name: str, own: str) -> None:
         if _asks(layer):
             changed = "changes how attention is computed"
         elif not _is_exact(layer):
-            changed = "changes what is attended to"
+            changed = "changes which tokens are seen"
         else:
             continue
         raise UnsupportedError(
@@ -120,7 +125,7 @@ def require_fitting_mask(
     Args:
         k: the new keys (B, H, n, D).
         alike: whether all layers of a type have one spec.
-        remedy: the advice that ends the error.
+        remedy: the advice at the end of the error.
     """
     policy = layer.policy
     if not alike:
@@ -135,8 +140,8 @@ def require_fitting_mask(
     window = layer.window
     if window and layer.chunked and layer.fed + k.shape[2] > window:
         raise UnsupportedError(
-            f"{window.words}, whose chunks begin where padding ends, "
-            f"which the model's own attention does not tell its cache; {remedy}"
+            f"{window.words}, whose chunks begin where padding ends, but the model's own attention "
+            f"does not tell its cache where that is; {remedy}"
         )
     exact = _is_exact(layer)
     over = layer.fed + k.shape[2] > (policy.budget or 0)

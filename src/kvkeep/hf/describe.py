@@ -1,4 +1,4 @@
-"""What a model is and which cache it can use, told by its config: no weights are loaded."""
+"""Describes a model and the caches that it can use, from its config: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def describe(
     device: str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Describe a model. `attach` is tried on one of the same class and config without weights.
+    """Describe a model. `attach` is tried on a model of the same class and config, without weights.
 
     Args:
-        name: see `kvkeep.hf.models.load`. A model with a short name is fetched; of a hub name the
-            config is downloaded, and no more.
-        spec: the spec of a cache, whose bytes are told.
-        dtype, device: of that cache; see `kvkeep.hf.models.load`.
+        name: see `kvkeep.hf.models.load`. A model with a short name is fetched; for a name on the
+            hub, only the config is downloaded.
+        spec: the spec of the cache whose size is described.
+        dtype, device: dtype and device of the cache; see `kvkeep.hf.models.load`.
 
     Returns:
-        `model`, `base` (of an adapter), `type`, `class`, `layers` (their number for each type),
-        `parameters`, `query_heads`, `kv_heads`, `head_dim`, `context`, `dtype` (of the weights);
-        `attention` (who computes that of an attached model: "kvkeep" or "its own"; None: attach
-        refuses it) and `why` not kvkeep; `cache` (the spec), `bytes_per_token` that it takes for
-        the first token, `bytes_at_context`, and `no_cache`, why there is no such cache; and
-        `cache_dtype`. Where the config does not tell, None.
+        `model`; `base` (of an adapter); `type`; `class`; `layers` (number of layers of each type);
+        `parameters`; `query_heads`; `kv_heads`; `head_dim`; `context`; `dtype` (of the weights);
+        `attention` (who computes attention if the model is attached: "kvkeep" or "its own"; None:
+        attach refuses the model); `why` (why kvkeep does not); `cache` (the spec);
+        `bytes_per_token` (bytes of a cache of one token); `bytes_at_context`; `no_cache` (why the
+        model cannot have this cache); `cache_dtype`. None where the config lacks a value.
 
     Raises:
         ModelError, AdapterError, MissingPackageError: see `kvkeep.hf.models.load`.
@@ -90,7 +90,7 @@ def describe(
 
 
 def _layers(config: Any) -> dict[str, int]:
-    """How many layers of each type attend, and how many others there are."""
+    """The number of attention layers of each type, and of all other layers."""
     text = decoder_config(config)
     try:
         kinds = Counter(kind.name for kind in layer_kinds(config))

@@ -29,7 +29,7 @@ from kvkeep.planes import Chunks
 
 _NEAR = 1e-4
 _SEVERAL = 4
-"""Tokens with which a step for any number is traced: a size of 1 would be a constant."""
+"""Number of tokens with which a step for any number is traced; 1 would become a constant."""
 
 DEFAULT_SPEC = "keep_all@fixed:2048"
 
@@ -44,7 +44,7 @@ def export(
         model: a decoder that can be attached; its weights are shared, not copied.
         spec: the cache's spec, with fixed storage, whose slots are part of the program.
         rows: batch size.
-        tokenizer: the tokenizer, whose hashes are stored in the header.
+        tokenizer: the tokenizer; its hashes are stored in the header.
 
     Raises:
         UnsupportedError: the model cannot be attached, the cache's state can grow, or torch cannot
@@ -56,16 +56,16 @@ def export(
     model = unwrapped(model)
     if is_parallel(model):
         raise UnsupportedError(
-            f"each process has a part of this {type(model).__name__}, and a program runs in one; "
-            "export a model that was loaded whole"
+            f"each process has a part of this {type(model).__name__}, but a program runs in one "
+            "process; export a model that was loaded whole"
         )
     require(model, Feature.EXPORTED, "run the model itself")
     require_counted(model, None, "exported programs")
     joined = next((x for x in model.parameters() if is_joined(x)), None)
     if joined is not None:
         raise UnsupportedError(
-            f"torch saves weights of class {type(joined).__name__} as pickles, which no program "
-            "may hold; export the model with plain weights"
+            f"torch saves weights of class {type(joined).__name__} as pickles, which programs must "
+            "not contain; export the model with plain weights"
         )
     attached = is_routed(decoder_config(model.config))
     training = [part for part in model.modules() if part.training]
@@ -97,8 +97,8 @@ def _exported(
             f"torch cannot export a step of {type(model).__name__}: {fault or error}; run the "
             "model itself"
         ) from error
-    assert traced is not None  # one token is traced whatever the numbers are
-    traced._example_inputs = None  # would be saved as pickles
+    assert traced is not None  # a step of one token is returned also with complex numbers
+    traced._example_inputs = None  # torch would save them as pickles
     specs = [description.spec for description in step.descriptions]
     embeddings: Any = model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
@@ -107,15 +107,15 @@ def _exported(
 
 
 class _TraceError(Exception):
-    """The text of an error of torch's tracer, which raises errors of many types."""
+    """An error of torch's tracer, which raises errors of many types."""
 
 
 def _traced(step: _Step, rows: int, some: int) -> ExportedProgram | None:
-    """A step for any number of tokens, traced with `some`, or for one token. None: torch would save
-    it for this number of tokens only, because it computes with complex numbers.
+    """Trace a step with `some` tokens: for any number of tokens, or for one token if `some` is 1.
+    None: the step uses complex numbers, which torch would fix to this number of tokens.
 
     Raises:
-        _TraceError: torch cannot trace it.
+        _TraceError: torch cannot trace the step.
     """
     example = torch.zeros(rows, some, dtype=torch.int64, device=step.model.device)
     most = max(some, min(step.room, 2**20))  # the program checks its room itself
@@ -138,8 +138,8 @@ def _traced(step: _Step, rows: int, some: int) -> ExportedProgram | None:
 
 
 class _Step(nn.Module):
-    """Maps new tokens (B, n) and a mask of those that are not padding to the logits (B, V) of the
-    next token."""
+    """Maps new tokens (B, n) and a mask, True for tokens that are not padding, to the logits (B, V)
+    of the next token."""
 
     def __init__(self, model: PreTrainedModel, spec: Specs, rows: int) -> None:
         super().__init__()
@@ -175,11 +175,11 @@ class _Step(nn.Module):
         """The states of recurrent layers before the first token: zeros.
 
         Args:
-            first: a token of each row, (B, 1), which the cache has been fed.
-            logits: what the model returned.
+            first: a token of each row, (B, 1), which was fed to the cache.
+            logits: the model's logits for it.
 
         Raises:
-            UnsupportedError: with states of zeros the model returns other logits.
+            UnsupportedError: the model returns other logits if its states begin with zeros.
         """
         cache = self.cache
         empty = {
@@ -194,14 +194,14 @@ class _Step(nn.Module):
             found = self.model(first, **as_cache(self.model, cache)).logits
         if not torch.allclose(found, logits, rtol=_NEAR, atol=_NEAR * float(logits.abs().max())):
             raise UnsupportedError(
-                f"the recurrent layers of {type(self.model).__name__} begin with states that are "
-                "not zeros, which programs do not hold; run the model itself"
+                f"the recurrent layers of {type(self.model).__name__} begin with states other than "
+                "zeros, which programs do not support; run the model itself"
             )
         return empty
 
     @property
     def room(self) -> int:
-        """Most columns that can be fed in all, and therefore in one call."""
+        """The most columns that can be fed in total, and so in one call."""
         limits = [x.limit for x in self.cache.layers if x.limit and x.policy.budget is None]
         config = decoder_config(base_config(self.model))
         if getattr(config, "rope_parameters", None) is None:  # learned positions are limited
@@ -225,6 +225,6 @@ class _Step(nn.Module):
             **asked,
         ).logits
         for x, old in zip(states.values(), before, strict=True):
-            own = real.view(-1, *[1] * (x.dim() - 1))  # padding, of one token, changes no state
+            own = real.view(-1, *[1] * (x.dim() - 1))  # a row of padding (n is 1) changes no state
             x.copy_(torch.where(own, x, old))
         return logits[:, -1]

@@ -46,8 +46,7 @@ def generate(
         raw: continue the prompt without the chat template.
         prefill_chunk: feed the prompt in chunks of that many tokens; None: 1,024 if the cache has a
             budget, otherwise the whole prompt at once.
-        keep_until: keep the prompt up to this text, whatever else is evicted: see
-            `kvkeep.keep_until`.
+        keep_until: never evict the prompt up to this text: see `kvkeep.keep_until`.
         compile: see `kvkeep.attach`.
         on_text: called with each piece of text as it is generated.
         on_start: called before the prompt is read.

@@ -1,4 +1,4 @@
-"""The tags by which a cache gives its layers to the mask and attention functions of an attached
+"""The tags by which a cache passes its layers to the mask and attention functions of an attached
 model."""
 
 from __future__ import annotations
@@ -12,48 +12,21 @@ from torch import Tensor
 
 from kvkeep.attention import Attend
 from kvkeep.graph.custom_ops import Traced
-from kvkeep.layer.history import History
-from kvkeep.layer.sight import Sighted
+from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
-
-class ModelLayer(Protocol):
-    """The members of a layer that the mask and attention functions use. A `LayerCache` has them,
-    and so has each layer that stands in for one."""
-
-    @property
-    def window(self) -> int | None:
-        """The layer's own sliding window, in tokens."""
-
-    @property
-    def history(self) -> History:
-        """The history before this chunk."""
-
-    @property
-    def fed(self) -> int:
-        """Columns fed before this chunk, padding included."""
-
-    @property
-    def seen(self) -> Tensor:
-        """Tokens fed before this chunk, int64 (B,), padding not counted."""
-
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Positions of the next n tokens; see `History.next_positions`."""
-
-    def sighted(self, queries: Tensor) -> Sighted:
-        """See `LayerCache.sighted`."""
-
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Attention of one chunk; see `LayerCache.run`."""
+ModelLayer = LayerCache | AttendingLayer
+"""A layer that the mask and attention functions use, or one that stands in for it."""
 
 
 @runtime_checkable
 class ReadLayer(Protocol):
-    """The members that the attention function uses of a layer that other layers read."""
+    """Further members that the attention function uses if other layers read the layer's slots."""
 
     @property
     def unread(self) -> int:
-        """Number of readers that have not attended since the layer's last step."""
+        """Number of readers that have yet to attend to the slots of the layer's last step."""
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """See `Settling.read`."""
@@ -76,7 +49,7 @@ class Absorbed(Protocol):
 
     @property
     def key(self) -> Tensor:
-        """The keys of its slots, (B, 1, n, Dk)."""
+        """The keys of the layer's slots, (B, 1, n, Dk)."""
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries (B, Hq, n, D) of the model as queries of latents, (B, Hq, n, Dk)."""
@@ -89,9 +62,9 @@ class Absorbed(Protocol):
 class Handed:
     """The tag that `update` puts on new keys and values.
 
-    `layer` is the layer whose step the attention function runs on them, once; `taken`: the step was
-    made. Layers without keys of their own then read the layer (`ReadLayer`). `versions` are the
-    version counters of both tensors, if torch keeps them."""
+    The attention function runs a step of `layer` on them, once; `taken`: the step was made. Layers
+    without keys may then read the layer's slots (`ReadLayer`). `traced`: the step as an operation
+    of a graph. `versions`: the version counters of both tensors, if torch keeps them."""
 
     layer: ModelLayer
     traced: Traced | None
@@ -102,16 +75,16 @@ class Handed:
     absorbed: Absorbed | None = None
     """The projections of a latent layer's module; None: the layer has no latents."""
     reads: int = 0
-    """How many readings of the step were traced."""
+    """Number of readings of the step that were traced."""
     plain: bool = False
-    """Whether the step is made at once, outside of any graph."""
+    """Whether the step is made outside of any graph."""
 
 
 def hand_over(k: Tensor, v: Tensor, layer: ModelLayer, traced: Traced | None) -> Handed:
     """Tag new keys and values, (B, H, n, D) each, as the inputs of one step of a layer.
 
     Args:
-        traced: the layer's step as an operation of a graph; None where steps are never compiled.
+        traced: the layer's step as an operation of a graph; None: its steps are never compiled.
     """
     handed = Handed(layer, traced)
     if not torch.compiler.is_compiling():
@@ -123,6 +96,6 @@ def hand_over(k: Tensor, v: Tensor, layer: ModelLayer, traced: Traced | None) ->
 
 
 def taggable(*given: Tensor) -> tuple[Tensor, ...]:
-    """Tensors that can be tagged: in traced code views of them, because torch's compiler sets no
-    attribute of a result of an operation that has several, such as `chunk`."""
+    """Tensors that can be tagged. In traced code these are views, because torch's compiler cannot
+    set attributes of a tensor from an operation with several results, such as `chunk`."""
     return tuple(x.view_as(x) for x in given) if torch.compiler.is_compiling() else given

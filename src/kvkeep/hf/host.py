@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from threading import get_ident
 from typing import Any, cast
@@ -24,13 +24,12 @@ from kvkeep.hf.forward.key_rotation import as_applied
 from kvkeep.hf.forward.masks import MaskRequest, as_mask
 from kvkeep.hf.forward.packed import (
     LaidCache,
-    PackedCache,
     check_packed,
     numbers_up_to,
     require_packable,
     unpackable,
 )
-from kvkeep.hf.forward.placing import first_position, placed, takes_positions
+from kvkeep.hf.forward.placing import as_counted, first_position, placed, takes_positions
 from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
 from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
@@ -70,7 +69,7 @@ class TransformersHost(Host):
     def _text(self) -> PreTrainedConfig:
         return decoder_config(self._config)
 
-    # -- what the model is like -------------------------------------------------------------
+    # -- properties of the model ------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -98,7 +97,7 @@ class TransformersHost(Host):
             if self.changing_rotary:
                 raise
             found = None
-        in_part = any(kind.latent for kind in self.kinds)  # of a key, which its code does not say
+        in_part = any(kind.latent for kind in self.kinds)  # only an unknown part of a key rotates
         return as_applied(model, None if in_part else found)
 
     def recurrent_specs(self) -> dict[str, StateSpec]:
@@ -189,7 +188,7 @@ class TransformersHost(Host):
         return logits
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
-        # A model around the decoder may count positions otherwise than the decoder does by itself.
+        # A model that contains the decoder may count positions in another way than the decoder.
         model = unwrapped(self.model)
         alone = why_not_counted(model, cache) == "" and not first_position(model)
         self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
@@ -200,7 +199,7 @@ class TransformersHost(Host):
 
     @property
     def _skips_logits(self) -> bool:
-        """Whether the model's forward takes the number of logits to compute."""
+        """Whether the model's forward has an argument for the number of logits to compute."""
         return "logits_to_keep" in self._arguments
 
     @cached_property
@@ -224,10 +223,10 @@ class TransformersHost(Host):
             require(self._config, Feature.PLACED, "feed the whole text")
             require_counted(unwrapped(self.model), cache, "blocks of text")
             at = position
-            # An attached model takes positions from what its mask function returns, which is this.
+            # An attached model's mask function returns positions; give its result as the mask.
             options["attention_mask"] = as_mask(position.to(torch.int32), None)
-            first = first_position(unwrapped(self.model))
-            options["position_ids"] = position[None].to(ids.device) + first
+            model = unwrapped(self.model)
+            options["position_ids"] = as_counted(model, position[None].to(ids.device))
         try:
             activate(self.model, cache.activation, at)
             with telling(media=False):
@@ -252,12 +251,13 @@ class TransformersHost(Host):
             if found is not None:
                 return found
             ids, position, last = all_tokens[:3]
-            cache = PackedCache(all_tokens, cast(Cache, pieces[0].cache))
+            model_layers = cast(Cache, pieces[0].cache).model_layers
+            cache = LaidCache(all_tokens.layers, model_layers, all_tokens.states)
             options = {"logits_to_keep": last} if self._skips_logits else {}
             with placed(position):
                 output = self.model(
                     input_ids=ids,
-                    position_ids=position + first_position(model),
+                    position_ids=as_counted(model, position),
                     use_cache=True,
                     **as_cache(model, cache),
                     **options,
@@ -268,13 +268,14 @@ class TransformersHost(Host):
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
         require(self._config, Feature.REREAD, "use a policy that reads a text once")
-        require_packable(unwrapped(self.model), ())
+        model = unwrapped(self.model)
+        require_packable(model, ())
         decoder = self.model.get_decoder()
         decoder(
             input_ids=ids[None],
-            position_ids=position[None].to(ids.device) + first_position(unwrapped(self.model)),
+            position_ids=as_counted(model, position[None].to(ids.device)),
             use_cache=True,
-            **as_cache(decoder, LaidCache(layers)),
+            **as_cache(decoder, LaidCache(layers, self.new_cache().model_layers)),
         )
 
     # -- adapters ---------------------------------------------------------------------------
@@ -313,16 +314,13 @@ class TransformersHost(Host):
 
             return some(args), {name: some(x) for name, x in kwargs.items()}
 
-        layers = self._stack()[first:]
-        hooks = [layer.register_forward_pre_hook(narrow, with_kwargs=True) for layer in layers]
-        try:
+        with ExitStack() as hooks:
+            for layer in self._stack()[first:]:
+                hooks.enter_context(layer.register_forward_pre_hook(narrow, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _stack(self) -> list[nn.Module]:
-        """The decoder's layers; empty if it has no list of them."""
+        """The decoder's layers; empty if it has no list of layers."""
         layers = getattr(self.model.get_decoder(), "layers", None)
         return list(layers) if isinstance(layers, nn.ModuleList) else []
 

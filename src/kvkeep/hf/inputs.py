@@ -1,4 +1,4 @@
-"""Check a model's inputs before its layers run."""
+"""Checks a model's inputs before its layers run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.hf.config import decoder_config
 
 _warned: WeakSet[PreTrainedModel] = WeakSet()
-"""Decoders that have been warned about positions past their limit."""
+"""Decoders for which a warning about positions past their limit was issued."""
 
 
 def arguments_of(
@@ -39,14 +39,14 @@ def fed_by(given: Mapping[str, Any]) -> Tensor | None:
 
 
 _DIMENSIONS = {"inputs": 2, "input_ids": 2, "attention_mask": 2, "inputs_embeds": 3}
-"""The fewest dimensions of a tensor that has rows, by its name among the arguments."""
+"""The fewest dimensions of an argument with rows, by name."""
 
 
 def check_rows(given: Mapping[str, Any]) -> None:
     """Check that the tensors among the arguments of a forward, or of `generate`, have rows.
 
     Raises:
-        ShapeError: one is a list, or has no dimension of rows.
+        ShapeError: an argument is a list, or lacks the dimension of rows.
     """
     for name, least in _DIMENSIONS.items():
         x = given.get(name)
@@ -56,14 +56,14 @@ def check_rows(given: Mapping[str, Any]) -> None:
             one, shape = ("ids", "(B, n)") if least == 2 else ("embeds", "(B, n, width)")
             one = "mask" if name == "attention_mask" else one
             raise ShapeError(
-                f"{name} has the shape {tuple(x.shape)}, without rows; give {shape}, of one text "
+                f"{name} has the shape {tuple(x.shape)}, without rows; give {shape}: for one text, "
                 f"{one}[None]"
             )
 
 
 def check_fed(decoder: PreTrainedModel, given: Mapping[str, Any], columns: int) -> None:
     """Check a decoder's arguments by name, for a cache that was fed `columns` columns. Warns once
-    per model of positions past the model's limit.
+    per model about positions past the model's limit.
 
     Raises:
         ShapeError: there are no rows or no tokens, or a token id is outside the vocabulary (checked
@@ -83,25 +83,25 @@ def check_fed(decoder: PreTrainedModel, given: Mapping[str, Any], columns: int) 
     if limit is not None and columns + fed.shape[1] > limit and decoder not in _warned:
         _warned.add(decoder)
         warnings.warn(
-            f"{columns + fed.shape[1]} tokens are fed to a model made for {limit}; its output for "
+            f"{columns + fed.shape[1]} tokens are fed to a model made for {limit}; its output at "
             "later positions may be useless. Feed fewer tokens, or reset() the cache",
             stacklevel=2,
         )
 
 
 def check_mask(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Check the mask of a forward whose attention is kvkeep's.
+    """Check the mask of a forward whose attention kvkeep computes.
 
     Raises:
-        UnsupportedError: it has four axes, and kvkeep did not make it.
+        UnsupportedError: the mask has four axes, and kvkeep did not make it.
     """
     mask = given.get("attention_mask")
     for one in mask.values() if isinstance(mask, Mapping) else (mask,):
         if isinstance(one, Tensor) and one.dim() == 4 and one.dtype != torch.int32:
             raise UnsupportedError(
                 f"a mask {tuple(one.shape)} of four axes for {type(decoder).__name__}, which "
-                "kvkeep's attention does not take; give a mask (B, columns), or use the cache with "
-                "kvkeep.detach(model)"
+                "kvkeep's attention does not support; give a mask (B, columns), or use the cache "
+                "with kvkeep.detach(model)"
             )
 
 
@@ -109,7 +109,7 @@ def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
     """Check that token ids are within the vocabulary; ids on other devices are not checked.
 
     Raises:
-        ShapeError: an id is not.
+        ShapeError: an id is outside the vocabulary.
     """
     embeddings = model.get_input_embeddings()
     known: int | None = getattr(embeddings, "num_embeddings", None)

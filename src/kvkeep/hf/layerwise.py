@@ -1,7 +1,7 @@
 """Runs a transformers decoder layer by layer.
 
-What a model computes before and after its layers is found by running it with stubs in place of the
-layers, which also show whether it computes anything between them.
+To find what a model computes before and after its layers, the model runs with stubs in place of the
+layers. The stubs also show whether it computes anything between its layers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.interface.model_layers import ByPlace, ModelLayers
-from kvkeep.hf.kinds import KeepsStates, PassedStates, kinds_of, layer_kinds, require
+from kvkeep.hf.interface.model_layers import ModelLayers
+from kvkeep.hf.kinds import PassedStates, kinds_of, layer_kinds, require
 from kvkeep.host import LayerKind
 from kvkeep.host.layerwise import Carries, ChunkStep, Embedded, LayerStep, Layerwise
 from kvkeep.layer.attending import AttendingLayer
@@ -36,7 +36,7 @@ from kvkeep.layer.step import StepInputs, require_causal
 
 
 class Call(NamedTuple):
-    """What a model passes to a layer beside the hidden states."""
+    """The arguments that a model passes to a layer, except the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -53,7 +53,7 @@ class Decoder(Layerwise):
     Raises:
         UnsupportedError: the model cannot be run layer by layer.
         StateError: gradient checkpointing is on.
-        ShapeError: a token id that the model does not know.
+        ShapeError: a token id is outside the vocabulary.
     """
 
     def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> None:
@@ -95,8 +95,7 @@ class Decoder(Layerwise):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Return parameters to the sharded state that they have between forwards, in which FSDP2
-        adds gradients."""
+        """Shard parameters again, as between forwards, because FSDP2 adds gradients to shards."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -107,7 +106,7 @@ class Decoder(Layerwise):
         except (UnsupportedError, ValueError) as error:
             if self._tuples:
                 raise
-            self._tuples = True  # older models take the first of what a layer returns
+            self._tuples = True  # older models use the first element of a layer's result
             try:
                 return self._embedded(columns)
             except Exception as second:
@@ -124,8 +123,9 @@ class Decoder(Layerwise):
         def layer(index: int, hidden: Tensor, call: Call) -> Tensor:
             if first and hidden is not first[0]:
                 raise self._refused("does something between its layers")
+            call = self._handing(call, None)
             if any(isinstance(x, _Second) for x in tree_leaves(call)):
-                raise self._refused("hands more than hidden states from layer to layer")
+                raise self._refused("passes more than hidden states from layer to layer")
             first.append(hidden)
             calls.append(call)
             return hidden
@@ -140,12 +140,10 @@ class Decoder(Layerwise):
         self, index: int, columns: slice, hidden: Tensor, call: Call, step: ChunkStep
     ) -> Tensor:
         module, carries = self.layers[index], self.carries[index]
-        given = call.kwargs
         self._cache.seek(columns.start)
         with self._cache.running(carries, step) as handed:
-            for kind in self._kinds:
-                given = kind.handing(given, step.shared)
-            out = module(hidden, *call.args, **given)
+            args, given = self._handing(call, step.shared)
+            out = module(hidden, *args, **given)
             if [one.taken for one in handed] != [True] * (carries.slots is not None):
                 raise self._refused(
                     "has a layer that does not attend once to the keys that it gives to its cache"
@@ -156,6 +154,11 @@ class Decoder(Layerwise):
             raise self._refused("has layers that return more than hidden states")
         return out
 
+    def _handing(self, call: Call, shared: tuple[Tensor, Tensor] | None) -> Call:
+        for kind in self._kinds:
+            call = call._replace(kwargs=kind.handing(call.kwargs, shared))
+        return call
+
     def _refused(self, clause: str) -> UnsupportedError:
         return _refused(self._base, clause)
 
@@ -165,11 +168,8 @@ class Decoder(Layerwise):
         def keep(module: nn.Module, args: Any, result: Any) -> None:
             found.append(result[0])
 
-        hook = self.decoder.register_forward_hook(keep)
-        try:
+        with self.decoder.register_forward_hook(keep):
             self._forward(columns, self._returning(output), last=True)
-        finally:
-            hook.remove()
         return found[-1]
 
     def logits(self, columns: slice, output: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Decoder(Layerwise):
         return cast(Tensor, logits)
 
     def _returning(self, output: Tensor) -> Callable[[int, Tensor, Call], Tensor]:
-        """A stand-in for layers: each returns its input, and the last returns `output`."""
+        """A stub for all layers: each returns its input, and the last one returns `output`."""
         last = len(self.layers) - 1
         return lambda index, given, call: output if index == last else given
 
@@ -196,7 +196,7 @@ class Decoder(Layerwise):
         model, ids, mask = self.model, self.input_ids[:, columns], self.attention_mask
         narrows = any(kind.narrows for kind in self._kinds)
         if last and narrows and not isinstance(model, FSDPModule):
-            model = self.decoder  # which computes no logits
+            model = self.decoder  # it computes no logits
         if "logits_to_keep" in inspect.signature(model.forward).parameters and (last or narrows):
             options["logits_to_keep"] = torch.arange(ids.shape[1]) if narrows else 1
         for kind in self._kinds:
@@ -219,11 +219,11 @@ def _count(text: Any, attending: Sequence[LayerKind]) -> int:
 
 
 def _require_trainable_adapters(model: Any) -> None:
-    """Raise UnsupportedError for PEFT adapters that act in PEFT's own forward, which is not run."""
+    """Raise UnsupportedError for PEFT adapters that need PEFT's own forward, which does not run."""
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
         raise UnsupportedError(
-            "an activated LoRA is switched on within a text by PEFT's own forward, which is not "
+            "an activated LoRA is switched on within a text by PEFT's own forward, which does not "
             "run here; train it with PEFT"
         )
     prompts = [adapter for adapter in adapters if adapter.is_prompt_learning]
@@ -235,12 +235,12 @@ def _require_trainable_adapters(model: Any) -> None:
 
 
 def _require_layerwise(model: Any) -> None:
-    """Raise UnsupportedError or StateError if the model computes something that running it layer
-    by layer would omit."""
+    """Raise UnsupportedError or StateError if running the model layer by layer would omit some of
+    its computation."""
     require(model, Feature.TRAINED, "train it without kvkeep")
     if getattr(decoder_config(model.config), "output_router_logits", False):
         raise UnsupportedError(
-            "the model's config asks for router logits, for an auxiliary loss which is not "
+            "the model's config asks for router logits, for an auxiliary loss that is not "
             "computed here; set output_router_logits=False (TRL: router_aux_loss_coef=0.0)"
         )
     if any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
@@ -255,7 +255,7 @@ def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise _refused(decoder, f"holds no list of its {count} layers")
+    raise _refused(decoder, f"has no list of its {count} layers")
 
 
 def _refused(model: Any, clause: str) -> UnsupportedError:
@@ -267,11 +267,11 @@ def _refused(model: Any, clause: str) -> UnsupportedError:
 
 
 class _Second:
-    """What a stub returns beside the hidden states, where older models take the first of that."""
+    """The second element of a stub's result, for models that use only the first."""
 
 
 class _Stub(nn.Module):
-    """Replaces a layer. Other attributes are the layer's own, because models read some of them."""
+    """Takes the place of a layer. All attributes are the layer's, because models read some."""
 
     def __init__(self, layer: nn.Module, run: Callable[[Tensor, Call], Any]) -> None:
         super().__init__()
@@ -290,9 +290,7 @@ def _stubs(
 ) -> Iterator[None]:
     modules, before = layers._modules, dict(layers._modules)
     if any(isinstance(layer, _Stub) for layer in before.values()):
-        raise StateError(
-            "another thread is training this model; give each thread a model of its own"
-        )
+        raise StateError("another thread is training this model; give each thread its own model")
     try:
         for index, (name, layer) in enumerate(before.items()):
             assert layer is not None
@@ -308,8 +306,7 @@ def _stubs(
 
 
 class _TextLayer(AttendingLayer):
-    """A layer after some columns of a text. It holds no slots; a `LayerStep` computes its
-    attention."""
+    """A layer at some column of a text. It has no slots; a `LayerStep` computes its attention."""
 
     def __init__(self, text: Layerwise, history: History, kind: LayerKind) -> None:
         self._text, self.history = text, history
@@ -324,7 +321,7 @@ class _TextLayer(AttendingLayer):
         return before.expand(len(self._text.input_ids), -1)[:, None]
 
     def sighted(self, queries: Tensor) -> Sighted:
-        step: Any = self.attention  # of `kvkeep.train`
+        step: Any = self.attention  # a step of `kvkeep.train`
         return cast(Sighted, step.sighted(queries))
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -333,17 +330,17 @@ class _TextLayer(AttendingLayer):
         return self.attention.run(inputs)
 
 
-class _TextCache(KeepsStates, ByPlace, LayersCache):
+class _TextCache(LayersCache):
     """The cache of a model whose layers are run one by one, after some columns of a text.
 
     Args:
-        kinds: the layers that attend.
+        kinds: the attention layers.
         model_layers: all layers.
     """
 
     def __init__(self, text: Layerwise, kinds: list[LayerKind], model_layers: ModelLayers) -> None:
-        super().__init__(())
-        self._text, self._kinds, self.model_layers = text, kinds, model_layers
+        super().__init__((), model_layers)
+        self._text, self._kinds = text, kinds
         self._handed = list[Handed]()
         self._passed = PassedStates({})
         self.seek(0)
@@ -354,14 +351,14 @@ class _TextCache(KeepsStates, ByPlace, LayersCache):
     _states_to_change = _states
 
     def seek(self, columns: int) -> None:
-        """Set the state to that after `columns` columns."""
+        """Set the position in the text, to after `columns` columns."""
         history = self._text.history(columns)
         self.layers = [_TextLayer(self._text, history, kind) for kind in self._kinds]
 
     @contextmanager
     def running(self, carries: Carries, step: ChunkStep) -> Iterator[list[Handed]]:
-        """Let `step` compute the attention of one layer, and hold its states; yields a list of the
-        tags issued so far."""
+        """A context in which `step` computes the attention of one layer and holds its states.
+        Yields the list of tags issued in it."""
         layer = None if carries.slots is None else self.layers[carries.slots]
         self._handed, self._passed = [], PassedStates(step.states)
         if layer is not None:

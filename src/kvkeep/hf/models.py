@@ -1,4 +1,4 @@
-"""Find models by name or path, and load them with transformers."""
+"""Finds models by name or path, and loads them with transformers."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from kvkeep.named_models import OF_LAB, installed, loaded
 
 
 def obtain(name: str, progress: Progress = silent) -> Path:
-    """Have all files of a model on this machine, and check them: the config and the tokenizer are
-    read, the weights are there, and none of the safetensors files is cut off.
+    """Download a model if necessary, and check its files: config and tokenizer can be read, weights
+    exist, and no safetensors file is truncated.
 
     Args:
-        name: a short name or a hub name, whose model is downloaded; or a directory or a GGUF file,
-            which is there already. Of an adapter, the base model is obtained too.
+        name: a short name or a hub name, whose model is downloaded; or an existing directory or
+            GGUF file. For an adapter, the base model is downloaded and checked too.
 
     Returns:
         The directory or the file.
 
     Raises:
         ModelError: the name is none of these, or a file is missing or cannot be read.
-        AdapterError: it is an adapter without weights, or of an unsupported kind.
-        HubError: it cannot be downloaded.
-        MissingPackageError: it is a GGUF file, and what reads those is not installed; or it is a
-            short name of kvkeep-lab, which is not installed.
+        AdapterError: the model is an adapter without weights, or of an unsupported kind.
+        HubError: the model cannot be downloaded.
+        MissingPackageError: the model is a GGUF file, and the packages that read GGUF files are not
+            installed; or it is a short name of kvkeep-lab, which is not installed.
     """
     path = _downloaded(resolve(name, progress), progress)
     if not adapter_files.is_adapter(path):
@@ -87,12 +87,12 @@ def _check(name: str, path: str, progress: Progress) -> None:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn any error of the block, but for kvkeep's own, into ModelError."""
+    """A context that turns all errors except kvkeep's own into ModelError."""
     try:
         yield
     except KVKeepError:
         raise
-    except ImportError as error:  # of quantised weights; it says what to install
+    except ImportError as error:  # for quantised weights; the error says what to install
         raise MissingPackageError(f"cannot load {name!r}: {reason_of(error)}") from error
     except Exception as error:  # libraries may raise any exception on an invalid file
         raise ModelError(
@@ -101,7 +101,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def located(path: str) -> tuple[str, dict[str, Any]]:
-    """Where transformers finds a model, and the options for loading it.
+    """The directory or hub name from which transformers loads a model, and options for loading it.
 
     Raises:
         ModelError: the path is a directory without a model, or with several GGUF files.
@@ -125,7 +125,7 @@ def located(path: str) -> tuple[str, dict[str, Any]]:
 
 
 def config_of(where: str, options: Mapping[str, Any]) -> Any:
-    """The config of a model, from what `located` returned.
+    """The config of a model, given the result of `located`.
 
     Raises:
         ModelError, MissingPackageError: see `kvkeep.hf.loading.gguf_files.config_in`.
@@ -142,7 +142,7 @@ def resolve(name: str, progress: Progress = silent) -> str:
     Raises:
         ModelError: the name is none of these; the error suggests the nearest short name, or the
             nearest model in the same directory.
-        MissingPackageError: it is a short name of kvkeep-lab, which is not installed.
+        MissingPackageError: the name is a short name of kvkeep-lab, which is not installed.
     """
     if name in installed():
         return str(loaded(name).fetch(progress))
@@ -170,7 +170,7 @@ def resolve(name: str, progress: Progress = silent) -> str:
 
 
 def _models_in(directory: Path) -> dict[str, str]:
-    """The models, adapters and GGUF files in a directory: the path of each, by the last part."""
+    """The models, adapters and GGUF files in a directory: the path of each, by its last part."""
     found = dict[str, str]()
     with suppress(OSError):  # no such directory, or no access
         for path in directory.iterdir():
@@ -193,27 +193,28 @@ def load(
     weights: str | None = None,
     images: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model for inference, and its tokenizer. What is not on this machine is downloaded.
+    """Load a model for inference, and its tokenizer. Files that are missing are downloaded.
 
     Args:
         name: a short name, a hub name, a GGUF file, or a directory with a model, a GGUF file, or an
             adapter, whose base model is then loaded too. None: the adapter's base model.
         dtype: "auto" (float32 on the CPU, bfloat16 elsewhere) or the name of a torch dtype.
         device: a torch device; None: the accelerator if there is one, otherwise the CPU.
-        adapter: the directory of a PEFT adapter, e.g. one that `kvkeep finetune` wrote.
-        labels: names of classes, to load a model that classifies texts. It keeps the classes that
-            it has, if any; otherwise it gets these and a head of random weights.
+        adapter: the directory of a PEFT adapter, such as the output of `kvkeep finetune`.
+        labels: names of classes, to load a model that classifies texts. If the model already has
+            classes, it keeps them; otherwise it gets these and a head of random weights.
         weights: "int8" or "int4" to quantise the weights of linear layers; see
             `kvkeep.hf.quantised.quantise`.
-        images: load a model with its parts for images, where its text model could be loaded alone.
+        images: load a model with its parts for images, even if its text model can be loaded alone.
 
     Raises:
-        ModelError: the name or the dtype does not exist, or transformers cannot load it.
-        UnsupportedError: its weights cannot be quantised.
-        AdapterError: the adapter does not exist, or cannot be put on the model.
+        ModelError: the name or the dtype does not exist, or transformers cannot load the model.
+        UnsupportedError: the model's weights cannot be quantised.
+        AdapterError: the adapter does not exist, or cannot be loaded into the model.
         HubError: the model cannot be downloaded.
-        MissingPackageError: the model is a GGUF file or has quantised weights, and what reads these
-            is not installed; or it is a short name of kvkeep-lab, which is not installed.
+        MissingPackageError: the model is a GGUF file or has quantised weights, and the packages
+            that read these are not installed; or it is a short name of kvkeep-lab, which is not
+            installed.
     """
     torch_dtype, place = dtype_on(device, dtype)
     if adapter is not None:  # checks the adapter before the model is loaded
@@ -234,7 +235,7 @@ def load(
     transformers_logging.disable_progress_bar()
     with _reading(name):
         model, tokenizer = _read(where, torch_dtype, labels, images, **options)
-    # The hub name, not a directory of the hub's cache: an adapter's config records it.
+    # Set the hub name, not a directory of the hub's cache, because an adapter's config records it.
     model.name_or_path = model.config.name_or_path = found
     if adapter is not None:
         progress(f"loading {adapter}", None)
@@ -247,11 +248,11 @@ def load(
 
 
 def processor_of(model: PreTrainedModel) -> Any:
-    """The processor that turns texts and images into arguments of a model, which `load` has loaded;
-    None: the model reads text only.
+    """The processor that turns texts and images into arguments of a model loaded by `load`; None:
+    the model reads text only.
 
     Raises:
-        ModelError: transformers cannot load it.
+        ModelError: transformers cannot load the processor.
     """
     if not host_of(model).sees:
         return None
@@ -259,7 +260,7 @@ def processor_of(model: PreTrainedModel) -> Any:
         processor = AutoProcessor.from_pretrained(model.name_or_path, local_files_only=True)
     except Exception as error:  # libraries may raise any exception on an invalid directory
         raise ModelError(
-            f"no processor of images in {model.name_or_path}: {reason_of(error)}; save one with "
+            f"no image processor in {model.name_or_path}: {reason_of(error)}; save one with "
             "save_pretrained(), and install the packages that it needs"
         ) from error
     if not hasattr(processor, "image_processor"):
@@ -273,7 +274,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory.
 
     Raises:
-        ModelError: transformers cannot load one, or makes one without a vocabulary.
+        ModelError: transformers cannot load a tokenizer, or loads one without a vocabulary.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -283,7 +284,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"no tokenizer in {directory}: {reason_of(error)}; save one with save_pretrained()"
         ) from error
-    # Without a file, transformers makes some classes of tokenizers with their special tokens alone.
+    # Without files, transformers creates some tokenizers with only their special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
             f"no tokenizer in {directory}: no file has a vocabulary; save one with "
@@ -293,7 +294,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer(where: str, options: dict[str, Any]) -> Any:
-    """The tokenizer of a model, of what `located` returned."""
+    """The tokenizer of a model, given the result of `located`."""
     return AutoTokenizer.from_pretrained(where, **options) if options else load_tokenizer(where)
 
 
@@ -302,7 +303,7 @@ def _read(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model and its tokenizer with transformers. A model from a GGUF file gets ordinary
     weights and no trace of its quantization."""
-    # Read first, so that its error does not look like the tokenizer's.
+    # Read the config first, so that its error does not look like the tokenizer's.
     config = config_of(where, options)
     tokenizer = _tokenizer(where, options)
     model: Any
@@ -327,7 +328,7 @@ def _read(
             config.label2id = {name: index for index, name in enumerate(labels)}
         classifier: Any = AutoModelForSequenceClassification
         model = classifier.from_pretrained(where, config=config, dtype=dtype, **options)
-        if model.config.pad_token_id is None:  # by which it finds the last token of a text
+        if model.config.pad_token_id is None:  # the model needs it to find a text's last token
             pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
             model.config.pad_token_id = end if pad is None else pad
     if options:

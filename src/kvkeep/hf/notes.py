@@ -1,4 +1,4 @@
-"""Read and check the notes that a session's file stores with its cache; they are untrusted."""
+"""Reads and checks the notes in a session's file, which are untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose forwards several processes compute together: by tensor or expert parallelism."""
+"""Models whose forwards are computed by several processes: by tensor or expert parallelism."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
-"""The layers of a plan for tensor parallelism that compute a model's keys."""
+"""Names of the layers that compute keys, in plans for tensor parallelism."""
 
 
 def is_parallel(model: Any) -> bool:
     """Whether each process computes a part of every forward, with a part of the weights.
 
-    FSDP2 gathers the weights before they are used, so it alone does not count.
+    FSDP2 alone does not count, because it gathers the weights before they are used.
     """
     by_data = any(isinstance(module, FSDPModule) for module in model.modules())
     return any(
@@ -25,8 +25,8 @@ def is_parallel(model: Any) -> bool:
 
 
 def head_processes(model: Any) -> int:
-    """The number of processes over which transformers has split the kv heads of each layer; 1 if
-    every process computes all of them."""
+    """The number of processes over which transformers has split the kv heads of each layer; 1:
+    every process computes all heads."""
     size = getattr(model, "_tp_size", None) or 1
     plan = getattr(model, "_tp_plan", None) or {}
     split = any(

@@ -1,4 +1,4 @@
-"""Quantise the weights of a loaded model with torchao."""
+"""Quantises the weights of a loaded model with torchao."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GROUP = 32
 
 
 def quantise(model: PreTrainedModel, weights: str) -> int:
-    """Replace the weights of all linear layers, the output layer included, by quantised ones.
-    Embeddings keep their dtype.
+    """Quantise the weights of all linear layers, including the output layer. Embeddings keep their
+    dtype.
 
     Args:
         model: a model on the CPU, which is changed.
@@ -27,22 +27,21 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
             each 32 inputs of an output.
 
     Returns:
-        The number of quantised layers. With "int4", layers whose inputs are no multiple of 32 or
-        outputs no multiple of 16 keep their weights.
+        The number of quantised layers. With "int4", a layer keeps its weights if its number of
+        inputs is no multiple of 32, or its number of outputs no multiple of 16.
 
     Raises:
-        ModelError: there is no such kind of weights.
+        ModelError: `weights` is neither "int8" nor "int4".
         UnsupportedError: the model is not on the CPU, has adapters or quantised weights, or no
-            layer can be quantised. It is left unchanged.
+            layer can be quantised. The model is unchanged.
         MissingPackageError: torchao is not installed.
     """
     if weights not in KINDS:
         raise ModelError(f"weights {weights!r}: give one of {', '.join(KINDS)}")
-    why = _why_not(model)
-    if why:
+    if why := _why_not(model):
         raise UnsupportedError(f"weights cannot be quantised to {weights}: {why}")
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of torchao's libraries for GPUs, which are not there
+    logging.disable(logging.WARNING)  # torchao warns about missing libraries for GPUs
     try:
         with needed_by(f"Quantising weights to {weights}", "weights"):
             import torchao.quantization as torchao  # noqa: PLC0415 - it takes a second
@@ -56,7 +55,8 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
     layers = [x for x in model.modules() if type(x) is nn.Linear and _fits(x, weights)]
     if not layers:
         raise UnsupportedError(
-            f"no linear layer of {type(model).__name__} can be quantised to {weights}; leave it out"
+            f"no linear layer of {type(model).__name__} can be quantised to {weights}; leave out "
+            "this option"
         )
     config: Any = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     if weights == "int4":
@@ -69,11 +69,11 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
 def _why_not(model: PreTrainedModel) -> str:
     """Why a model's weights cannot be quantised here; empty if they can."""
     if model.device.type != "cpu":
-        return f"the model is on {model.device}, and this is for the CPU; use --device cpu"
+        return f"the model is on {model.device}, not on the CPU; use --device cpu"
     if getattr(model, "is_quantized", False):
-        return "they are quantised already; leave it out"
+        return "they are already quantised; leave out this option"
     if any(hasattr(module, "base_layer") for module in model.modules()):
-        return "the model has an adapter; merge it into the model, or leave it out"
+        return "the model has an adapter; merge the adapter into the model, or leave it out"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Find the rotary embeddings of a transformers model in its own code."""
+"""Finds the rotary embeddings of a transformers model in the model's code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from kvkeep.hf.kinds import layer_kinds
 from kvkeep.rotary import Rotary
 
 _OF_ATTENTION = "apply_rotary_position_embeddings"
-"""The method of RoFormer's attention that rotates."""
+"""The method of RoFormer's attention that rotates queries and keys."""
 
 
 def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
-    """The rotary embedding of each layer of the model with this config; None for layers without.
+    """The rotary embedding of each attention layer of the model with this config; None for a layer
+    without one.
 
     Raises:
-        UnsupportedError: a layer has one that cannot be found in the model's code.
+        UnsupportedError: a layer's rotary embedding cannot be found in the model's code.
     """
     text = decoder_config(config)
     names = [kind.name for kind in layer_kinds(config)]
-    # Despite its name, the list has 1 for the layers with a rotary embedding.
+    # Despite its name, the list has 1 for layers with a rotary embedding.
     used: Sequence[int] = getattr(text, "no_rope_layers", None) or [1] * len(names)
     by_name = _by_name(text, set(names))
     return [by_name[name] if uses else None for name, uses in zip(names, used, strict=True)]
@@ -63,8 +64,8 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
                 f"{name}, which is needed to move keys and to predict queries; use the policy "
                 "snapkv or h2o instead, and a PrefixStore for texts"
             )
-        # The first element of the result is the one paired with the first, and negative, unless
-        # the model turns the other way.
+        # The result's first element is the partner of input element 0. It is negative unless the
+        # model rotates in the other direction.
         paired = turning(torch.tensor([1.0, 2.0, 3.0, 4.0])).flatten().tolist()[0]
         turned = inv_freq.float() * (1.0 if paired < 0 else -1.0)
         rotary = found[name] = Rotary(turned, interleaved=abs(paired) == 2.0)
@@ -78,8 +79,8 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
 
 
 def _turning(module: ModuleType) -> Callable[[Tensor], Tensor] | None:
-    """The function that exchanges the halves or the neighbours of what a text's attention rotates;
-    a model may have another one for images."""
+    """The function that exchanges the halves, or neighbours, of a text's queries and keys; a model
+    may have another function for images."""
     code = getattr(getattr(module, "apply_rotary_pos_emb", None), "__code__", None)
     called = [name for name in getattr(code, "co_names", ()) if name.startswith("rotate_")]
     names = (*called, "rotate_half", "rotate_every_two")
@@ -87,8 +88,8 @@ def _turning(module: ModuleType) -> Callable[[Tensor], Tensor] | None:
 
 
 def _turns_alike(module: ModuleType, embedding: Any, rotary: Rotary) -> bool:
-    """Whether the model's own code rotates as `rotary` does, up to a factor, if all three parts of
-    a position are equal."""
+    """Whether the model's code rotates like `rotary`, up to a factor, if all three parts of a
+    position are equal."""
     width, at = 2 * len(rotary.inv_freq), 3
     x = torch.linspace(1.0, 2.0, width)[None, None, None]
     cos, sin = embedding(x, torch.full((3, 1, 1), at))
@@ -103,7 +104,7 @@ def _code(config: PreTrainedConfig) -> ModuleType:
     if type(config) in mapping:
         model = mapping[type(config)]
         return sys.modules[(model[0] if isinstance(model, tuple) else model).__module__]
-    name = type(config).__module__.replace("configuration_", "modeling_")  # a part of a model
+    name = type(config).__module__.replace("configuration_", "modeling_")  # of a model's part
     if name not in sys.modules:
         raise UnsupportedError(
             f"kvkeep cannot find the code of {config.model_type}, which says how keys are rotated; "

@@ -1,4 +1,4 @@
-"""Sampling parameters from the options of transformers' `generate`."""
+"""Converts options of transformers' `generate` to sampling parameters."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ _PLAIN = {
     "prefill_chunk_size": None,
     "token_healing": False,
 }
-"""The only values that are served, of fields of a generation config, beside None."""
+"""Fields of a generation config of which only this value, or None, is supported."""
 
 
 def sampling_params(
     model: PreTrainedModel, tokens: int, *, seed: int | None = None, **options: Any
 ) -> SamplingParams:
-    """How `generate(**options)` would continue a prompt of this many tokens, with what the model's
-    generation config says. A temperature without `do_sample` decides that too: 0 is greedy.
+    """The sampling parameters with which `generate(**options)` would continue a prompt of `tokens`
+    tokens, given the model's generation config. If `temperature` is given without `do_sample`, 0
+    means greedy, any other value sampling.
 
     Raises:
-        UnsupportedError: an option that is not served, such as beams; or no `max_new_tokens`.
+        UnsupportedError: an option is not supported, such as beams; or no `max_new_tokens`.
     """
     if "temperature" in options and "do_sample" not in options:
         options["do_sample"] = options["temperature"] > 0
@@ -54,7 +55,7 @@ def sampling_params(
         GenerationMode.SAMPLE,
     ):
         raise UnsupportedError(
-            f"{', '.join(unserved) or config.get_generation_mode().value} is not served here; "
+            f"{', '.join(unserved) or config.get_generation_mode().value} is not supported here; "
             "leave it out, or call the model's generate()"
         )
     if config.max_new_tokens is None:
@@ -70,7 +71,7 @@ def sampling_params(
     ends, stop = config._eos_token_tensor, config.stop_strings or ()
     return SamplingParams(
         config.max_new_tokens,
-        temperature=1.0 if config.do_sample else 0.0,  # it is one of the processors
+        temperature=1.0 if config.do_sample else 0.0,  # a processor applies the temperature
         seed=seed,
         processors=[_AsInGenerate(processors)] if processors else (),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -80,7 +81,7 @@ def sampling_params(
 
 @dataclass
 class _AsInGenerate:
-    """Logits processors, which get a float32 copy of the logits."""
+    """Logits processors of transformers, which get a float32 copy of the logits."""
 
     processors: Callable[..., Any]
 

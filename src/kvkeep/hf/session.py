@@ -49,8 +49,8 @@ with needed_by("A session", "cli"):
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"
 _MOST_UNDONE = 8
-"""Turns that can be undone without a new prefill if a policy cannot crop; each keeps its slots in
-memory."""
+"""Number of turns that can be undone without a new prefill if a policy cannot crop; the slots of
+each stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,14 @@ def _spec(header: Header, path: Path) -> str:
 
 
 def has_spec(session: SessionInfo, spec: str) -> bool:
-    """Whether a session has this spec, which may name another path of its scorer."""
-    with suppress(SpecError, SavedCacheError):  # the specs of single layers have no common text
+    """Whether a session has this spec; the path of its scorer may differ."""
+    with suppress(SpecError, SavedCacheError):  # specs by layer have no common text
         return spec == _text(from_saved(session.spec, file_in(spec), session.name))
     return False
 
 
 def _text(specs: Specs) -> str:
-    """Specs as text. Different specs for single layers have no common text, so all are listed."""
+    """Specs as text; if layers have different specs, all specs are listed."""
     if isinstance(specs, str):
         return str(parse_specs(specs))
     if isinstance(specs, Mapping):
@@ -186,8 +186,8 @@ def _text(specs: Specs) -> str:
 
 
 class _Mark(NamedTuple):
-    """The state before a turn: columns fed, number of token ids, and a frozen cache if its policies
-    cannot crop."""
+    """The state before a turn: columns fed, number of token ids, and a frozen cache if the cache's
+    policies cannot crop."""
 
     columns: int
     ids: int
@@ -199,14 +199,15 @@ class Session:
 
     Args:
         model, tokenizer: the model and its tokenizer; the model is attached until `close`.
-        cache: the cache's spec for a new conversation; see `kvkeep.Cache`. Of a saved one with the
-            policy kvzap, only the path of the scorer is used: no path in a file is opened.
+        cache: the cache's spec for a new conversation; see `kvkeep.Cache`. A saved conversation
+            keeps its spec; with policy kvzap, the scorer's path is taken from `cache`, because
+            paths in files are never opened.
         name: name of the session to save to or continue; None: the conversation is not saved.
-        model_name, adapter: names to load the model and the adapter by; stored in the session's
-            file. See `kvkeep.hf.models.load`.
+        model_name, adapter: names of the model and the adapter for `kvkeep.hf.models.load`, stored
+            in the session's file.
         system: system message of a new conversation.
-        reread: compute the cache of a saved conversation again instead of loading it, which is
-            necessary with another model.
+        reread: compute the cache of a saved conversation again instead of loading it; necessary
+            with another model.
 
     Raises:
         SavedCacheError: the session's file is damaged, or was made with another model.
@@ -291,7 +292,7 @@ class Session:
         """Add a user's message, and generate the model's answer.
 
         Raises:
-            PromptError: the text is empty, or does not fit in the model's context; nothing is
+            PromptError: the text is empty, or does not fit in the model's context; nothing has
                 changed.
         """
         if not text.strip():
@@ -304,7 +305,7 @@ class Session:
                 f"{len(ids)} tokens, but the model takes {most}; undo a turn, or start a new "
                 "session"
             )
-        # The chat template may render earlier messages differently now.
+        # The chat template may now render earlier messages differently.
         if ids[: self.cache.fed] != self._ids[: self.cache.fed]:
             self.cache.reset()
             self._marks = []
@@ -404,8 +405,8 @@ class Session:
             self._lock = None
 
     def _return_to(self, mark: _Mark) -> None:
-        """Restore the state before a turn. If the cache cannot, it is reset, and the next call
-        computes it again."""
+        """Restore the state before a turn. If that is impossible, the cache is reset, and the next
+        call computes it again."""
         try:
             if mark.frozen is not None:
                 self.cache = mark.frozen.fork()
@@ -420,7 +421,7 @@ class Session:
 
     @property
     def _by_layer(self) -> bool:
-        """Whether specs are given for each layer; the file then stores them by layer only."""
+        """Whether specs are given for each layer; then the file stores no common spec."""
         return not isinstance(self._specs, str | CacheSpec | Mapping)
 
     @property
@@ -444,8 +445,8 @@ class Session:
             raise
 
     def _continued(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation: those fed before, followed by those of the new part. If the
-        template renders the earlier part differently now, the whole text is tokenised again."""
+        """Token ids of a conversation: the ids fed so far, followed by the ids of the new part. If
+        the template now renders the earlier part differently, the whole text is tokenised again."""
         tokenizer: Any = self.tokenizer
         whole = self._rendered(messages)
         if self._ids and self.cache.fed:

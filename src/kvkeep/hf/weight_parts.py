@@ -1,5 +1,5 @@
-"""The plain tensors of which a model's weights consist: a weight that torchao has quantised is a
-tensor of several others, its codes and scales."""
+"""The plain tensors of which a model's weights consist. A weight quantised by torchao is a tensor
+object that holds several plain tensors: codes and scales."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_joined(x: object) -> bool:
-    """Whether a tensor consists of others."""
+    """Whether a tensor consists of other tensors."""
     return isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)
 
 
 def is_plain(x: object) -> bool:
-    """Whether a tensor is of torch's own class, so that its memory holds its numbers."""
+    """Whether a tensor is of torch's own class, so that its memory holds its elements."""
     return type(x) in (Tensor, nn.Parameter)
 
 
 def parts(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of which a tensor consists, by `name` and the attributes that lead to each
-    (`weight.qdata`); itself, if it is plain."""
+    """The plain tensors of which a tensor consists, each after `name` and its path of attributes
+    (`weight.qdata`); a plain tensor alone."""
     if not is_joined(x):
         yield name, x
         return
@@ -35,7 +35,7 @@ def part_named(model: nn.Module, name: str) -> Tensor:
     """A parameter or buffer of a model, or a part of it.
 
     Raises:
-        KeyError: there is none of this name.
+        KeyError: no tensor has this name.
     """
     found: Any = model
     for part in name.split("."):
@@ -50,11 +50,11 @@ def part_named(model: nn.Module, name: str) -> Tensor:
 
 
 class Joining(nn.Module):
-    """A graph that is given the parts of its inputs.
+    """A graph that takes the parts of its inputs.
 
     Args:
         graph: the graph.
-        inputs: what it was made for.
+        inputs: the inputs with which it was traced.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:

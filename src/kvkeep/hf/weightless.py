@@ -1,9 +1,9 @@
-"""Copies of decoders without weights, whose forwards cost little.
+"""Copies of decoders without weights, whose forwards are cheap.
 
-Each weight is one number, expanded to the weight's shape. In its place, products use a matrix of
-rank one, so that neither time nor memory depends on the width of the model. Everything else is
-computed: masks, routing of experts, rotary embeddings, and the calls of the cache and of the
-attention function.
+Each weight is one number, expanded to the weight's shape. Products treat it as a matrix of rank
+one, so neither time nor memory depends on the width of the model. Everything else is computed as in
+the model: masks, routing of experts, rotary embeddings, and calls of the cache and of the attention
+function.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvkeep.hf.config import decoder_config, unrouted
 
 EAGER = "eager"
 _SMALL = 1 << 16
-"""Most elements of a buffer that is allocated in full, so that a forward may write to it."""
+"""The most elements of a buffer that is allocated in full, so that a forward may write to it."""
 
 
 @contextmanager
 def cheap_forwards() -> Iterator[None]:
-    """Run the enclosed code without matrix products, gradients or autocast, and without changing
-    the state of the random number generator."""
+    """A context without full matrix products, gradients or autocast, which leaves the state of the
+    random number generator unchanged."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -41,8 +41,8 @@ def cheap_forwards() -> Iterator[None]:
 
 
 def without_weights(decoder: PreTrainedModel, *, window: int | None = None) -> PreTrainedModel:
-    """A decoder of the same class and config, whose weights use no memory. Its buffers are those of
-    the decoder.
+    """A decoder of the same class and config, whose weights use no memory. Its buffers are copies
+    of the decoder's.
 
     Args:
         window: the size of its sliding windows and chunks, if it has any; None: as in its config.
@@ -76,7 +76,8 @@ def _expanded(like: Tensor) -> Tensor:
 
 
 def _as_in(original: nn.Module | None, name: str, like: Tensor) -> Tensor:
-    """A copy of a module's tensor, to which a forward may write, if it has numbers."""
+    """A copy of a module's tensor, to which a forward may write; if the module has no such tensor
+    with data, a tensor like `like`."""
     found = getattr(original, name, None)
     if type(found) is Tensor and found.shape == like.shape and not found.is_meta:
         return found.detach().to("cpu", copy=True)
@@ -96,12 +97,12 @@ _PRODUCTS: dict[str, int] = {
     "aten::_grouped_mm": 0,
     "transformers::grouped_mm_fallback": 0,
 }
-"""Operators of matrix products, and the place of the left matrix among their arguments."""
+"""Operators of matrix products, and the index of the left matrix among their arguments."""
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives weights without memory the meaning of matrices of rank one, and of embeddings in which
-    tokens differ."""
+    """Treats weights without memory as matrices of rank one, and as embeddings with a different
+    vector for each token."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

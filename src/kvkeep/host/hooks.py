@@ -35,6 +35,8 @@ _PROCESS = token_hex(4)
 _next = count(-1, -1)
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
+_PRE, _POST = "forward pre-hook", "forward hook"
+
 _ACCELERATE = "_hf_hook"
 """Attribute of modules in which accelerate keeps its hook."""
 
@@ -56,32 +58,22 @@ def foreign_hooks(model: nn.Module) -> dict[str, str]:
         text = f"{kind} {name} ({_PROCESS}-{number})"
         found[place] = f"{found[place]}, {text}" if place in found else text
 
-    for kind, of_all in (
-        ("forward pre-hook", torch_module._global_forward_pre_hooks),
-        ("forward hook", torch_module._global_forward_hooks),
-    ):
-        for number, hook in of_all.items():
-            if _is_foreign(hook, None):
-                note("all modules", kind, number, hook)
+    def look(place: str, module: nn.Module | None, hooks: Mapping[str, Mapping[int, Any]]) -> None:
+        for kind, some in hooks.items():
+            for number, hook in some.items():
+                if _is_foreign(hook, module):
+                    note(place, kind, number, hook)
+
+    every = torch_module
+    own = {_PRE: every._global_forward_pre_hooks, _POST: every._global_forward_hooks}
+    look("all modules", None, own)
     for name, module in model.named_modules():
-        own: Mapping[str, Any] = vars(module)
-        if not (
-            module._forward_pre_hooks
-            or module._forward_hooks
-            or "forward" in own
-            or _ACCELERATE in own
-        ):
-            continue
-        place = name or type(module).__name__
-        for number, hook in module._forward_pre_hooks.items():
-            if _is_foreign(hook, module):
-                note(place, "forward pre-hook", number, hook)
-        for number, hook in module._forward_hooks.items():
-            if _is_foreign(hook, module):
-                note(place, "forward hook", number, hook)
-        for kind, call in (("forward", own.get("forward")), ("hook", own.get(_ACCELERATE))):
-            if call is not None and _is_foreign(call, module):
-                note(place, kind, _number_of(call), call)
+        held: Mapping[str, Any] = vars(module)
+        own = {_PRE: module._forward_pre_hooks, _POST: module._forward_hooks}
+        for kind, call in (("forward", held.get("forward")), ("hook", held.get(_ACCELERATE))):
+            if call is not None:
+                own[kind] = {_number_of(call): call}
+        look(name or type(module).__name__, module, own)
     return found
 
 

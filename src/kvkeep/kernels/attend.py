@@ -20,8 +20,8 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _centre(CODE: tl.constexpr, AFFINE: tl.constexpr):
-    """What is subtracted from the numbers of 4-bit codes: their middle, 8, plus the 16 that
-    `numbers` adds; and from those of 2-bit codes, which `numbers` counts from 1.5."""
+    """The number to subtract from decoded codes: for 4-bit codes their middle, 8, plus the 16 that
+    `numbers` adds; for 2-bit codes relative to 1.5, as `numbers` returns them."""
     if CODE == _INT4:
         return 24.0
     elif AFFINE:
@@ -32,7 +32,7 @@ def _centre(CODE: tl.constexpr, AFFINE: tl.constexpr):
 
 @triton.jit
 def _middle(CODE: tl.constexpr):
-    """The code that counts as zero for 4-bit or 2-bit codes."""
+    """The 4-bit or 2-bit code that decodes to zero."""
     if CODE == _INT4:
         return 8.0
     else:
@@ -74,8 +74,8 @@ def _queries(Q, row, token, query_head, real, q_row, q_head, q_token, GROUPS: tl
 
 @triton.jit
 def _part(X, d, row: tl.constexpr, BITS: tl.constexpr, SPREAD: tl.constexpr):
-    """The bits of a plane of BITS bits a code that belong to bytes d of a row of `row` bytes, whose
-    codes have SPREAD bits; see `kvkeep.packing.Packing`."""
+    """Bytes d of a row of `row` bytes with SPREAD bits per code, of which BITS come from this plane;
+    see `kvkeep.packing.Packing`."""
     part: tl.constexpr = row * BITS // SPREAD
     mask: tl.constexpr = ((1 << BITS) - 1) * (17 if SPREAD == 4 else 1)
     x = tl.load(X + d % part).to(tl.int32)
@@ -85,8 +85,8 @@ def _part(X, d, row: tl.constexpr, BITS: tl.constexpr, SPREAD: tl.constexpr):
 @triton.jit
 def _tile(X, slot, here, x_slot, CODE: tl.constexpr, AFFINE: tl.constexpr, LOW: tl.constexpr,
           HIGH: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Loads words (slots, WIDE). If LOW, codes lie in planes of LOW and HIGH bits; their words are
-    bytes, each with one code of 8 bits or two of 4, as `numbers` reads these."""
+    """Loads words (slots, WIDE). If LOW, codes are split into planes of LOW and HIGH bits, and are
+    returned as bytes of one 8-bit code or two 4-bit codes, which `numbers` can read."""
     d = tl.arange(0, WIDE)
     if LOW > 0:
         spread: tl.constexpr = 4 if CODE == _INT4 else 8
@@ -148,7 +148,7 @@ def _scores(q0, q1, q2, q3, q_sum, K, KS, KZ, first, slot, here, k_slot, ks_slot
             SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             TYPE: tl.constexpr):  # fmt: skip
     """Scores (BLOCK_M, BLOCK_N), in base-2 logarithmic units, of the slots from `first` on. If
-    BLOCK > 1, scales are by channel, and all these slots share them."""
+    BLOCK > 1, scales are per channel and shared by all of these slots."""
     words = _tile(K, slot, here, k_slot, CODE, AFFINE, LOW, HIGH, WORDS, WIDE)
     added = tl.zeros((BLOCK_M,), tl.float32)
     if BLOCK > 1:

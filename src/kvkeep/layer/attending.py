@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from kvkeep.layer.history import History
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs
 
 
 class AttendingLayer(ABC):
-    """The part of a layer that a model calls in a chunk. Its attention may read slots of other
+    """The part of a layer that a model calls for a chunk. Its attention may read slots of other
     layers.
 
     Attributes:
         window: the layer's own sliding window, in tokens.
-        history: what was fed before the chunk. By default nothing, so positions and masks are a new
-            text's.
+        history: the record of the tokens fed before the chunk. By default empty, as for a new text.
     """
 
     window: int | None
@@ -31,6 +31,10 @@ class AttendingLayer(ABC):
     @abstractmethod
     def run(self, inputs: StepInputs) -> Tensor:
         """Attention of the chunk; see `LayerCache.run`."""
+
+    def sighted(self, queries: Tensor) -> Sighted:
+        """See `LayerCache.sighted`; only for layers of models that choose tokens."""
+        raise NotImplementedError
 
     @property
     def fed(self) -> int:

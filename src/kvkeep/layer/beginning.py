@@ -1,4 +1,4 @@
-"""Fills an empty layer with tokens that another layer holds or that were computed elsewhere."""
+"""Fills an empty layer with tokens from another layer, or with given keys and values."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvkeep.planes import POSITION, Planes, slot_count
 
 
 def begin_with(layer: LayerCache, text: LayerCache) -> None:
-    """Replace a layer's contents by the tokens of a layer that keeps all.
+    """Replace a layer's contents by the tokens of `text`, a layer that keeps all tokens.
 
     The result equals feeding these tokens in one chunk without settling: the next chunk sees all of
-    them, and the policy chooses among all. Where possible both layers share the slots until the
-    policy evicts.
+    them, and the policy then chooses among all tokens. If possible, both layers share the slots
+    until the policy evicts.
     """
     history = text.history
     layer.adopt_frozen(history, tuple(_runs_for(layer, text, history)))
 
 
 def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator[Run]:
-    """The slots of `text` as runs that `layer` can adopt: in its encoding, with its policy's
-    planes. Sets the centre of `history`, which the layer will have.
+    """The slots of `text` as runs that `layer` can adopt: in the encoding of `layer`, with its
+    policy's planes. Sets the centre of `history`, which becomes the history of `layer`.
 
-    The rows of `text` must have had no padding. Keys and values are shared if both layers encode
-    alike and no slot was moved or hidden. The policy sees the decoded keys and values of `text`.
+    The rows of `text` must have had no padding. Keys and values are shared if both layers use the
+    same encoding and no slot was moved or hidden. The policy sees the decoded keys and values.
     """
     text.freeze()
     frozen: FrozenRuns = text.slots.frozen
@@ -42,7 +42,7 @@ def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator
     if not alike:
         history.centre = None
     for planes in frozen.placed(codecs.key):
-        if not slot_count(planes):  # all of its slots are hidden
+        if not slot_count(planes):  # all slots of the run are hidden
             continue
         position = planes[POSITION][0, 0]
         k, v = codecs.decode(planes, geometry.dtype)
@@ -55,7 +55,7 @@ def check_tokens(layer: LayerCache, k: Tensor, v: Tensor) -> None:
     """Check that an empty layer can begin with keys and values (B, H, n, D).
 
     Raises:
-        ShapeError: keys and values do not fit each other, or a codec does not support their width.
+        ShapeError: the shapes of keys and values disagree, or a codec does not support a width.
         CapacityError: the storage has no room for n tokens.
         StateError: the tensors require gradients, which the storage or a codec does not propagate.
     """
@@ -73,8 +73,8 @@ def begin_with_tokens(
     `begin_with`.
 
     Args:
-        k, v: (B, H, n, D), of the newest n columns; older columns are evicted already.
-        columns: number of columns fed.
+        k, v: (B, H, n, D), of the newest n columns; older columns count as evicted.
+        columns: number of columns fed, including evicted ones.
         real: bool (B, columns), False for padding; None: no padding.
     """
     n, k, v = k.shape[2], k.clone(), v.clone()
@@ -100,7 +100,7 @@ def _run_of(
     layer's policy.
 
     Args:
-        history: the layer's history to come, whose centre is measured on its first run.
+        history: the layer's new history. Its first run sets its centre, if the codec uses one.
         planes: the same keys and values, already encoded; None: encode them.
     """
     coded = k

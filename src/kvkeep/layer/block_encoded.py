@@ -1,4 +1,4 @@
-"""BlockEncoded: slots whose tokens are encoded some at a time, each token once."""
+"""BlockEncoded: slots whose tokens are encoded several at a time, each token once."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _BLOCKS = "bulk"  # the name of `blocks` in saved caches
 
 @final
 class BlockEncoded(LayerSlots):
-    """`blocks`, with one encoded token or block of tokens per slot, and a plain `tail` of the
-    newest tokens. If slots hold one token each, no row has padding and none was evicted, both are
-    in the order of positions, so that encoded tokens can be cut off too. A policy observes all
-    slots, and evicts encoded ones.
+    """`blocks`, with one encoded token or block of tokens per slot, and a `tail` of plain tokens:
+    the newest tokens and the codecs' sinks. If each slot of `blocks` holds one token, no row has
+    padding and no token was evicted, both parts are in the order of positions, so encoded tokens
+    can be cut off too. A policy observes all slots, and evicts slots of `blocks`.
 
     Args:
-        codecs: both with the same block length and the same `together`.
+        codecs: with equal block lengths and equal `together`.
         storage: holds the tail; this object takes ownership. The blocks get an empty copy of it,
             with its bound.
         own: names of the planes that a policy changes.
 
     Raises:
-        SpecError: the storage is fixed, so it may have no room for a prompt before it is encoded;
-            or the process can read only one storage of its kind at a time.
+        SpecError: the storage is fixed, so it may lack room for a prompt that is not encoded yet;
+            or only one storage of this kind can be read at a time.
     """
 
     def __init__(self, codecs: Codecs, storage: Storage, own: Collection[str] = ()) -> None:
@@ -99,7 +99,7 @@ class BlockEncoded(LayerSlots):
         return self.blocks.spans() + self.tail.spans()
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        self.tail.add(k.to(v.dtype), v, own)  # less a centre, keys are wider
+        self.tail.add(k.to(v.dtype), v, own)  # keys less a centre may be float32
 
     @property
     def hidden(self) -> int:  # type: ignore[override]
@@ -203,8 +203,8 @@ class BlockEncoded(LayerSlots):
         return self._keep(kept) and exact
 
     def _keep(self, index: Tensor) -> bool:
-        """Keep these slots of the tail only, in the order of their positions. Return whether all of
-        them hold tokens."""
+        """Keep only the slots of the tail at `index`, in the order of their positions. Return
+        whether all of them hold tokens."""
         planes = self.tail.evictable()
         place = planes[POSITION].gather(2, index)
         kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
@@ -213,7 +213,7 @@ class BlockEncoded(LayerSlots):
         return bool((place >= 0).all())
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
-        # The newest tokens are those of the tail after its sinks, then the encoded ones.
+        # From the newest on: the tail's tokens except its sinks, then the encoded tokens.
         sinks = max(codec.sinks for codec in self.blocks.codecs)
         encoded = 0
         if self._each == 1:
@@ -264,9 +264,9 @@ class BlockEncoded(LayerSlots):
 
 
 def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:
-    """The indices of plain tokens in encoding order: ascending `position` (B, 1|H, n), the codecs'
-    sinks last. The last `plain` indices of each row are its sinks and its newest tokens, even if
-    the row has fewer tokens than the longest row."""
+    """The indices of plain tokens in encoding order: ascending `position` (B, 1|H, n), with the
+    codecs' sinks last. So each row's sinks and newest tokens come last and stay plain, also in a
+    row shorter than the longest."""
     sinks = max(codec.sinks for codec in codecs)
     first = (position >= 0) & (position < sinks)
     last = torch.iinfo(position.dtype).max
@@ -274,10 +274,10 @@ def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:
 
 
 def filled(x: Tensor, position: Tensor, block: int) -> Tensor:
-    """Replace padding in tokens x (B, H, n, D) by the last token of its block.
+    """Replace padding in tokens x (B, H, n, D) by the last token of its block, so that padding does
+    not widen the range of a block's values.
 
-    Padding then does not widen the range of a block's values. n is a multiple of `block`; padding
-    has position -1 in `position`, (B, 1|H, n).
+    n is a multiple of `block`; padding has a negative `position` (B, 1|H, n).
     """
     blocks = x.reshape(*x.shape[:2], -1, block, x.shape[3])
     empty = position.reshape(*position.shape[:2], -1, block, 1) < 0

@@ -30,8 +30,8 @@ class State(Enum):
 
 
 class Before(NamedTuple):
-    """A layer's state before a token, without what later steps leave unchanged. `planes`: copies of
-    the positions and the policy's planes; `mark` and `hides`: the slots' values."""
+    """The changing part of a layer's state before a token. `planes`: copies of the positions and
+    the policy's planes; `mark` and `hides`: the slots' `mark()` and `hides`."""
 
     history: History
     mark: tuple[int, ...]
@@ -50,17 +50,16 @@ class Cursor:
         start: the history and the slots' mark before the last chunk.
         turn: lock held by the thread that changes the layer.
         journal: the states before each draft token, the oldest first.
-        record_past: True while chunks may be drafts, which a crop takes back.
+        record_past: True while chunks may be drafts, which a crop can remove.
         prompt: the leading columns that are certain even while `record_past` is set.
         holes_after: padding after a row's first token counts in positions, as in transformers'
             sliding windows, except among the first `holes_after` tokens. None: padding never
             counts.
         evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
-        unread: number of layers that have not yet attended to the last chunk's slots; see
-            `Settling`.
-        observed: the observation that the policy gets after these readings.
+        unread: number of layers that have yet to attend to the last chunk's slots; see `Settling`.
+        observed: the observation that the policy gets after these layers have attended.
         queries: positions of the last chunk's queries, and the newest position that each sees;
-            None: one token.
+            None: the chunk was one token.
     """
 
     def __init__(self, slots: LayerSlots) -> None:
@@ -85,7 +84,7 @@ class Cursor:
 
     @property
     def tentative(self) -> bool:
-        """Whether a crop may take the newest tokens back."""
+        """Whether the newest tokens are drafts, which a crop may remove."""
         return self.record_past and self.history.columns > self.prompt.columns
 
     # -- one change -------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class Cursor:
         self.start, self.state = (self.history, self.slots.mark()), State.WRITING
 
     def take_back(self) -> None:
-        """Return to `start`, if no eviction has followed it. Can be called again after an
+        """Return to `start`. Nothing may have been evicted since. Can be called again after an
         interrupt."""
         assert self.start is not None
         self.state = State.WRITING
@@ -109,8 +108,8 @@ class Cursor:
 
     @contextmanager
     def moved(self) -> Iterator[None]:
-        """A context for moving slots. If its body is interrupted, or fails after changing slots,
-        the state stays `MOVING`: the contents of the slots are unknown."""
+        """A context for a change that moves slots. If its body is interrupted, or fails after
+        changing slots, the state stays `MOVING`: the contents of the slots are unknown."""
         mark = self.slots.mark()
         before = State.WRITING if self.state is State.WRITING else State.IDLE
         self.state = State.MOVING
@@ -133,7 +132,7 @@ class Cursor:
         """See `LayerCache.mend`."""
         if self.state is State.MOVING:
             raise StateError(
-                "an eviction, another change of all slots, or a chunk after some of its steps was "
+                "an eviction, another change of all slots, or a chunk after its first step was "
                 "interrupted or failed, so the contents of the slots are unknown; reset() the "
                 "cache and feed the tokens again, or restore a snapshot"
             )
@@ -143,7 +142,7 @@ class Cursor:
         if not history.floor and not history.joined and length != history.columns:
             raise StateError(
                 f"the layer holds {length} slots, but {history.columns} tokens were fed and "
-                "none were evicted; something else changed its slots: reset() the cache and feed "
+                "none were evicted; other code changed its slots: reset() the cache and feed "
                 "the tokens again"
             )
 
@@ -157,7 +156,7 @@ class Cursor:
         self.state = State.IDLE
 
     def require_read(self) -> None:
-        """Raise StateError if some readings of the last step are outstanding."""
+        """Raise StateError if some layers have yet to read the last step's slots."""
         if self.unread:
             raise StateError(
                 f"{self.unread} of the layers that share this layer's keys and values have not "
@@ -166,7 +165,7 @@ class Cursor:
             )
 
     def forget_readings(self) -> bool:
-        """Cancel the outstanding readings; return whether there were any."""
+        """Stop expecting readings of the last step; return whether any were expected."""
         expected, self.unread, self.observed = self.unread > 0, 0, None
         return expected
 
@@ -174,7 +173,7 @@ class Cursor:
 
     @property
     def entries(self) -> int:
-        """Number of journal entries, without entries of steps that were taken back."""
+        """Number of journal entries, not counting those of undone steps."""
         fed = self.history.columns
         return sum(before.history.columns < fed for before in self.journal)
 
@@ -214,9 +213,10 @@ class Cursor:
         self.state = State.IDLE
 
     def return_to(self, columns: int) -> None:
-        """Return to the state after `columns` columns. Evictions since then must be in the journal,
-        which restores them."""
-        # The policy made no decision between the previous entry and the tokens before this entry.
+        """Return to the state after `columns` columns. Slots evicted since then are restored from
+        the journal, so it must go back that far."""
+        # The first entry at or after `columns`: nothing was evicted between `columns` and it, so
+        # cutting off its last tokens gives the state.
         for index, before in enumerate(self.journal):
             if before.history.columns >= columns:
                 self.put_back(index)
@@ -247,7 +247,7 @@ class Turn:
     Copies are unlocked.
 
     Attributes:
-        entries: number of times it was taken. If the number is the same, nothing has changed.
+        entries: number of times the lock was taken. While it stays the same, so does the layer.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class Turn:
         self.entries += 1
 
     def continue_from(self, entries: int) -> None:
-        """Take the turn if it has been taken exactly `entries` times, that is, not since."""
+        """Take the turn; raise StateError if it was taken since its count was `entries`."""
         with self:
             if self.entries != entries + 1:
                 raise StateError(_TAKEN)

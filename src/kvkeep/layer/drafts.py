@@ -1,9 +1,9 @@
-"""Drafts: a layer that can take tokens back, such as rejected drafts.
+"""Drafts: a layer that can remove its newest tokens again, such as rejected drafts.
 
 While `record_past` is set, no slot is freed. If evictions depend on positions alone, the layer
-feeds a chunk of drafts at once and evicts after the next crop. Any other layer settles after each
-token, as without drafts, and hides evicted slots (position -1, which no query sees) until the crop.
-So the state before a token is only the lengths and a few small planes.
+writes a chunk of drafts at once and evicts after the next crop. Any other layer settles after each
+draft, as in normal decoding, and hides evicted slots (position -1, which no query sees) until the
+crop. So the state before a token consists of lengths and a few small planes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvkeep.layer.writing import Writing
 
 
 class Drafts(Writing):
-    """A layer that can take tokens back."""
+    """A layer that can remove its newest tokens again."""
 
     @property
     def rollback_limit(self) -> int:
@@ -63,7 +63,7 @@ class Drafts(Writing):
         return f", and policy {policy.name} evicted some; {again}, or use keep_all"
 
     def mend(self) -> None:
-        """Remove the tokens of an interrupted step, if there is one.
+        """Remove the tokens of an interrupted step, if there was one.
 
         Raises:
             StateError: the step was interrupted while it moved slots, so their contents are
@@ -75,8 +75,8 @@ class Drafts(Writing):
 
     def crop(self, tokens: int) -> None:
         """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. The
-        remaining tokens become certain: hidden slots are freed, and the policy evicts to its
-        budget.
+        remaining tokens are no longer drafts: hidden slots are freed, and the policy evicts down to
+        its budget.
 
         Raises:
             RollbackError: `tokens` is positive, or -`tokens` exceeds `rollback_limit`.
@@ -93,7 +93,7 @@ class Drafts(Writing):
     # -- recording --------------------------------------------------------------------------
 
     def require_recordable(self) -> None:
-        """Raise UnsupportedError if the layer cannot decide about drafts as it would without."""
+        """Raise UnsupportedError if evictions with drafts would differ from evictions without."""
         if self.readers and self._journaled:
             raise UnsupportedError(
                 f"policy {self.policy.name} and codec {self.key_codec.name} decide after each "
@@ -102,13 +102,13 @@ class Drafts(Writing):
             )
 
     def _divides(self, n: int) -> bool:
-        """Whether a step of n tokens is made in pieces. If other layers attend to this layer's
-        slots, they see its whole chunk, so the chunk evicts nothing before the crop."""
+        """Whether a step of n tokens is divided into pieces. It is not if other layers attend to
+        this layer's slots: they must see the whole chunk, so nothing is evicted before the crop."""
         return self.cursor.record_past and not self.readers and (self._journaled or n > 1)
 
     def _together(self, left: int) -> int:
-        """How many of the next `left` tokens are fed at once: the size of a step without drafts, or
-        more if the policy makes no decision in between."""
+        """How many of the next `left` tokens form a piece: as many as a step without drafts would
+        have, or more if nothing is evicted or encoded in between."""
         prompt = self.cursor.prompt
         certain = prompt.columns - self.cursor.history.columns
         if certain > 0:
@@ -116,18 +116,19 @@ class Drafts(Writing):
         return 1 if self.by_token or self.cursor.slots.waiting(None, left) else left
 
     def _recorded(self, inputs: StepInputs, attend: Attend | None) -> Tensor:
-        """A step in pieces, whose tokens may be taken back. If it fails, the whole step is undone;
-        if prompt tokens have evicted slots for good, every later call raises until `reset`.
+        """A step in pieces that a crop can remove. If it fails, the whole step is undone; if that
+        is impossible because prompt tokens have evicted slots, every later call raises until
+        `reset`.
 
         Raises:
-            UnsupportedError: some tokens see tokens after their piece.
+            UnsupportedError: a token sees tokens of a later piece.
         """
         self._require_pieces_suffice(inputs)
         cursor = self.cursor
         entries, n, at = cursor.entries, inputs.q.shape[2], 0
         start = cursor.history, cursor.slots.mark()
         if cursor.slots.frozen.hides and self.by_token:
-            cursor.slots.thaw()  # it leaves hidden slots out, so lengths change
+            cursor.slots.thaw()  # before marks are taken, because it drops hidden slots
         found: list[Tensor] = []
         try:
             while at < n:
@@ -162,5 +163,5 @@ class Drafts(Writing):
             raise UnsupportedError(
                 "some tokens see later tokens, as within an image, but while drafts are "
                 f"recorded policy {self.policy.name} and codec {self.key_codec.name} take tokens "
-                "one by one; feed the prompt before, or do not draft"
+                "one by one; feed the prompt before drafts are recorded, or do not draft"
             )

@@ -16,7 +16,7 @@ from kvkeep.planes import POSITION, Planes, concatenated, joined, part, plane_by
 
 @final
 class FrozenPlanes(dict[str, Tensor]):
-    """Planes that are never written to. Copies of a cache share them, including deep copies.
+    """Planes that are never written to. All copies of a cache share them, also deep copies.
 
     Their batch size is the cache's B, or 1 if all rows share them.
     """
@@ -44,18 +44,18 @@ class Run(NamedTuple):
     """A run of frozen slots.
 
     Caches share `planes`. Each layer has its own copy of the planes in `own`: the planes that a
-    policy changes, and the positions if slots were moved or hidden. `rotation` is the distance from
-    the positions for which the keys were rotated to the slots' positions; None: not moved.
+    policy changes, and the positions if slots were moved or hidden. `rotation` turns keys from the
+    positions at which they were computed to the slots' positions; None: the slots were not moved.
     """
 
     planes: FrozenPlanes
     own: dict[str, Tensor]
     rotation: Rotation | None = None
-    hides: bool = False  # whether some slots are hidden: at position -1, where no query sees them
+    hides: bool = False  # whether some slots are hidden, at position -1
 
     @classmethod
     def of(cls, planes: Planes, rotation: Rotation | None = None) -> Run:
-        """A run of slots at their own positions, or moved by a rotation."""
+        """A run of `planes`; with a rotation, its slots are moved by the rotation's offset."""
         if rotation is None:
             return cls(FrozenPlanes(planes), {})
         place = planes[POSITION]
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
     def merges_with(self, following: Run) -> bool:
         """Whether the two runs should become one: this run is less than twice as long as the next,
-        and no plane prevents it."""
+        both have the same batch size, and neither has moved or hidden slots."""
         short = slot_count(self.planes) < 2 * slot_count(following.planes)
         own = POSITION in self.own or POSITION in following.own
         return short and not own and self.planes.batch == following.planes.batch
@@ -125,7 +125,7 @@ class FrozenRuns:
         mine = {name: planes[name].clone() for name in own}
         shared = {name: planes[name] for name in planes if name not in mine}
         runs = [*self.runs, Run(FrozenPlanes(shared), mine)]
-        # Each run costs attention time, so short runs are merged; the longest stay in front.
+        # Each run costs attention time, so short runs are merged. The oldest runs are the longest.
         while len(runs) > 1 and runs[-2].merges_with(runs[-1]):
             last = runs.pop()
             runs[-1] = runs[-1].followed_by(last)

@@ -1,4 +1,4 @@
-"""Hiding: frees the slots of tokens that a later attention mask hides."""
+"""Hiding: empties the slots of tokens that a later attention mask hides."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
         shown: bool (B, columns), True for tokens that later queries may see.
 
     Raises:
-        ShapeError: the mask shows padding, or it is unknown which columns were padding.
-        UnsupportedError: these tokens have already influenced which slots the policy keeps, or
-            share encoded blocks with other tokens.
+        ShapeError: the mask shows columns that were padding, or it is unknown which ones were.
+        UnsupportedError: the tokens have already influenced which slots the policy keeps, or are
+            encoded together with other tokens.
     """
     history, policy, codec = layer.cursor.history, layer.policy, layer.key_codec
     kinds = history.columns_as()
@@ -28,16 +28,16 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
     if tokens.shape != shown.shape or bool((shown & ~tokens).any()):
         raise ShapeError(
             f"the attention mask shows {shown.sum(dim=1).tolist()} tokens in the "
-            f"{shown.shape[1]} columns before this call, which differ in number or place from "
-            f"the {history.seen.tolist()} that the cache was fed; a mask may hide columns, but "
-            "cannot show hidden columns again: reset() the cache and feed the whole text"
+            f"{shown.shape[1]} columns before this call, but the cache was fed "
+            f"{history.seen.tolist()} tokens there, or tokens in other columns; a mask may hide "
+            "columns, but cannot show them again: reset() the cache and feed the whole text"
         )
     gone = tokens & ~shown
     why = ""
     if layer.by_token or policy.ragged:
-        why = f"policy {policy.name} has already chosen slots by them"
+        why = f"policy {policy.name} has already used them to choose slots"
     elif layer.slots.block > 1:
-        why = f"codec {codec.name} has encoded them together with others"
+        why = f"codec {codec.name} has encoded them together with other tokens"
     if why and bool(gone.any()):
         raise UnsupportedError(
             f"the attention mask hides {int(gone.sum())} of the columns that were fed as "
@@ -50,8 +50,7 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
 def hide(layer: LayerCache, shown: Tensor) -> None:
     """Empty the slots of the columns where `shown`, bool (B, columns), is False.
 
-    Later tokens keep the positions that they would have had; evicted slots do not come back. See
-    `require_hiding`.
+    Positions of later tokens do not change; evicted slots are not restored. See `require_hiding`.
     """
     gone, cursor = require_hiding(layer, shown), layer.cursor
     if not bool(gone.any()):

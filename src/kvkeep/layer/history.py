@@ -1,4 +1,4 @@
-"""History: the record of what was fed to a layer, apart from its slots."""
+"""History: the record of the tokens fed to a layer, apart from its slots."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from kvkeep.planes import HOLE, Planes
 OF_ROWS = ("pads", "holes", "kinds", "offset", "centre")
 """Fields of `History` that have an element for each row, on the device of the slots."""
 
+MEMORY = "memory"
+"""The part of `LayerState.tensors` with `History.memory`."""
+
 _new = object.__new__
 
 
 class History:
-    """The record of what was fed to a layer: number of columns, padding per row, geometry, and the
-    policy's state per row."""
+    """The record of the tokens fed to a layer: number of columns, padding per row, geometry, and
+    the policy's state per row."""
 
     __slots__ = (
         "centre",
@@ -41,22 +44,21 @@ class History:
     def __init__(self) -> None:
         self.columns = 0
         self.pads: Tensor | None = None  # (B,) padding columns per row; None: no padding so far
-        # (B,) further columns per row that hold no token but count in positions; None: no such
-        # column
+        # (B,) holes per row: columns without a token that count in positions; None: no hole so far
         self.holes: Tensor | None = None
         # int8 (B, n), kinds of the first n columns: 0 a token, -1 padding, `HOLE`. Decode steps do
         # not extend it: later columns are tokens. None: all columns are tokens
         self.kinds: Tensor | None = None
-        self.floor = 0  # a crop can return to this many columns, not to fewer
+        self.floor = 0  # the fewest columns to which a crop can return
         self.joined = False  # whether the slots join texts computed without each other
-        # Whether token ids do not identify the whole input: images, sound, foreign keys, ...
+        # Whether token ids do not identify the whole input: images, sound, given keys, ...
         self.embedded = False
         # (B,) the model's next rotary position minus `seen`; negative after most images, whose
         # tokens share positions. None: 0
         self.offset: Tensor | None = None
         # (B, n) token ids of the first n columns, as far as they are known; None: unknown
         self.tokens: Tensor | None = None
-        # (B, H, Dk) float32, the mean keys that keys lack; see `Centre`. None: keys lack nothing
+        # (B, H, Dk) float32, the mean of a `Centre`; None: keys have no centre
         self.centre: Tensor | None = None
         self.geometry: Geometry | None = None  # None before the first token
         self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
@@ -72,8 +74,8 @@ class History:
         else (B, n). Where `real`, bool (B, n), is False, the column is padding: position -1.
 
         Args:
-            holes_after: padding after a row's first token counts (position `HOLE`) unless it is
-                among the first `holes_after` columns. None: padding never counts.
+            holes_after: padding after a row's first token counts (position `HOLE`), except among
+                the first `holes_after` columns. None: padding never counts.
         """
         if real is None:
             stop = self.columns + n
@@ -97,8 +99,8 @@ class History:
             position: positions of the chunk's tokens, (n,) or (B, n) with -1 for padding.
             rows: B.
             shows_padding: give a padding query the position of the last token before it in its row,
-                so that it sees that token's slots; False: -1, where it sees nothing.
-            holes: some positions may be `HOLE`.
+                so that it sees the same slots as that token; False: -1, so that it sees nothing.
+            holes: whether some positions may be `HOLE`.
         """
         after, own = copy(self), position
         if position.dim() == 2 or self.pads is not None:
@@ -118,7 +120,7 @@ class History:
 
     def with_column(self, *, floor: int | None = None) -> History:
         """The history after one more column without padding; `floor` None: keep the floor."""
-        after = _new(History)  # each decode step comes here: `copy` takes several times as long
+        after = _new(History)  # for each decode step: `copy` takes several times as long
         after.columns, after.geometry = self.columns + 1, self.geometry
         after.floor = self.floor if floor is None else floor
         after.pads, after.holes, after.kinds = self.pads, self.holes, self.kinds
@@ -206,11 +208,20 @@ def _kinds(position: Tensor) -> Tensor:
 
 
 class Prompt(NamedTuple):
-    """The leading columns of a text, which are never taken back. They are fed in chunks of `chunk`
-    columns; None: in one chunk."""
+    """The leading columns of a text, which are no drafts: a crop never removes them. They are fed
+    in chunks of `chunk` columns; None: in one chunk."""
 
     columns: int = 0
     chunk: int | None = None
+
+
+def by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The inverse of `LayerState.tensors`: tensors by part, and by name."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        part, _, own = name.rpartition(".")
+        parts.setdefault(part, {})[own] = x
+    return parts
 
 
 class LayerState(NamedTuple):
@@ -218,6 +229,11 @@ class LayerState(NamedTuple):
 
     history: History
     parts: Mapping[str, Planes]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All planes, by `part.plane`, and the policy's state, by `memory.name`."""
+        parts = {**self.parts, MEMORY: self.history.memory} if self.history.memory else self.parts
+        return {f"{part}.{name}": own[name] for part, own in parts.items() for name in own}
 
     def copy(self) -> LayerState:
         """A copy that shares no tensor."""

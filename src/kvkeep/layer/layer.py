@@ -44,15 +44,15 @@ class LayerCache(Drafts):
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: the model has none.
         readers: number of layers that attend to the slots after each step; see `Settling`.
-        slopes: the bias of each query head: a slot's score for a query grows by the slope with each
-            position by which the slot follows the query (ALiBi); None: there is no bias.
-        latent: the width of values that are the first elements of their keys, so that slots hold
-            them once (latent attention), encoded as values are; None: values are of their own.
+        slopes: the slope of each query head (ALiBi): slope * (slot position - query position) is
+            added to a slot's score; None: no bias.
+        latent: the width of values in latent attention, where a value is the first elements of its
+            key: slots hold both once, encoded by the codec of values; None: values are separate.
 
     Attributes:
         cursor: the slots, the history and the state of the current step.
-        plans: make steps of one token in one call of the native library where it can; False: by
-            extend, attend and settle, with the same result.
+        plans: make steps of one token by one call of the native library if it supports them;
+            False: by extend, attend and settle, with the same result.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -147,8 +147,8 @@ class LayerCache(Drafts):
         Invalid input, or a lack of memory for slots, raises before anything changes. If attention
         fails or is interrupted, or memory runs out while settling, the new tokens are removed;
         slots that no later query can reach may already be freed. If an eviction fails after it has
-        changed slots, or a chunk of several steps fails after one of them has, every later call
-        raises until `reset`.
+        changed slots, or a chunk of several steps fails after a step has evicted slots, every later
+        call raises until `reset`.
         """
         if not causal:
             self.sight.require_no_order()
@@ -167,7 +167,7 @@ class LayerCache(Drafts):
                         self.await_readings()
                     return made
             cursor.require_read()
-            if cursor.state is not State.WRITING:  # otherwise `mend` needs `start`
+            if cursor.state is not State.WRITING:  # `mend` needs `start` after an interrupt
                 cursor.start = None
             if self._divides(inputs.q.shape[2]):
                 return self._recorded(inputs, attend)
@@ -178,7 +178,7 @@ class LayerCache(Drafts):
             return out
 
     def sighted(self, queries: Tensor) -> Sighted:
-        """The keys that the next tokens, at positions (1|B, n), can choose from."""
+        """The keys among which the next tokens, at positions (1|B, n), choose."""
         return Sighted.of(self.held(), queries, self.sight)
 
     def next_plan(self) -> StepPlan | None:
@@ -209,7 +209,7 @@ class LayerCache(Drafts):
         """See `Drafts.crop`."""
         super().crop(tokens)
         if not self.fed:
-            self._plan = None  # a plan refers to the slots' memory
+            self._plan = None  # the slots' memory, to which it points, is freed
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
@@ -229,16 +229,16 @@ class LayerCache(Drafts):
         or were given as embeddings.
 
         Args:
-            offset: the model's next rotary position minus `seen`, (B,); see the attribute.
-            floor: fewest columns that a crop must leave, because `offset` is not valid before them.
+            offset: the model's next rotary position minus `seen`, int64 (B,); None: 0.
+            floor: the fewest columns that a crop may leave: with fewer, `offset` would be wrong.
         """
         history = self.cursor.history
         history.embedded, history.offset = True, offset
         history.floor = max(history.floor, floor)
 
     def state(self) -> LayerState:
-        """The history and all slots; the planes are views, valid until the next change. Drafts not
-        yet taken back become certain, as in every change of rows and every freeze."""
+        """The history and all slots; the planes are views, valid until the next change. All drafts
+        become certain, as in every change of rows and every freeze."""
         self.accept()
         return LayerState(self.history, self.slots.parts())
 
@@ -271,8 +271,8 @@ class LayerCache(Drafts):
     def adopt_planes(
         self, history: History, planes: Planes, length: int, empty: Tensor | None = None
     ) -> None:
-        """Use these planes, (B, H|1, limit, ...), as fixed storage, with the first `length` slots
-        in use. The slots at the indices `empty`, int64 (B, H, E), are freed."""
+        """Use `planes`, (B, H|1, limit, ...), as fixed storage, with the first `length` slots in
+        use. Free the slots at the indices `empty`, int64 (B, H, E)."""
         cursor = self.cursor
         with cursor.turn, cursor.moved():
             cursor.slots.adopt_planes(planes, length, history.rows)
@@ -338,7 +338,7 @@ class LayerCache(Drafts):
 
     @property
     def record_past(self) -> bool:
-        """Whether the chunks fed may be drafts, which `crop` takes back. Can be set."""
+        """Whether the chunks fed may be drafts, which `crop` can remove. Can be set."""
         return self.cursor.record_past
 
     @record_past.setter
@@ -347,8 +347,8 @@ class LayerCache(Drafts):
 
     @property
     def evicted(self) -> list[Tensor] | None:
-        """The positions that each eviction freed, see `ReplayPolicy`; None: they are not recorded.
-        It can be set, to a list that records them."""
+        """The positions that each eviction freed; see `ReplayPolicy`. None: not recorded. To record
+        them, set it to a list."""
         return self.cursor.evicted
 
     @evicted.setter
@@ -357,8 +357,8 @@ class LayerCache(Drafts):
 
     @property
     def offset(self) -> Tensor | None:
-        """The model's next rotary position minus `seen`, int64 (B,); None: 0. See
-        `mark_embedded`."""
+        """The model's next rotary position minus `seen`, int64 (B,); None: 0. It differs where
+        tokens of images share positions."""
         return self.cursor.history.offset
 
     @property
@@ -376,16 +376,16 @@ class LayerCache(Drafts):
         return self.slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
 
     def in_order(self, view: View) -> Held:
-        """Keys and values of a view in ascending order of position, for attention that masks by
-        column. They are copied if `moved`."""
+        """Keys and values of a view in ascending order of position, for attention functions with
+        masks by column. They are copied if `moved`."""
         geometry = self.cursor.history.geometry
         assert geometry is not None
         return view.in_order(geometry.dtype, geometry.dtype, moved=self.moved, centre=self.centre)
 
     @property
     def moved(self) -> bool:
-        """Whether slots may be out of position order, now or after this step: after an eviction, or
-        if the layer holds more than its budget or encodes tokens late."""
+        """Whether slots may be out of the order of positions, now or after this step: after an
+        eviction, if the layer holds more than its budget, or if it encodes tokens in blocks."""
         slots, history = self.slots, self.cursor.history
         budget = self.policy.at(history.columns).budget
         late = slots.block > 1 and slots.length > 0  # sinks lie behind encoded tokens
@@ -394,7 +394,7 @@ class LayerCache(Drafts):
     def held(self) -> Held | None:
         """The decoded keys and values and their positions, the oldest first; None if the layer is
         empty. If no token was evicted, there is one slot for each column fed: freed padding, and
-        the columns that shorter heads lack, are empty slots in front.
+        slots that shorter heads lack, appear as empty slots in front.
 
         Valid until the next change. If nothing had to be decoded or moved, the tensors are views of
         the slots: do not write to them.
@@ -424,7 +424,7 @@ class LayerCache(Drafts):
 
     @property
     def length(self) -> int:
-        """Slots in use, including a padded row's empty slots; of the longest row or head."""
+        """Slots in use, of the longest row or head; a padded row's empty slots count."""
         return self.slots.length
 
     @property
@@ -444,7 +444,7 @@ class LayerCache(Drafts):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated; on the CPU, pages that were never written take no memory."""
+        """Bytes allocated. On the CPU, pages that were never written occupy no memory."""
         return self.slots.stats().nbytes
 
     @property
@@ -460,8 +460,8 @@ class LayerCache(Drafts):
 
 
 def _settles_alone(policy: Policy) -> bool:
-    """Whether a decode step under this policy changes only its own slot and slots that the reach
-    has passed."""
+    """Whether a decode step under this policy changes only the new token's slot and slots that left
+    the reach."""
     reach = policy.reach
     bounded = reach is not None and policy.budget == reach.size + reach.fixed
     looks_on = policy.observes or policy.needs or policy.planes

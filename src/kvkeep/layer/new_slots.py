@@ -30,9 +30,9 @@ def new_slots(
         storage: holds the slots; the result takes ownership.
         own: names of the planes that a policy changes.
         ragged: heads may have different lengths.
-        budget: most slots that stay after a step; 0: the policy evicts, but to no fixed number;
-            None: the policy keeps all.
-        tail: whether tokens stay plain for a while, if storage grows.
+        budget: most slots that stay after a step; 0: the policy evicts to a number that changes;
+            None: the policy keeps all slots.
+        tail: whether the newest tokens stay plain for a while, if the storage grows.
 
     Raises:
         SpecError: the codecs, the storage and ragged heads cannot be combined.

@@ -1,4 +1,5 @@
-"""PackedLayer: one layer of several sequences, whose tokens are packed in one row."""
+"""PackedLayer: a layer in a packed forward, which lays the tokens of several sequences side by
+side."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ from kvkeep.native_library import LIBRARY
 
 
 class SequencePart(NamedTuple):
-    """A layer of a sequence's cache, and the tokens of the sequence among those of a forward: the
-    index of the first one, and their number."""
+    """A layer of one sequence's cache, and the sequence's tokens in the forward: `first` is the
+    index of the first one, `tokens` their number."""
 
     layer: LayerCache
     first: int
     tokens: int
 
     def of(self, x: Tensor) -> Tensor:
-        """Its part of a tensor (..., tokens, width)."""
+        """The sequence's part of a tensor (..., tokens, width)."""
         return x[..., self.first : self.first + self.tokens, :]
 
 
@@ -50,8 +51,8 @@ class PackedLayer(AttendingLayer):
         self.parts = [*map(SequencePart, layers, firsts, counts)]
         self._tokens = sum(counts)
         self.window, self._readers = layers[0].window, layers[0].readers
-        self._ready: dict[int, Ready] = {}  # by the sequence
-        self._result = NOT_MADE  # of their call
+        self._ready: dict[int, Ready] = {}  # prepared steps by the index of their sequence
+        self._result = NOT_MADE  # result of the native call that makes them
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -62,16 +63,15 @@ class PackedLayer(AttendingLayer):
         if n != self._tokens or real is not None:
             raise UnsupportedError(
                 f"a packed forward of {self._tokens} tokens asks for positions of {n}; the model "
-                "divides the tokens or pads them, so feed its sequences one by one"
+                "divides or pads the tokens, so feed the sequences one by one"
             )
         return torch.cat([layer.next_positions(count, device) for layer, _, count in self.parts])
 
     def prepare(self) -> None:
         """Prepare the steps that the native library can make. Their layers stay locked until `end`.
 
-        All layers are prepared before the first one runs: running weights evict Python's working
-        set from the processor's caches, which makes later Python several times slower. Only a layer
-        that others read is prepared in `run`, because its step must end before they do.
+        All layers are prepared before the first one runs; see `PreparedStep`. Only a layer to whose
+        slots other layers attend is prepared in `run`, because its step must end before they run.
 
         Raises:
             StateError: another thread is changing a layer.
@@ -87,7 +87,7 @@ class PackedLayer(AttendingLayer):
                 step.begin()
 
     def end(self) -> None:
-        """Count the tokens of the steps that the native library made, and return all other prepared
+        """Count the tokens of the steps that the native library made. Return all other prepared
         layers to their state before `prepare`."""
         with ExitStack() as ended:  # end every layer, even if one raises
             while self._ready:
@@ -102,7 +102,7 @@ class PackedLayer(AttendingLayer):
         """Attention of all tokens: (1, Hq, n, Dv); see `LayerCache.run`."""
         require_causal(inputs)
         q, v = inputs.q, inputs.v
-        # The layout that models use next: the heads of a token side by side.
+        # In memory the heads of a token lie side by side, as the model's next layer reads them.
         out = q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         made = self._run_together(inputs, out) or self._attend_together(inputs, out)
         for sequence, part in enumerate(self.parts):
@@ -112,26 +112,26 @@ class PackedLayer(AttendingLayer):
 
     @property
     def unread(self) -> int:
-        """How many of the layers that read this one have not attended since its step."""
+        """Number of layers that have yet to attend to the slots of this layer's last step."""
         return max(part.layer.unread for part in self.parts)
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Attention of a layer without slots of its own; see `Settling.read`.
+        """Attention of a layer that has no slots and reads this layer's; see `Settling.read`.
 
         Raises:
-            UnsupportedError: the queries are not those of all tokens.
+            UnsupportedError: some tokens have no query.
         """
         if inputs.q.shape[2] != self._tokens:
             raise UnsupportedError(
-                f"a layer of a packed forward reads another for {inputs.q.shape[2]} of "
-                f"{self._tokens} tokens; feed its sequences one by one"
+                f"in a packed forward of {self._tokens} tokens, a layer that reads another layer's "
+                f"slots has queries of only {inputs.q.shape[2]}; feed the sequences one by one"
             )
         read = [layer.read(inputs.part(first, count), attend) for layer, first, count in self.parts]
         return torch.cat(read, dim=2)
 
     def _attend_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
-        """Make the single-token steps, with one attention call for all if a backend supports it;
-        return the indices of their sequences."""
+        """Make the steps of all sequences with one token, if a backend can compute their attention
+        in one call; return the indices of the sequences."""
         singles = [sequence for sequence, part in enumerate(self.parts) if part.tokens == 1]
         if len(singles) < 2 or not several_at_once(inputs.q):
             return ()
@@ -151,8 +151,8 @@ class PackedLayer(AttendingLayer):
         return singles
 
     def prepared(self) -> ReadyTogether | None:
-        """The steps of all sequences as one native call; None: some sequence is not ready, or the
-        sequences need different inputs."""
+        """The steps of all sequences as one native call; None: some sequence has no prepared step,
+        or needs its inputs first, or the sequences take inputs of different kinds."""
         ready = [*self._ready.values()]
         if len(ready) < len(self.parts) or any(
             x.plan.looks or x.plan.kind is not ready[0].plan.kind for x in ready
@@ -165,8 +165,8 @@ class PackedLayer(AttendingLayer):
         self._result = result
 
     def _run_together(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
-        """Make the prepared steps by one native call; return their sequences. Steps prepared for
-        other inputs are dropped."""
+        """Make the prepared steps by one native call; return the indices of their sequences. Steps
+        prepared for inputs of another kind are dropped."""
         if not self._readers:
             return self._run_prepared(inputs, out)
         try:
@@ -210,8 +210,8 @@ class PackedLayer(AttendingLayer):
 
 
 class ReadyTogether:
-    """One prepared step of all sequences of a `PackedLayer`, which the layer has begun and ends.
-    See `PreparedStep`."""
+    """One prepared step of all sequences of a `PackedLayer`. The layer begins and ends it. See
+    `PreparedStep`."""
 
     def __init__(self, layer: PackedLayer, steps: Sequence[Ready]) -> None:
         self._layer = layer
@@ -223,6 +223,7 @@ class ReadyTogether:
         """Nothing to do: `PackedLayer.prepare` has begun the steps."""
 
     def end(self, result: int) -> None:
-        """See `PreparedStep`. If the program did not make the step, `PackedLayer.run` may have."""
+        """See `PreparedStep`. If the program did not make the step, `PackedLayer.run` may have made
+        it and recorded its result."""
         if result not in (NOT_MADE, RAISED):
             self._layer.note(result)

@@ -14,11 +14,11 @@ from kvkeep.layer.recurrent import RecurrentStates
 
 
 class StatesPart(NamedTuple):
-    """Some tokens of a packed forward, which a recurrent layer computes at once: one token each of
-    `rows` sequences, or the tokens of one.
+    """Tokens of a packed forward that a recurrent layer computes at once: one token of each of
+    `rows` sequences, or all tokens of one sequence.
 
     Args:
-        states: of these sequences, as rows.
+        states: the states of these sequences, one row each.
         tokens: the index of each token in the forward, int64 (n,).
     """
 
@@ -28,16 +28,16 @@ class StatesPart(NamedTuple):
 
 
 class PackedStates(NamedTuple):
-    """The parts of a packed forward, none if the model has no recurrent layers, and the place of
-    each token among the tokens of all parts, int64 (n,)."""
+    """The parts of a packed forward, and `places`, int64 (n,): the index of each of the forward's
+    tokens in the concatenation of the parts. No parts: the model has no recurrent layers."""
 
     parts: Sequence[StatesPart] = ()
     places: Tensor | None = None
 
 
 def with_spare_rows(packed: PackedStates, rows: int) -> RecurrentStates | None:
-    """A copy of the states of all sequences, one token each, as the first of `rows` rows, which a
-    program may change; None: some sequence has no states yet, or has more tokens."""
+    """A copy of the states of all sequences, padded to `rows` rows, which a program may change;
+    None: some sequence has no states yet, or more than one token in the forward."""
     held = packed.parts[0].states.tensors()
     if len(packed.parts) > 1 or not held:
         return None
@@ -52,7 +52,7 @@ def with_spare_rows(packed: PackedStates, rows: int) -> RecurrentStates | None:
 
 
 def take_back(packed: PackedStates, changed: RecurrentStates) -> None:
-    """Give the sequences the states of `with_spare_rows` after a step."""
+    """Copy the result of `with_spare_rows`, after a step, back to the sequences' states."""
     now = changed.tensors()
     with torch.inference_mode():  # allows in-place changes of tensors made in any mode
         for name, x in packed.parts[0].states.tensors().items():
@@ -60,11 +60,11 @@ def take_back(packed: PackedStates, changed: RecurrentStates) -> None:
 
 
 class Rows:
-    """The states of several sequences as the rows of one. The tensors of each sequence are views of
-    its row, so nothing is copied from one forward to the next while the sequences are the same.
+    """The states of several sequences as the rows of common tensors. Each sequence's states become
+    views of its row, so while the sequences stay the same, forwards copy nothing.
 
     Args:
-        sequences: states of one row each, which become rows.
+        sequences: states of one row each.
     """
 
     def __init__(self, sequences: Sequence[RecurrentStates]) -> None:
@@ -75,11 +75,11 @@ class Rows:
         self._copies = {name: torch.empty_like(x) for name, x in self._tensors.items()}
         for row, one in enumerate(sequences):
             one.load(_row(self._tensors, row))
-            one.row_of = self, row  # the rows do not refer to it, so that it may be freed
+            one.row_of = self, row  # `Rows` does not refer to `one`, so `one` can be freed
 
     @classmethod
     def of(cls, sequences: Sequence[RecurrentStates]) -> Rows:
-        """The rows that these sequences are already, in this order, or new ones."""
+        """The `Rows` that already consist of these sequences in this order, or a new one."""
         found = None if sequences[0].row_of is None else sequences[0].row_of[0]
         if isinstance(found, cls) and [one.row_of for one in sequences] == found._members():
             return found
@@ -105,14 +105,13 @@ def packed_states(
     counts: Sequence[int],
     device: torch.device,
 ) -> Iterator[PackedStates]:
-    """Begin a forward of all sequences, and end it. If the body raises, their states return to what
-    they were.
+    """A context for one forward of all sequences. If the body raises, the states are restored.
 
     Args:
-        sequences: states of one row, or before the first token.
+        sequences: states of one row each, or empty before the first token.
         fed: columns that each sequence's cache holds.
-        counts: the number of its tokens in the forward.
-        device: where the model takes token ids.
+        counts: number of tokens of each sequence in the forward.
+        device: the device of the model's token ids.
 
     Raises:
         StateError: an earlier forward of a sequence was interrupted.
@@ -135,7 +134,7 @@ def packed_states(
             one.end(columns + count)
     except BaseException:
         for one, held in zip(sequences, before, strict=False):
-            one.change()  # if this is interrupted too, they are unknown
+            one.change()  # if this is interrupted too, the states are unknown
             one.load(held)
         for one, columns in zip(begun, fed, strict=False):
             one.end(columns)

@@ -76,7 +76,7 @@ class Parted(LayerSlots):
         return self._split.storages
 
     def evictable(self) -> Planes:
-        """The planes of all parts, padded to one set; a copy."""
+        """The planes of all parts, padded to one length; a copy."""
         return self._split.read()
 
     def keep(self, name: str, plane: Tensor) -> None:
@@ -105,7 +105,7 @@ class Parted(LayerSlots):
             storage.truncate(min(storage.length, length))
 
     def pack(self) -> LayerSlots | None:
-        """As `LayerSlots.pack`. Slots must not move in differentiable storage, because gradients
+        """As `LayerSlots.pack`. Slots of differentiable storage must not move, because gradients
         need their order."""
         split = self._split
         if split.differentiable or not split.length or not split.loose:
@@ -135,8 +135,8 @@ class ByHead(Parted):
 
     Args:
         codecs: encode keys and values.
-        storage: holds the slots of one head; the other heads get copies. This object takes
-            ownership.
+        storage: holds the slots of one head; the other heads get empty copies of it. This object
+            takes ownership.
 
     Raises:
         SpecError: the storage is fixed.
@@ -178,7 +178,7 @@ class ByHead(Parted):
 
 @final
 class ByRows(Parted):
-    """Rows of different lengths, while there are at least two parts.
+    """Rows of different lengths, in at least two parts.
 
     Args:
         codecs: encode keys and values.

@@ -36,25 +36,25 @@ _HAS = "has recurrent layers"
 
 LACKS: Lacks = {
     **unsupported(_HAS, Feature.GRAPHED, Feature.NARROWED, Feature.HOLES),
-    Feature.REREAD: f"{_HAS}, which cannot begin a part of a text anew",
-    Feature.JOINED: f"{_HAS}, whose states at a text's end cannot be joined",
+    Feature.REREAD: f"{_HAS}, which cannot start in the middle of a text",
+    Feature.JOINED: f"{_HAS}, whose states after two texts cannot be merged",
     Feature.PLACED: f"{_HAS}, which compute tokens in their order, not at given positions",
-    Feature.PAIRS: f"{_HAS}, whose states keys and values do not tell",
-    Feature.UNTRIED: f"{_HAS}, whose states may lie elsewhere than in a cache",
+    Feature.PAIRS: f"{_HAS}, whose states cannot be computed from keys and values",
+    Feature.UNTRIED: f"{_HAS}, whose states may be held outside the cache",
 }
-"""What models with recurrent layers lack."""
+"""Features that models with recurrent layers lack."""
 
 
 class RecurrentStates(ABC):
     """The states of all recurrent or convolutional layers of a model: state-space models, linear
     attention, short convolutions.
 
-    A state is made of tensors whose size does not depend on how many tokens were fed. It cannot be
-    truncated: it returns only to points that were marked, where it was copied.
+    A state consists of tensors whose size does not depend on the number of tokens fed. It cannot be
+    truncated: it returns only to marked points, where it was copied.
 
     Attributes:
         lacks: the features that a model with these states lacks.
-        places: the places of the layers with states among all layers of the model, if known.
+        places: the indices of the layers with states among the model's layers, if known.
     """
 
     lacks: ClassVar[Lacks] = LACKS
@@ -62,11 +62,11 @@ class RecurrentStates(ABC):
 
     def __init__(self) -> None:
         self.columns: int | None = 0
-        """Columns fed; None from a forward's first change of a state until the forward ends."""
+        """Columns fed; None (unknown) from a forward's first change of a state until its end."""
         self.running = False  # whether a forward has begun and not ended
         self.row_of: tuple[object, int] | None = None
-        """The states of several sequences of whose tensors these are a row, and which; None: they
-        have tensors of their own. See `kvkeep.layer.packed_states`."""
+        """The `Rows` of several sequences whose tensors these states view, and the index of their
+        row; None: these states have their own tensors. See `kvkeep.layer.packed_states`."""
         self._marks: dict[int, dict[str, Tensor]] = {}
 
     @abstractmethod
@@ -74,14 +74,13 @@ class RecurrentStates(ABC):
         """The tensors by name, (B, ...) each, as views; empty before the first token."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the contents by these tensors, which now belong to the states; empty: forget all
-        tokens."""
+        """Replace the contents by `tensors`, without a copy; empty: forget all tokens."""
         self.row_of = None
         self.hold(tensors)
 
     @abstractmethod
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold these tensors in place of others."""
+        """Make `tensors` the contents; called by `load`."""
 
     @abstractmethod
     def empty(self) -> Self:
@@ -131,8 +130,8 @@ class RecurrentStates(ABC):
             )
 
     def in_place(self) -> dict[str, Tensor]:
-        """The tensors by name, for a program that reads them and changes them in place: contiguous,
-        and of no inference mode."""
+        """The tensors by name, for a program that changes them in place: contiguous, and not
+        inference tensors."""
         held = self.tensors()
         if any(x.is_inference() or not x.is_contiguous() for x in held.values()):
             dense = torch.contiguous_format
@@ -155,7 +154,7 @@ class RecurrentStates(ABC):
 
     @property
     def marks(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """The copies, by the number of columns fed at the mark."""
+        """The copies made by `mark`, by number of columns fed."""
         return self._marks
 
     def unmark(self, columns: Iterable[int] | None = None) -> None:
@@ -214,7 +213,7 @@ class RecurrentStates(ABC):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.row_of is not None:  # a copied view would bring the other rows along
+        if self.row_of is not None:  # pickling or copying a view would include the other rows
             self.load({name: x.clone() for name, x in self.tensors().items()})
         return self.__dict__
 
@@ -237,7 +236,7 @@ class RecurrentStates(ABC):
 
 
 class NoStates(RecurrentStates):
-    """The states of a model whose layers all attend: there are none."""
+    """The states of a model without recurrent layers: there are none."""
 
     lacks: ClassVar[Lacks] = {}
 

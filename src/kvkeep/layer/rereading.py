@@ -18,10 +18,10 @@ class Rereading(AttendingLayer):
 
     Args:
         held: all tokens of one row, in the order of their positions.
-        runs: the tokens to attend to, as ranges of them in ascending order.
+        runs: the tokens to attend to, as ascending index ranges (first, end) of `held`.
         start: the position of the chunk's first token.
-        window: the layer's own sliding window; None: it has none, and the weights are recorded.
-        slopes: the layer's slopes; None: it has none.
+        window: the layer's own sliding window; None: no window. Only then weights are recorded.
+        slopes: the layer's slopes (ALiBi); None: no slopes.
     """
 
     window: OwnWindow | None
@@ -35,7 +35,6 @@ class Rereading(AttendingLayer):
         slopes: Slopes | None,
     ) -> None:
         self.window, self._start, self._slopes = window, start, slopes
-        # In the order of the runs, as if they had been the only tokens before the chunk.
         self._past = tuple(
             _segment(*(x[:, :, first:end] for x in held[:3])) for first, end in runs if first < end
         )

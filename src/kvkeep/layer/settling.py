@@ -28,11 +28,11 @@ class Settling:
     """The part of a layer that holds slots and evicts: after attention the policy observes the
     step, and the layer frees slots down to the budget.
 
-    `readers` other layers, which have no slots of their own, may attend to the slots after the step
-    in the same forward. The policy then observes and evicts after the last of these readings, so
-    each reading attends to the same slots as the step. The policy observes the step alone: which
-    logits are requested decides how many of a chunk's queries a reading has, and must not decide
-    which slots stay.
+    `readers` is the number of layers without slots that attend to this layer's slots after its step
+    in the same forward (readings). The policy then observes and evicts after the last reading, so
+    each reading attends to the same slots as the step. The policy observes only the step, not the
+    readings: the number of a reading's queries depends on which logits the caller requests, and
+    that must not decide which slots stay.
     """
 
     policy: Policy
@@ -46,15 +46,15 @@ class Settling:
     cursor: Cursor
     """The slots, the history and the state of the current step."""
     by_token: bool
-    """Whether drafts are fed one by one, because the policy decides by more than positions."""
+    """Whether drafts are fed one by one, because evictions depend on more than positions."""
     _planes_of_policy: tuple[str, ...]
     _checks: Checks
     _turns: Turns | None
 
     def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
         """Pass the observation to the policy, then evict down to its budget. Without an observation
-        the policy uses earlier ones. While `record_past` is set, no slot is freed, so that the next
-        `crop` can take tokens back."""
+        the policy evicts by earlier ones. While `record_past` is set, no slot is freed, so that the
+        next `crop` can remove tokens."""
         with self.cursor.turn:
             self._settle_now(observation, packs=packs)
 
@@ -71,7 +71,8 @@ class Settling:
 
     @property
     def _journaled(self) -> bool:
-        """Whether the layer records the state before each draft. False: evictions only wait."""
+        """Whether the layer records the state before each draft. False: it delays evictions until
+        the crop."""
         return self.by_token or self.cursor.slots.block > 1
 
     def seeing(
@@ -102,12 +103,14 @@ class Settling:
 
     @property
     def centre(self) -> Centre | None:
-        """What the keys of the slots lack; None: nothing. Set by the first chunk, for good."""
+        """The centre that was subtracted from the slots' keys, measured on the first chunk; None:
+        no centre."""
         mean, columns = self.cursor.history.centre, self.cursor.history.columns
         return None if mean is None else Centre(mean, self.turns_for(mean, columns))
 
     def turns_for(self, like: Tensor, positions: int) -> Turns:
-        """The turns of keys like these (B, H, ..., Dk), up to so many positions."""
+        """The turns for keys of the width and device of `like`, (B, H, ..., Dk), for at least
+        `positions` positions."""
         turns = self._turns
         if turns is None or turns.table.device != like.device or not turns.covers(positions):
             turns = Turns.of(self.rotary, like.shape[-1], positions, like.device)
@@ -150,7 +153,7 @@ class Settling:
         """Encode the tokens that leave the tail, and evict down to the budget. With `hide`, no slot
         is freed; otherwise all tokens fed become certain."""
         cursor, slots = self.cursor, self.cursor.slots
-        self._observe(observation)  # the mass counts hidden slots too
+        self._observe(observation)  # the mass includes hidden slots, so before freeing them
         budget = self.policy.at(cursor.history.columns).budget
         with cursor.moved():  # once tokens are encoded, the step cannot be undone
             exact = hide or not slots.hidden or slots.free_hidden()
@@ -171,8 +174,8 @@ class Settling:
 
     @property
     def _packs(self) -> bool:
-        """Whether empty slots may be freed. Not while decisions are recorded or replayed: they
-        count empty slots."""
+        """Whether empty slots may be freed. Not while evictions are recorded or replayed, because
+        they count empty slots."""
         return self.cursor.evicted is None and not self.policy.counts_empty
 
     def _pack(self) -> None:
@@ -188,7 +191,7 @@ class Settling:
 
     @property
     def unread(self) -> int:
-        """Number of `readers` that have not yet attended since the last step."""
+        """Number of `readers` that have yet to attend to the last step's slots."""
         return self.cursor.unread
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
@@ -203,21 +206,21 @@ class Settling:
             (B, Hq, m, Dv)
 
         Raises:
-            StateError: no step was made, or `readers` readings have followed it already.
+            StateError: no step was made, or all readings of the last step are done.
             ShapeError: the queries do not fit the keys.
         """
         q, k, cursor = inputs.q, inputs.k, self.cursor
         with cursor.turn:
             if not cursor.unread:
                 raise StateError(
-                    "a layer attends to another layer's slots, but all its "
-                    f"{self.readers} readings after the last step are done; feed that layer first"
+                    "a layer attends to another layer's slots, but all "
+                    f"{self.readers} readings of the last step are done; feed that layer first"
                 )
             own = k[:, :, -q.shape[2] :]
             self._checks.queries(q, own, inputs.sinks, inputs.softcap, self.slopes)
             self.check_gradients(q)
             view = self._view(*(cursor.queries or (None, None)))
-            # Every limit of the view also holds for a subset of its queries.
+            # A reading may have fewer queries; the view's limits hold for each of them.
             n = q.shape[2]
             bounds = None if view.bounds is None else view.bounds[..., -n:]
             view = view._replace(position=view.position[..., -n:], bounds=bounds)
@@ -245,7 +248,7 @@ class Settling:
         self.cursor.unread, self.cursor.observed = self.readers, observation
 
     def _view(self, queries: Tensor | None, until: Tensor | None) -> View:
-        """The view of queries at these positions; None: of the newest token."""
+        """The view of queries at the positions `queries`; None: of the newest token."""
         slots, history = self.cursor.slots, self.cursor.history
         if queries is None:
             assert history.geometry is not None

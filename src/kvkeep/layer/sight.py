@@ -28,7 +28,7 @@ class Sight(NamedTuple):
     window: OwnWindow | None
 
     def reachable(self, cursor: Cursor) -> int:
-        """Number of slots in use that the next query can reach; `extend` drops the rest."""
+        """Number of slots in use that the next query can reach; `extend` frees all other slots."""
         reach, length = self.policy.reach, cursor.slots.length
         if reach is None or cursor.tentative:
             return length
@@ -51,7 +51,7 @@ class Sight(NamedTuple):
         return self.view(
             segments,
             queries,
-            length if history.holes is None else None,  # holes may let older slots stay
+            length if history.holes is None else None,  # with holes, few slots may span a window
             history.columns,
             empty=history.pads is not None or self.policy.ragged or hides,
             until=until,
@@ -70,14 +70,14 @@ class Sight(NamedTuple):
         """The view that queries attend to.
 
         Args:
-            segments: all slots, the queries' own tokens last.
+            segments: all slots, the chunk's tokens last.
             queries: positions of the queries, (n,) or (B, n).
-            length: slots in use, of the longest row and head. None: the newest slots may be
-                missing, so every limit on what a query sees is applied.
+            length: slots in use, of the longest row and head, from which follows which limits can
+                be left out. None: unknown, so every limit on what a query sees is applied.
             fed: columns fed, including the chunk.
             empty: whether some slots are empty.
-            until: the newest position that each query sees, (n,) or (B, n), if later than its own
-                position.
+            until: the newest position that each query sees, (n,) or (B, n), where it is later than
+                the query's own position.
         """
         reach, window, n = self.policy.reach, self.window, queries.shape[-1]
         reaches = limits(reach, window, n, length, fed)
@@ -110,11 +110,11 @@ class Sight(NamedTuple):
 
 
 class Sighted(NamedTuple):
-    """The tokens among which new ones choose those that they attend to.
+    """The tokens that n new tokens can see, and among which an index chooses (DeepSeek V3.2).
 
-    `keys`: of the tokens before, (1|B, H, S, D); None: there are none. `position`: theirs, then
-    those of the n new ones, int32 (1|B, S + n). `visible`: which of them each new one sees, bool
-    (1|B, n, S + n).
+    `keys`: keys of the S earlier tokens, (1|B, H, S, D); None: there are none. `position`:
+    positions of the earlier tokens, then of the new tokens, int32 (1|B, S + n). `visible`: whether
+    each new token sees each of these tokens, bool (1|B, n, S + n).
     """
 
     keys: Tensor | None
@@ -123,7 +123,8 @@ class Sighted(NamedTuple):
 
     @classmethod
     def of(cls, held: Held | None, queries: Tensor, sight: Sight) -> Self:
-        """Those of a layer that holds some tokens."""
+        """The tokens that queries at positions `queries`, (n,) or (B, n), can see in a layer that
+        holds `held`."""
         position = queries = queries.reshape(-1, queries.shape[-1])
         if held is not None:
             before = held.position[:, 0]
@@ -135,7 +136,8 @@ class Sighted(NamedTuple):
 
     @classmethod
     def joined(cls, some: Sequence[Self]) -> Self:
-        """Those of several sequences of one row each, whose new tokens follow each other."""
+        """The tokens of several sequences of one row each, whose new tokens are concatenated in one
+        row."""
         olds, news, seen = [], [], []
         for one in some:
             n = one.visible.shape[1]

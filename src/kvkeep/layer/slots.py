@@ -43,7 +43,7 @@ class Codecs(NamedTuple):
 
     @property
     def unencoded(self) -> Codecs:
-        """The codecs of tokens that wait to be encoded in a block."""
+        """The codecs of tokens that are not encoded yet, because their block is not full."""
         return Codecs(self.key.waiting(Plain()), self.value.waiting(Plain()))
 
     def errors(self, k: Tensor, v: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ Decode = Callable[[Codecs, Planes, torch.dtype], Tensor]
 class Span(NamedTuple):
     """Adjacent slots in the same state.
 
-    `tokens`: how many tokens they have room for; `shared`: they are frozen, so a store or other
-    caches may hold them too; `encoded`: keys or values are encoded.
+    `tokens`: number of tokens for which the slots have room; `shared`: the slots are frozen, so a
+    store or other caches may hold them too; `encoded`: keys or values are encoded.
     """
 
     tokens: int
@@ -71,12 +71,12 @@ class Span(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """A part of a layer's slots that takes its own token in each step: a storage, or one row or
-    head of it, after segments that steps do not change.
+    """A part of a layer's slots to which each step appends tokens: a storage, or one row or head of
+    it, after the segments `before`, which steps do not change.
 
-    `row` and `head` name the only row or head of the part, or are None; `place` is the row's index
-    in the storage. `behind`: the part is a plain tail, whose tokens move to these slots, the last
-    of `before`.
+    `row`, `head`: index of the part's only row or head; None: all. `place`: the row's index in the
+    storage. `behind`: the slots, the last of `before`, to which this part's tokens move, if the
+    part is a plain tail.
     """
 
     codecs: Codecs
@@ -115,8 +115,8 @@ class LayerSlots(ABC):
     - `ByRows`, `ByHead`: rows or heads of different lengths, each part in its own storage.
     - `BlockEncoded`: tokens that are encoded a block at a time, with a plain tail.
 
-    `pack`, `take_rows`, `load` and `reset` return the object that holds the slots afterwards, which
-    may be of another class. If it is not this object, do not use this object again.
+    `pack`, `take_rows`, `load` and `reset` return the object that holds the slots afterwards, maybe
+    of another class. Use only the returned object from then on.
     """
 
     codecs: Codecs
@@ -126,11 +126,12 @@ class LayerSlots(ABC):
     frozen: FrozenRuns = FrozenRuns()
     """Runs of older slots that forks share."""
     hidden: int = 0
-    """Number of hidden slots in each row and head; summed over heads that have their own parts."""
+    """Number of hidden slots in each row and head; if heads have their own parts, summed over
+    heads."""
 
     @property
     def hides(self) -> tuple[int, ...]:
-        """`hidden`, one number for each storage of its own. Can be set."""
+        """`hidden`, one number for each of the parts that hide slots separately. Can be set."""
         return (self.hidden,)
 
     @hides.setter
@@ -140,7 +141,7 @@ class LayerSlots(ABC):
     block: int = 1
     """How many tokens are encoded together."""
     single: ClassVar[bool] = False
-    """Whether all slots that are neither frozen nor set aside lie in `storage`."""
+    """Whether all slots lie in `storage`, except frozen slots and a chunk set aside."""
 
     # -- state ------------------------------------------------------------------------------
 
@@ -161,8 +162,8 @@ class LayerSlots(ABC):
 
     @property
     def aside(self) -> Planes | None:
-        """The planes of a chunk that did not fit, until the policy has evicted; None: every chunk
-        fits."""
+        """The planes of a chunk that did not fit and is set aside until the policy has evicted;
+        None: no chunk is set aside."""
         return None
 
     @property
@@ -243,7 +244,7 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def keep(self, name: str, plane: Tensor) -> None:
-        """Write plane `name` back to the slots, if `observed()` returned a copy of it."""
+        """Write the changed plane `name` of `observed()` back to the slots, if it is a copy."""
 
     def surplus(self, budget: int) -> int:
         """Number of slots over a budget per head."""
@@ -255,8 +256,8 @@ class LayerSlots(ABC):
         lengths, a bool (B, H, S) that marks them."""
 
     def hide(self, victims: Tensor, count: int) -> None:
-        """Empty the same slots as `evict` but free none, so that `cut` and `keep` can restore them.
-        `count`: number of victims, including slots that were already hidden."""
+        """Empty the slots that `evict` would free but free none, so that `cut` and `keep` can
+        restore them. `count`: number of victims, including slots already hidden."""
         position = self.evictable()[POSITION]
         gone = victims if victims.dtype == torch.bool else marked(victims, position.shape[2])
         self.hidden = count
@@ -287,13 +288,12 @@ class LayerSlots(ABC):
         return 0
 
     def encode_waiting(self, count: int, *, hide: bool = False) -> bool:
-        """Encode the `count` oldest plain tokens, once and for all. Free their plain slots, or
-        hide them. Return whether `cut` can still remove any number of the newest tokens."""
+        """Encode the `count` oldest plain tokens, then free their plain slots, or hide them.
+        Return whether `cut` can still remove any number of the newest tokens."""
         raise NotImplementedError("no tokens wait to be encoded")
 
     def step_parts(self) -> tuple[StepPart, ...]:
-        """The parts that each take their own token in a step; empty if a step changes slots in
-        another way."""
+        """The parts to which a step appends tokens; empty if a step cannot be described so."""
         return ()
 
     def step_state(self) -> tuple[object, ...]:
@@ -303,14 +303,14 @@ class LayerSlots(ABC):
     # -- truncation -------------------------------------------------------------------------
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
-        """The current lengths, one for each part, as an argument of `cut`; less `fewer` tokens,
-        since which nothing was evicted."""
+        """The current lengths, one for each part, as an argument of `cut`. With `fewer`: the
+        lengths before the newest `fewer` tokens, if nothing was evicted since."""
         return (self.length - fewer,)
 
     @abstractmethod
     def cut(self, mark: tuple[int, ...]) -> None:
-        """Truncate to an earlier `mark`, since which nothing was evicted. Can be called again after
-        an interrupt."""
+        """Truncate to an earlier `mark`. Nothing may have been evicted since. Can be called again
+        after an interrupt."""
 
     # -- changes of all slots ---------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def parts(self) -> dict[str, Planes]:
-        """The planes of all slots by the name of their part; the caller copies them."""
+        """The planes of all slots by name of their part. They may be views; the caller copies."""
 
     @abstractmethod
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
@@ -345,7 +345,7 @@ class LayerSlots(ABC):
         raise NotImplementedError("slots of rows with different lengths cannot adopt frozen slots")
 
     def adopt_planes(self, planes: Planes, length: int, rows: int) -> None:
-        """Use these planes, (B, H|1, limit, ...), as fixed storage; the first `length` slots are in
+        """Use `planes`, (B, H|1, limit, ...), as fixed storage; the first `length` slots are in
         use."""
         raise NotImplementedError("slots in parts or blocks cannot adopt planes")
 

@@ -51,8 +51,8 @@ def slot_planes(
 def promised_bytes(
     policy: Policy, key_codec: Codec, value_codec: Codec, tokens: int, geometry: Geometry
 ) -> int:
-    """Predict a layer's `live_bytes` after `tokens` columns. With ragged heads and several rows
-    this is a lower bound, because a head frees only slots that no row needs."""
+    """Predict a layer's `live_bytes` after `tokens` columns. For heads of different lengths and
+    several rows, it is a lower bound, because a head frees only slots that no row needs."""
     budget = policy.at(tokens).budget
     kept = tokens if budget is None else min(tokens, budget)
 

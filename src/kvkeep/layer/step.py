@@ -48,7 +48,8 @@ class StepInputs(NamedTuple):
 
     @property
     def in_graph(self) -> tuple[Any, ...]:
-        """Those that operations of graphs take; graphs have no choice of tokens."""
+        """The inputs that operators in graphs take: all except `chosen`, which graphs do not
+        support."""
         return self[:-1]
 
     def resolved(self) -> StepInputs:
@@ -59,8 +60,8 @@ class StepInputs(NamedTuple):
         return self
 
     def options(self, slopes: Slopes | None, centre: Centre | None = None, **mass: Any) -> Options:
-        """The options of attention in a layer with these slopes and this centre. `mass`:
-        `need_mass` and others."""
+        """The options of attention in a layer with these slopes and this centre. `mass`: options
+        about recorded weights, such as `need_mass`."""
         bias = slopes_on(slopes, self.q.device)
         return Options(self.scale, self.softcap, self.sinks, slopes=bias, centre=centre, **mass)
 
@@ -83,8 +84,8 @@ def require_causal(inputs: StepInputs) -> None:
     if inputs.until is not None:
         raise UnsupportedError(
             "some tokens see later tokens, as within an image, but packed forwards, compiled and "
-            "graphed steps, training and compressing do not support this; feed them to a cache of "
-            "one sequence by a plain forward"
+            "graphed steps, training and compressing do not support this; feed the tokens to a "
+            "cache of one sequence by an ordinary forward"
         )
 
 
@@ -102,8 +103,8 @@ token a row pauses once."""
 
 
 def driven(phases: Phases, attend: Attend | None) -> Tensor:
-    """Run steps, computing attention by `attend`; None: by `dispatch`. If a step fails, it is
-    undone at once, before the error is raised."""
+    """Run steps, computing attention by `attend`; None: by `dispatch`. A step that fails is undone
+    before its error is raised."""
     attend, call = attend or dispatch, next(phases)
     try:
         while True:
@@ -115,7 +116,7 @@ def driven(phases: Phases, attend: Attend | None) -> Tensor:
 
 
 def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Finish a single step, given its attention's result."""
+    """Finish a step that pauses once, given the result of its attention."""
     try:
         phases.send(result)
     except StopIteration as done:
@@ -136,7 +137,7 @@ class Step(ABC):
     @property
     @abstractmethod
     def centre(self) -> Centre | None:
-        """What the keys of the layer's slots lack; None: nothing."""
+        """The centre that was subtracted from the keys of the layer's slots; None: no centre."""
 
     @abstractmethod
     def _extend(

@@ -18,16 +18,16 @@ from kvkeep.layer.parted import ByRows
 from kvkeep.layer.slots import Codecs, LayerSlots, StepPart, on_one_device
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.write_tokens import write
-from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
+from kvkeep.planes import POSITION, Chain, Planes, slot_count
 from kvkeep.storage import Concat, Storage, parted
 
 
 @final
 class Undivided(LayerSlots):
-    """Frozen runs, then a storage, then a chunk set aside because it does not fit.
+    """Frozen runs, then a storage, then a chunk set aside.
 
-    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only in
-    fixed storage, and only until the policy has evicted.
+    A frozen run is copied only when one of its slots must be evicted. A chunk is set aside only if
+    the storage has no room for it, and only until the policy has evicted.
 
     Args:
         codecs: encode keys and values.
@@ -102,7 +102,8 @@ class Undivided(LayerSlots):
             write(k, v, own, slots, *codecs)
 
         self._rows, n = k.shape[0], k.shape[2]
-        fits = self.limit is None or self.length + n <= self.limit
+        room = self.limit is None or self.length + n <= self.limit
+        fits = room and (self.frozen.runs or self._storage.make_room(self._storage.length + n))
         storage = self._storage if fits and not self._aside.length else self._aside
         if not storage.append_in_place(n, put):
             storage.append(codecs.encode(k, v) | dict(own))
@@ -135,16 +136,16 @@ class Undivided(LayerSlots):
             storage.write_plane(name, piece)
 
     def evict(self, victims: Tensor) -> None:
-        if not (self.frozen.runs or self._aside.length):
-            self._storage.evict(victims)
+        if not self.frozen.runs:
+            if self._aside.length:
+                self._storage.append_evicting(self._aside.read(), victims)
+                self._aside.reset()
+            else:
+                self._storage.evict(victims)
             return
-        planes = self.evictable()
-        kept = take(planes, self._storage.remaining(victims, slot_count(planes)))
-        storage = self._blank.empty_copy() if self.frozen.runs else self._storage
+        storage = self._blank.empty_copy()
+        storage.append_evicting(self.evictable(), victims)
         self._aside.reset()
-        storage.reset()
-        if slot_count(kept):
-            storage.append(kept)
         self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
 
     def hide(self, victims: Tensor, count: int) -> None:
@@ -164,7 +165,7 @@ class Undivided(LayerSlots):
 
     def pack(self) -> LayerSlots | None:
         """As `LayerSlots.pack`. Slots must not move if there are frozen runs, if the storage is
-        fixed, or if it is differentiable, because gradients need the order of slots."""
+        fixed, or if it is differentiable: gradients need the order of slots."""
         steady = self._blank.fixed_addresses or self._blank.differentiable
         if steady or self.frozen.runs or not self._storage.length:
             return None
@@ -178,7 +179,7 @@ class Undivided(LayerSlots):
         return self
 
     def take_rows(self, index: Tensor) -> Undivided:
-        # Change all or nothing: memory may run out while a part is copied.
+        # Assign only after all copies are made: memory may run out.
         frozen, aside = self.frozen.rows(index), copy(self._aside)
         aside.rows(index)
         self._storage.rows(index)
@@ -244,12 +245,12 @@ class Undivided(LayerSlots):
         storage = self._blank.empty_copy()
         for planes in self._settled:
             storage.append({n: p.expand(self._rows, *p.shape[1:]) for n, p in planes.items()})
-        self._storage, self.frozen = storage, FrozenRuns()  # last: memory may run out before
+        self._storage, self.frozen = storage, FrozenRuns()  # last, because memory may run out
 
     @property
     def _settled(self) -> list[Planes]:
         """The planes of all slots except a chunk set aside, the oldest first. Keys of moved runs
-        are rotated for their new positions."""
+        are rotated to their new positions."""
         own = [self._storage.read()] if self._storage.length else []
         return [*self.frozen.placed(self.codecs.key), *own]
 

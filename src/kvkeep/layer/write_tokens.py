@@ -34,8 +34,8 @@ def write(
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
         own: the new tokens' planes other than keys and values, (B, H|1, n, ...), including
             positions.
-        planes: the slots to write, changed in place: the new tokens' slots, (B, H|1, n, ...), or
-            with a `cursor` all slots, (B, H|1, S, ...).
+        planes: changed in place. Without a `cursor`, the new tokens' slots, (B, H|1, n, ...); with
+            a `cursor`, all slots, (B, H|1, S, ...).
         key_codec, value_codec: encode keys and values.
         cursor: slot index of a single token, int64 (B|1, H|1, 1).
     """
@@ -68,7 +68,7 @@ def able(k: Tensor, v: Tensor, key_codec: Codec, value_codec: Codec) -> bool:
 
 
 def by_kernel(codec: Codec) -> bool:
-    """Whether the Triton kernel encodes as this codec does."""
+    """Whether the Triton kernel can encode like this codec."""
     layout = triton.readable(codec)
     if layout is None or layout.block > 1 or layout.scale != 16:
         return False
@@ -90,8 +90,8 @@ def append(
         k, v: (B, H, n, Dk) and (B, H, n, Dv); any strides.
         position: int32 (n,) or (B, n), or expanded over heads (B, 1|H, n).
         planes: (B, H|1, S, ...), changed in place.
-        cursor: slot index of the first token: an int, or int64 (B|1, H|1, 1) on the device if it
-            differs between rows or heads or changes in a captured graph.
+        cursor: slot index of the first token: an int; or int64 (B|1, H|1, 1) on the device, if it
+            differs between rows or heads or changes between replays of a graph.
         key_codec, value_codec: encode keys and values.
     """
     from kvkeep.kernels.append import append as kernel  # noqa: PLC0415 - Triton may be missing

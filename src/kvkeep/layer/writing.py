@@ -28,13 +28,14 @@ class Writing(Settling, Step):
         Args:
             k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
                 are copied.
-            position: positions of the tokens: (n,) if all rows have the same, or (B, n) with -1 for
-                padding, or `HOLE` for padding that counts. None continues every row. A padding
+            position: positions of the tokens: (n,) if all rows have the same, or (B, n), with -1
+                for padding and `HOLE` for padding that counts. None continues every row. A padding
                 query sees the kept tokens before it in its row; slots beyond the policy's reach may
-                already be gone. If the policy needs the mass, a padding query sees nothing.
-            until: the newest position that each query sees, integers (n,) or (B, n), for tokens
-                that see later tokens, such as those of one image; None, or less than a query's own
-                position: its own. Tokens of later calls are never seen, and windows still apply.
+                already be freed. If the policy needs the mass, a padding query sees nothing.
+            until: the newest position that each query sees, integers (n,) or (B, n), if some tokens
+                see later tokens, as within an image. None, or a value below a query's own position:
+                the query's own position. Only tokens of this call are seen, and windows still
+                apply.
 
         Returns:
             All kept slots and the new tokens; valid until the next change.
@@ -42,9 +43,9 @@ class Writing(Settling, Step):
         Raises:
             ShapeError: the tensors do not fit each other or the tokens already held.
             CapacityError: there is no room for the tokens, and the policy evicts nothing.
-            StateError: gradients are required but the storage writes in place; another thread is
-                changing the layer; an eviction was interrupted; or `record_past` is set, n > 1, and
-                the policy decides after each token.
+            StateError: gradients are required, but the storage or a codec does not propagate them;
+                another thread is changing the layer; an eviction was interrupted; or `record_past`
+                is set, n > 1, and the policy decides after each token.
         """
         with self.cursor.turn:
             return self._extend(resolved(k), resolved(v), position, until)
@@ -97,10 +98,10 @@ class Writing(Settling, Step):
         return self._view(queries, until)
 
     def _note(self, n: int) -> None:
-        """Record the state before n tokens, unless they are certain.
+        """Record the state before n tokens, if they are drafts.
 
         Raises:
-            StateError: the layer requires the tokens one by one.
+            StateError: the policy requires drafts one by one.
         """
         cursor = self.cursor
         drafts = cursor.record_past and cursor.history.columns + n > cursor.prompt.columns
@@ -110,16 +111,17 @@ class Writing(Settling, Step):
             remedy = "" if self.readers else "use step(), or "
             raise StateError(
                 f"{n} tokens are given at once while record_past is set, but policy "
-                f"{self.policy.name} decides after each token; {remedy}give one at a time"
+                f"{self.policy.name} decides after each token; {remedy}give one token at a time"
             )
         cursor.note(self._planes_of_policy)
 
     def centre_for(self, k: Tensor, position: Tensor, mean: Tensor | None = None) -> Centre | None:
-        """The centre with which keys (B, H, n, Dk) at `position`, (n,) or (B, n), are encoded;
-        None: the codec takes none.
+        """The centre for encoding keys (B, H, n, Dk) at `position`, (n,) or (B, n); None: the codec
+        uses no centre.
 
         Args:
-            mean: that of the layer's keys; None: these keys are the first, and it is measured.
+            mean: the mean of the layer's centre; None: the layer has none yet, so it is measured on
+                these keys.
         """
         tokens, positions = self.key_codec.centre, self.cursor.history.columns + k.shape[2]
         if not tokens:
@@ -132,8 +134,8 @@ class Writing(Settling, Step):
     def own_planes(
         self, k: Tensor, v: Tensor, position: Tensor, coded: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The planes of new tokens other than keys and values. `coded`: the keys that are encoded;
-        None: `k`."""
+        """The planes of new tokens other than keys and values. `coded`: the keys to encode, less
+        their centre; None: `k`."""
         policy, slots, (rows, heads, n, _) = self.policy, self.cursor.slots, k.shape
         planes: dict[str, Tensor] = {}
         if self._planes_of_policy:
@@ -166,14 +168,14 @@ class Writing(Settling, Step):
             return (yield from self._undone(inputs, packs=True))
 
     def _undone(self, inputs: StepInputs, *, packs: bool) -> Phases:
-        """A step of any kind, undone if it fails."""
+        """A chunk, in one or more steps; undone if it fails."""
         cursor = self.cursor
         try:
             self._checks.queries(*inputs[:2], inputs.sinks, inputs.softcap, self.slopes)
             inputs = inputs.resolved()
             self.check_gradients(*inputs[:3])
             most = self.policy.step
-            # Tokens that see later tokens need them in the same step.
+            # A chunk is not divided if tokens see later tokens: both must be in the same step.
             if most is None or inputs.q.shape[2] <= most or inputs.until is not None:
                 out = yield from self._phases(inputs)
             else:

@@ -13,6 +13,7 @@ import torch
 from litgpt.model import GPT
 from torch import Tensor
 
+from kvkeep.context import within
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import ON_HOST, SteppedLayer, Ticket, define_operator, ticket_of
 from kvkeep.host import ModelCache, Specs, host_of
@@ -153,11 +154,8 @@ def _forward(
     if gpt.mask_cache.device != input_pos.device:  # the model was moved
         gpt.mask_cache = _no_mask(gpt, input_pos.device)
     position = _enter(attachment, idx, input_pos)
-    token = FORWARD.set(Forward(attachment.cache.layers, position))
-    try:
+    with within(FORWARD, Forward(attachment.cache.layers, position)):
         return own(idx, input_pos.clamp(min=0), None, *args, **kwargs)
-    finally:
-        FORWARD.reset(token)
 
 
 def _enter(attachment: Attachment, ids: Tensor, at: Tensor) -> Tensor:

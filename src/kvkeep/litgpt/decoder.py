@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from litgpt.model import (
 )
 from torch import Tensor, nn
 
+from kvkeep.context import within
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
 from kvkeep.host import LayerStep, Narrowed
 from kvkeep.layer.step import StepInputs
@@ -163,16 +164,11 @@ def run(gpt: GPT, ids: Tensor, forward: Forward) -> Tensor:
         return normed
 
 
-@contextmanager
-def running(gpt: GPT, forward: Forward) -> Iterator[None]:
+def running(gpt: GPT, forward: Forward) -> AbstractContextManager[None]:
     """A context for a forward of this thread."""
     if not is_routed(gpt):
         raise StateError("this GPT is not attached; call kvkeep.attach(gpt)")
-    token = FORWARD.set(forward)
-    try:
-        yield
-    finally:
-        FORWARD.reset(token)
+    return within(FORWARD, forward)
 
 
 def require_positions(gpt: GPT, count: int) -> None:

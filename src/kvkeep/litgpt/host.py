@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from litgpt.model import GPT
 from torch import Tensor
 
+from kvkeep.context import within
 from kvkeep.errors import UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host import (
@@ -183,13 +184,10 @@ class LitGPTHost(Host):
     def narrows(self) -> bool:
         return True
 
-    @contextmanager
-    def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:
-        token = NARROWED.set((first, chosen))
-        try:
-            yield
-        finally:
-            NARROWED.reset(token)
+    def narrowed(
+        self, first: int, tokens: int, chosen: Callable[[], Narrowed]
+    ) -> AbstractContextManager[None]:
+        return within(NARROWED, (first, chosen))
 
     # -- training ---------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.blocks import BlockReport, Encoded, Report
+from kvkeep.context import within
 from kvkeep.extras import needed_by
 from kvkeep.hf.generation.calls import PREFILL_CHUNK, ReadOptions, Settings, settings_of_calls
 from kvkeep.host import ModelCache, Specs
@@ -150,9 +151,5 @@ def calling(model: PreTrainedModel, calls: Sequence[Call]) -> Iterator[None]:
         caching.recompute,
         PREFILL_CHUNK,
     )
-    token = _CALLS.set(calls)
-    try:
-        with settings_of_calls(model, settings):
-            yield
-    finally:
-        _CALLS.reset(token)
+    with within(_CALLS, calls), settings_of_calls(model, settings):
+        yield

@@ -1,11 +1,11 @@
-"""The page of the server, and what pages share: pictures of caches, and `assets/`."""
+"""The server's page, and the code shared by pages: pictures of caches, and `assets/`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ASSETS = Path(__file__).with_name("assets")
-"""Where the parts of pages are."""
+"""The directory with the files of pages."""
 
 
 def asset(name: str) -> str:

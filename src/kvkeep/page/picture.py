@@ -5,27 +5,27 @@ A picture is a dict of JSON values:
 | key | |
 |---|---|
 | `tokens` | tokens fed to the row, T |
-| `prompt` | how many of them are the prompt; the others are the answer |
+| `prompt` | number of prompt tokens; the remaining tokens are the answer |
 | `found` | tokens of the prompt that were found in a store, not computed |
 | `group` | positions per column: 1, or more for a long text |
-| `texts` | the text of each column's tokens, C in all; long ones are cut |
-| `layers` | the layers that attend, in the model's order: see below |
+| `texts` | the text of each column's tokens, C texts in total; long texts are cut |
+| `layers` | the attention layers, in the model's order: see below |
 | `live_bytes` | bytes of the slots in use, of all layers and rows |
-| `full_bytes` | what a plain `keep_all` cache would hold: all tokens fed, or a layer's own window |
+| `full_bytes` | bytes of a plain `keep_all` cache: of all tokens fed, or of a layer's window |
 
 and each of `layers` has
 
 | key | |
 |---|---|
-| `place` | its place among all layers of the model |
-| `spec` | its cache spec |
-| `heads` | how many kv heads it has |
-| `kept` | how many tokens are kept: an entry for each head, or one if all keep the same |
+| `place` | the layer's index among all layers of the model |
+| `spec` | the layer's cache spec |
+| `heads` | number of kv heads |
+| `kept` | number of tokens kept: an entry for each head, or one entry if all heads keep the same |
 | `cells` | a text for each entry of `kept`, with a character for each column |
 
-The character at index `i` of `ALPHABET` says: `i // 4`, from 0 to 15, is the share of the column's
-tokens that are kept (0: none, 15: all); if `i & 1`, most of these are shared with a store or with
-other caches; if `i & 2`, most of them are encoded.
+The character at index `i` of `ALPHABET` means: `i // 4`, from 0 to 15, is the share of the column's
+tokens that are kept (0: none, 15: all); if `i & 1`, most kept tokens are shared with a store or
+with other caches; if `i & 2`, most kept tokens are encoded.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import KeepAll
 
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-"""The characters of cells, by their index."""
+"""The characters of cells."""
 _LETTERS = torch.tensor(list(ALPHABET.encode()), dtype=torch.uint8)
 
 KEPT, SHARED, ENCODED = 1, 2, 4
-"""The bits of what `states` returns."""
+"""The bits of a token's state; see `states`."""
 
 MOST_COLUMNS = 1024
 _MOST_CELLS = 2**17
@@ -58,9 +58,9 @@ _LONGEST_TEXT = 40  # characters of a column's text
 
 
 class Held(NamedTuple):
-    """What a layer holds of a row: its place in the model, its spec, its slots' positions, int32
-    (H, S) on the CPU, or (1, S) if all heads have the same, with -1 for an empty slot; how these
-    slots are held; and how many kv heads it has."""
+    """A layer's contents for one row: the layer's index in the model, its spec, its slots'
+    positions, int32 (H, S) on the CPU, or (1, S) if all heads have the same, with -1 for an empty
+    slot; spans of slots that are shared or encoded; and the number of kv heads."""
 
     place: int
     spec: str
@@ -70,7 +70,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, layer: LayerCache, row: int, place: int, spec: str) -> Held:
-        """What a layer holds of a row; copied, so it stays as it is."""
+        """A layer's contents for one row, as a copy that does not change."""
         positions = layer.slots.positions()[row : row + 1].squeeze(0)
         positions = positions.to("cpu", torch.int32, copy=True).clamp_(min=-1)
         geometry = layer.history.geometry
@@ -78,8 +78,8 @@ class Held(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a cache holds of a row, and how many tokens were fed to it. See the module for the
-    bytes."""
+    """A cache's contents for one row, and the number of tokens fed. See the module's docstring for
+    the bytes."""
 
     tokens: int
     layers: tuple[Held, ...]
@@ -89,10 +89,10 @@ class Taken(NamedTuple):
 
 @torch.inference_mode()
 def taken(cache: ModelCache, row: int = 0) -> Taken:
-    """What a cache holds of a row now. This is fast; `picture` may follow in another thread.
+    """A cache's current contents for one row. This is fast; `picture` may run in another thread.
 
     Raises:
-        StateError: the cache is in use elsewhere.
+        StateError: another object is using the cache's layers.
     """
     seen: list[int] = cache.seen.tolist()
     layers = zip(cache.layers, cache.places, cache.specs, strict=True)
@@ -105,7 +105,7 @@ def taken(cache: ModelCache, row: int = 0) -> Taken:
 
 
 def _full_bytes(layer: LayerCache, tokens: int) -> int:
-    """What a layer would hold of a row of `tokens` if it kept all that its queries can see."""
+    """Bytes of a plain layer that keeps all tokens its queries can see, for a row of `tokens`."""
     geometry = layer.history.geometry
     if geometry is None:
         return 0
@@ -114,13 +114,13 @@ def _full_bytes(layer: LayerCache, tokens: int) -> int:
 
 
 def states(held: Held, tokens: int) -> Tensor:
-    """How each of a row's tokens is held, uint8 (H, tokens), or (1, tokens) if all heads have the
-    same: 0 if it was evicted, otherwise the sum of `KEPT`, `SHARED` if a store or other caches may
-    hold it too, and `ENCODED`."""
+    """The state of each of a row's tokens, uint8 (H, tokens), or (1, tokens) if all heads have the
+    same: 0 if the token was evicted, otherwise the sum of `KEPT`, `SHARED` if a store or other
+    caches may hold it too, and `ENCODED`."""
     flags = [KEPT + SHARED * span.shared + ENCODED * span.encoded for span in held.spans]
     counts = torch.tensor([span.tokens for span in held.spans], dtype=torch.int64)
     heads = len(held.positions)
-    # numpy keeps to this thread; the threads of torch would contend with those of a model.
+    # numpy uses only this thread; torch's threads would compete with the model's.
     of_slots = torch.tensor(flags, dtype=torch.uint8).numpy().repeat(counts.numpy())
     found = torch.empty(heads, tokens + 1, dtype=torch.uint8)
     found.numpy().fill(0)
@@ -130,7 +130,7 @@ def states(held: Held, tokens: int) -> Tensor:
 
 
 def columns_of(tokens: int, heads: int, most: int = MOST_COLUMNS) -> int:
-    """How many positions a column of a picture has, of a cache with `heads` heads in all layers."""
+    """Positions per column of a picture, for a cache with `heads` kv heads over all layers."""
     most = max(min(most, _MOST_CELLS // max(1, heads)), _LEAST_COLUMNS)
     return max(1, -(-tokens // most))
 
@@ -144,14 +144,14 @@ def picture(
     columns: int = MOST_COLUMNS,
     group: int | None = None,
 ) -> dict[str, Any]:
-    """The picture of what a cache holds of a row; see the module for its form.
+    """The picture of a cache's contents for one row; see the module's docstring for its fields.
 
     Args:
-        texts: those of the row's tokens, at least `taken.tokens`; empty if they are not known.
-        prompt: how many of the tokens are the prompt; None: all.
-        found: how many of these were found in a store.
-        columns: most columns, unless all layers together have so many heads that fewer are taken.
-        group: positions per column, whatever `columns` is; None: as few as that permits.
+        texts: the texts of the row's tokens, at least `taken.tokens`; empty if not known.
+        prompt: number of prompt tokens; None: all tokens.
+        found: number of prompt tokens found in a store.
+        columns: maximum number of columns; with many heads over all layers, fewer are used.
+        group: positions per column, overriding `columns`; None: as few as `columns` permits.
     """
     tokens = taken.tokens
     heads = sum(held.heads for held in taken.layers)
@@ -172,7 +172,7 @@ def picture(
 
 
 def cut(text: str, most: int) -> str:
-    """A text, cut to so many characters."""
+    """A text, cut to at most `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -194,7 +194,7 @@ def _layer(held: Held, tokens: int, group: int) -> dict[str, Any]:
 
 def _cells(found: Tensor, sizes: Tensor) -> list[str]:
     """The cells of each head, from the states of each column's tokens, uint8 (H, C, group), and
-    how many these are, int64 (C,)."""
+    the number of tokens in each column, int64 (C,)."""
     kept = _sums(found, KEPT)
     # Only 0 means none, and only the largest share means all.
     share = (kept * _FULL / sizes).round().long().clamp(1, _FULL - 1)

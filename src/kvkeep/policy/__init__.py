@@ -1,6 +1,6 @@
 """Policies, which choose the slots to evict. One file each; `base.Policy` is the contract.
 
-A new policy is a line of `PARTS`, and a line among the imports, which type checkers read.
+To add a policy, add a line to `PARTS`, and an import for type checkers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PARTS = {
     ),
     "random": Part("Random", "random:1024", "random:8"),
     "kvzip": Part("KVzip", "kvzip:25%", "kvzip:50%"),
-    # Without an example: it needs a scorer, and what it makes of one is `adakv` of other scores.
+    # Without an example for tests: it needs a scorer file, and is then `adakv` with other scores.
     "kvzap": Part("KVzap", "kvzap:25%,scorer=FILE"),
     # Without a suggestion: bash would insert the parentheses without quotes.
     "pyramid": Part("Pyramid", example="pyramid:2(h2o:8,recent=2)"),
@@ -61,7 +61,7 @@ PARTS = {
 """Every policy of kvkeep."""
 
 ALIASES = {"streaming": ("window", {"sinks": 4})}
-"""Other names for policies with some options set: StreamingLLM (arXiv 2309.17453) is a window with
+"""Other names for policies with preset options: StreamingLLM (arXiv 2309.17453) is a window with
 four sinks."""
 
 _OTHERS = {

@@ -21,7 +21,7 @@ from kvkeep.policy.wrapper import Wrapper
 @dataclass(frozen=True)
 class AdaKV(Wrapper):
     """Compares the scores of `inner` over all heads of a layer: a head may keep more than the
-    budget if other heads keep less; each keeps at least the share `floor` of the budget. Heads
+    budget if other heads keep less; each head keeps at least the share `floor` of the budget. Heads
     differ in length, and the memory of freed slots is returned. Source: AdaKV (arXiv 2407.11550).
     """
 
@@ -54,14 +54,14 @@ class AdaKV(Wrapper):
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         budget = self.budget
-        assert budget is not None  # of `at`
+        assert budget is not None  # `at` has made it a number
         position = planes[POSITION]
         worth = self.inner.worth(planes, seen)
         rows, heads, slots = worth.shape
         safe = min(slots, int(self.floor * budget))
         best = lowest(worth, position, slots)[..., slots - safe :]
         guarded = worth.scatter(2, best, torch.inf).masked_fill(worth == -torch.inf, -torch.inf)
-        # The padding of a head up to the longest one consists of empty slots, which go first.
+        # Heads shorter than the longest are padded with empty slots, which are victims first.
         many = heads * (slots - budget)
         order = lowest(guarded.flatten(1), position.flatten(1), many)
         dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=worth.device)

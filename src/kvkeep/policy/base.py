@@ -39,7 +39,7 @@ class Arrivals(NamedTuple):
         values: (B, H, n, Dv).
         position: (n,) or (B, n) with -1 for padding.
         error: the norm of the encoding error, fp32 (B, H, n); None unless the policy needs it.
-        rotary: the keys' rotary embedding; None unless the policy needs it, or without one.
+        rotary: the keys' rotary embedding; None if the policy does not need it or there is none.
     """
 
     keys: Tensor
@@ -59,9 +59,9 @@ class Observation(NamedTuple):
         newest: the newest position, one int for all rows, or int64 (B, 1, 1) if rows differ.
         window: the layer's own sliding window; None: no window.
         scale: the factor on q . k; None if the caller computed attention itself.
-        rotary: the model's rotary embedding; None without one.
-        state: tensors (B, ...) that the policy keeps for each row, by name; it may replace them,
-            but must not write to them.
+        rotary: the model's rotary embedding; None: the model has none.
+        state: tensors (B, ...) that the policy keeps for each row, by name. The policy may replace
+            them, but must not write to them.
         keys, values: functions that decode the slots of given planes to fp32 (B, H, S, D).
     """
 
@@ -91,14 +91,14 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Compression(NamedTuple):
-    """What to keep of a text after a second reading. See `KVzip` for the fields.
+    """How a text is compressed after a second reading; see `KVzip`.
 
     Args:
         tokens: the share of the slots to keep.
-        sinks: how many of the first tokens are kept.
-        chunk: how many tokens are read again at once.
-        recent: how many of the newest tokens are kept, at most.
-        uniform: whether all heads keep equally many.
+        sinks: number of first tokens that are kept.
+        chunk: number of tokens that are read again at once.
+        recent: number of newest tokens that are kept, at most.
+        uniform: whether all heads keep the same number of slots.
     """
 
     tokens: Share
@@ -119,8 +119,8 @@ class Policy:
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
     rollback: ClassVar[bool] = False
-    """Whether truncating the newest tokens exactly restores the state before they were fed, unless
-    slots were evicted. Drafts are taken back for any policy: see `LayerCache.record_past`."""
+    """Whether truncating the newest tokens exactly restores the state before they were fed, if no
+    slots were evicted. Drafts can be removed under any policy: see `LayerCache.record_past`."""
 
     per_head: ClassVar[bool] = False
     """Whether heads may keep different tokens; each head then has its own positions."""
@@ -130,10 +130,10 @@ class Policy:
     (B, H, S) of the slots to evict, and the budget is the average over heads."""
 
     weighs_values: ClassVar[bool] = False
-    """Whether its scores depend on values. A cache of latents has no values."""
+    """Whether its scores depend on values. A cache of latents has no separate values."""
 
     counts_empty: ClassVar[bool] = False
-    """Whether its choices count empty slots, which must then not be freed separately."""
+    """Whether its evictions count empty slots, so that the layer must not free them separately."""
 
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
@@ -161,15 +161,15 @@ class Policy:
 
     @property
     def calibrated_for(self) -> str | None:
-        """The model that it was calibrated for, by `kvkeep.host.fingerprint.sampled`; None: it fits
-        any model."""
+        """The model for which it was calibrated, as `kvkeep.host.fingerprint.sampled` identifies
+        models; None: it fits any model."""
         return None
 
     @property
     def file(self) -> str | None:
-        """The path of the file that it reads; None: no file. The file is opened in `in_layer` or
-        `calibrated_for`, never when a spec is parsed: a spec may come from a saved cache, whose
-        paths are replaced by `reading`."""
+        """The path of the file that the policy reads; None: no file. The file is opened in
+        `in_layer` or `calibrated_for`, never when a spec is parsed: a spec may come from a saved
+        cache, whose paths are replaced by `reading`."""
         return None
 
     def reading(self, file: str) -> Policy:
@@ -221,18 +221,18 @@ class Policy:
     @property
     def shows_padding(self) -> bool:
         """Whether queries of padding attend to earlier slots. They must not if the policy needs the
-        mass, in which they would be counted."""
+        mass, because it would count them."""
         return Need.MASS not in self.needs
 
     @property
     def observed(self) -> int | None:
-        """How many of a chunk's newest queries the mass counts; None: all."""
+        """Number of a chunk's newest queries that the mass counts; None: all."""
         return None
 
     @property
     def observed_again(self) -> int:
-        """The number of a stored text's last tokens that are fed again to a cache that begins with
-        the text, because the policy needs their queries; 0: it needs no queries."""
+        """Number of a stored text's last tokens that are fed again to a cache that begins with the
+        text, because the policy needs their queries; 0: it needs no queries."""
         needs_queries = self.needs & {Need.MASS, Need.QUERIES}
         return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0
 
@@ -260,11 +260,11 @@ class Policy:
         raise SpecError(f"policy {self.name} has no budget to change")
 
     def keeping(self, stop: int) -> Policy:
-        """This policy with the first `stop` positions protected; in tokens, its budget stays the
-        same. Raises SpecError if that is not possible."""
+        """This policy with the first `stop` positions protected; a budget in tokens stays the same.
+        Raises SpecError if that is not possible."""
         raise SpecError(
-            f"policy {self.name} cannot be told which positions to keep; use one with keep_to, "
-            "such as window:1024 or h2o:1024"
+            f"policy {self.name} cannot be told which positions to keep; use a policy with the "
+            "option keep_to, such as window:1024 or h2o:1024"
         )
 
     def enter(self, tokens: Arrivals) -> Planes:
@@ -299,8 +299,8 @@ class Policy:
         return f"policy {self.name} keeps no state {sorted(memory)}" if memory else ""
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        """The `count` slots to evict, empty ones first: int64 (B, 1, count), or (B, H, count) if
-        `per_head`. A policy without a budget is never asked."""
+        """The `count` slots to evict, empty slots first: int64 (B, 1, count), or (B, H, count) if
+        `per_head`. Never called without a budget."""
         raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
 
 
@@ -309,7 +309,7 @@ _RULED = ("enter", "observe", "score", "worth", "victims")
 
 
 def rule_of(policy: Policy) -> Rule | None:
-    """The rule of a policy; None without a rule, or if the class overrides a method that the rule
+    """The rule of a policy; None if it has none, or if its class overrides a method that the rule
     describes."""
     kind = type(policy)
     owner = next(base for base in kind.__mro__ if "rule" in vars(base))

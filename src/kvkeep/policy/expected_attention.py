@@ -19,14 +19,14 @@ from kvkeep.policy.scored import SCORE, Scored
 @final
 @dataclass(frozen=True)
 class ExpectedAttention(Scored):
-    """Score: the attention expected from queries at the next `future` positions among the slots
-    after the sinks, times the norm of the value. Unrotated queries are modelled as normally
+    """Score: the attention expected from queries at the next `future` positions, divided among the
+    slots after the sinks, times the norm of the value. Unrotated queries are modelled as normally
     distributed, with the mean and covariance of the queries observed after the sinks. Source:
     Expected Attention (arXiv 2510.00636).
 
-    Scores need all keys and values, so they are renewed after each chunk, and in steps of one token
-    at every `interval`-th position only: often enough that each token has a score before it may be
-    evicted. The queries of these chunks and steps are observed.
+    Computing scores reads all keys and values. So they are computed after each chunk, but in steps
+    of one token only at every `interval`-th position: often enough that each token has a score
+    before it can be evicted. The policy observes the queries of these chunks and steps only.
     """
 
     sinks: int = 4
@@ -45,7 +45,7 @@ class ExpectedAttention(Scored):
 
     @property
     def interval(self) -> int:
-        """How many tokens, fed one by one, share scores."""
+        """Number of single-token steps from one computation of scores to the next."""
         return max(1, self.protected_recent)
 
     @property
@@ -111,14 +111,15 @@ class ExpectedAttention(Scored):
         scale = width**-0.5 if seen.scale is None else seen.scale
         logits = scale * (grouped * mean).sum(dim=-1)
         logits = logits + scale**2 / 2 * ((grouped @ spread) * grouped).sum(dim=-1)
-        # A sink's share differs from head to head, and would weigh the heads of a group by it.
+        # Without the sinks: their share differs from query head to query head, so with them the
+        # mean over a group would give each head another weight.
         ranked = place >= self.sinks
         logits = logits.masked_fill(~ranked[:, :, None], -torch.inf)
         expected = torch.softmax(logits, dim=-1).mean(dim=2)
         return torch.where(ranked, expected * norms(values), 0)
 
     def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
-        """x (B, Hq, m, D), rotated by the average of the rotations of the next positions."""
+        """x (B, Hq, m, D), rotated by the mean of the rotations at the next `future` positions."""
         if seen.rotary is None:
             return x
         newest = torch.as_tensor(seen.newest, device=x.device).reshape(-1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Policies of installed packages, which declare them as entry points."""
+"""Policies that installed packages declare as entry points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvkeep.errors import SpecError, reason_of
 from kvkeep.policy import POLICIES, Policy
 
 GROUP = "kvkeep.policies"
-"""The group of entry points: the name of a policy in a spec -> its class."""
+"""The group of the entry points. Each maps the name of a policy in a spec to its class."""
 
 
 def installed() -> dict[str, EntryPoint]:
@@ -21,7 +21,7 @@ def load(name: str) -> None:
     """Import the policy of an entry point, and add it to `POLICIES`.
 
     Raises:
-        SpecError: it cannot be imported, or is no policy of that name.
+        SpecError: the entry point cannot be imported, or is not a policy of that name.
     """
     entry = installed()[name]
     where = f"policy {name!r}, which an installed package declares as {entry.value}"

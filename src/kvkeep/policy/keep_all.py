@@ -13,7 +13,7 @@ from kvkeep.policy.window import Window
 @final
 @dataclass(frozen=True)
 class KeepAll(Policy):
-    """Evicts nothing, except on a layer with its own sliding window, which keeps that window."""
+    """Evicts nothing. On a layer with a sliding window, it keeps the slots in the window."""
 
     name: ClassVar[str] = "keep_all"
     rollback: ClassVar[bool] = True

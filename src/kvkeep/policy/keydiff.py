@@ -1,4 +1,4 @@
-"""Keep the keys that differ most from the others."""
+"""Keep the keys that differ most from the mean key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KeyDiff(Scored):
         assert seen.keys is not None
         keys, live = seen.keys(planes), planes[POSITION][..., None] >= 0
         unit = torch.where(live, normalize(keys, dim=-1), 0).nan_to_num()  # a key may be NaN
-        # In float64 the sum does not depend on the order in which the slots lie.
+        # In float64, so that the sum does not depend on the order of the slots.
         total = unit.sum(dim=2, keepdim=True, dtype=torch.float64)
         anchor = total / live.sum(dim=2, keepdim=True).clamp(min=1)
         return -cosine_similarity(keys, anchor.float(), dim=-1)

@@ -1,4 +1,4 @@
-"""Keep the tokens that a scorer, trained for the model, predicts that the text needs."""
+"""Keep the tokens that later tokens will need, as a scorer trained for the model predicts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _MARKS = ",:;+@"
 @dataclass(frozen=True)
 class KVzap(Policy):
     """Keeps a share of the slots of all layers. A scorer predicts the scores of `kvzip` from each
-    token's key and value when they are written, so a prompt is compressed while it is read, and an
+    token's key and value when they are written. So a prompt is compressed while it is read, and an
     answer while it is generated.
 
-    `kvkeep calibrate` makes the scorer, a file for one model, which also divides the share among
-    layers; the heads of a layer compete. The first `sinks` and the newest `recent` tokens are
+    `kvkeep calibrate` writes the scorer to a file, for one model. The file also divides the share
+    among layers; the heads of a layer compete. The first `sinks` and the newest `recent` tokens are
     always kept.
 
-    Source: KVzap (arXiv 2601.07891), whose scorers see the layer's input instead.
+    Source: KVzap (arXiv 2601.07891), whose scorers take the layer's input instead of keys and
+    values.
     """
 
     tokens: Share
@@ -51,8 +52,8 @@ class KVzap(Policy):
             )
         if set(self.scorer) & set(_MARKS):
             raise SpecError(
-                f"scorer {self.scorer!r}: a spec cannot hold a path with any of {_MARKS}; give the "
-                "file another name"
+                f"scorer {self.scorer!r}: in a spec, a path cannot contain any of {_MARKS}; rename "
+                "the file"
             )
 
     @property
@@ -86,7 +87,7 @@ class KVzap(Policy):
                 f"scorer {self.scorer!r} is for a model of {scorer.count} layers, not {count}; "
                 "make one for this model with kvkeep calibrate"
             )
-        if index not in scorer.layers:  # one with a sliding window
+        if index not in scorer.layers:  # a layer with a sliding window
             return self
         layer = scorer.layers[index]
         protected = self.recent + self.sinks

@@ -15,14 +15,15 @@ from kvkeep.policy.window import Window
 @final
 @dataclass(frozen=True)
 class KVzip(Policy):
-    """Holds every token until `compress` evicts all but a share of the slots.
+    """Keeps every token until `compress` evicts all but a share of the slots.
 
-    A slot's score is the largest attention that it gets while the model reads the text again, in
-    parts of at most `chunk` tokens. Each part attends to the first `sinks` tokens, the same part of
-    the text, and itself. Scores are compared over all layers and heads; with `uniform`, all heads
-    keep the same number of slots. The first `sinks` and the newest `recent` tokens (at most half of
-    the share) are always kept. Source: KVzip (arXiv 2505.23416), where the repetition attends to
-    the whole text, and only its weights are computed over the part.
+    A slot's score is the largest attention weight that it receives while the model reads the text a
+    second time, in parts of at most `chunk` tokens. Each part attends to the first `sinks` tokens,
+    to the slots of the same part, and to itself. Scores are compared over all layers and heads;
+    with `uniform`, all heads keep the same number of slots. The first `sinks` and the newest
+    `recent` tokens (at most half of the share) are always kept. Source: KVzip (arXiv 2505.23416),
+    where the second reading attends to the whole text, and only its weights are computed over the
+    part.
     """
 
     tokens: Share

@@ -19,7 +19,7 @@ class Protection(NamedTuple):
 
     @property
     def fixed(self) -> int:
-        """The number of positions that do not move as tokens are fed."""
+        """The number of protected positions other than the newest: sinks and kept positions."""
         return Reach(0, *self[1:]).fixed
 
     def until(self, stop: int) -> int:

@@ -13,9 +13,9 @@ from kvkeep.policy.wrapper import Wrapper
 @final
 @dataclass(frozen=True)
 class Pyramid(Wrapper):
-    """Uses `inner` with a budget that falls linearly from the first layer to the last; the sum over
-    layers is unchanged. The last layer's budget is 1 / `beta` of the average, not counting slots
-    that `inner` protects. Source: PyramidKV (arXiv 2406.02069).
+    """Uses `inner` with a budget that falls linearly from the first layer to the last; its mean
+    over layers stays the same. The last layer's budget is 1 / `beta` of the mean, not counting
+    slots that `inner` protects. Source: PyramidKV (arXiv 2406.02069).
     """
 
     beta: float = 20.0
@@ -30,7 +30,7 @@ class Pyramid(Wrapper):
             )
         if not self.beta >= 1.0:
             raise SpecError(
-                f"pyramid beta {self.beta}: it must be at least 1, for equal budgets; use 20"
+                f"pyramid beta {self.beta}: it must be at least 1 (equal budgets); use 20"
             )
 
     def in_layer(self, index: int, count: int) -> Policy:
@@ -40,6 +40,6 @@ class Pyramid(Wrapper):
         inner, budget = self.inner, self.inner.budget
         if inner.share is not None:
             return inner.with_budget(inner.share.times(factor))
-        assert budget is not None  # it evicts
+        assert budget is not None  # `inner` evicts
         tokens = inner.protected + round((budget - inner.protected) * factor)
         return inner.with_budget(max(inner.protected + 1, tokens))

@@ -20,8 +20,8 @@ ERROR = "error"
 
 @dataclass(frozen=True)
 class QH2O(H2O):
-    """Score: mix * (score of H2O) - (1 - mix) * (encoding error |k - k'| + |v - v'|), both scaled
-    to 0..1 over a head's slots. Source: Q-Hitter (MLSys 2024), as in keys_values.
+    """Score: mix * (score of H2O) - (1 - mix) * (encoding error |k - k'| + |v - v'|), with score
+    and error scaled to 0..1 over a head's slots. Source: Q-Hitter (MLSys 2024), as in keys_values.
     """
 
     mix: float = 0.5
@@ -33,7 +33,7 @@ class QH2O(H2O):
         super().__post_init__()
         if not 0.0 <= self.mix <= 1.0:
             raise SpecError(
-                f"{self.name} mix {self.mix}: give a number from 0 (error) to 1 (attention)"
+                f"{self.name} mix {self.mix}: give 0 (error only) to 1 (attention only)"
             )
 
     @property
@@ -56,8 +56,8 @@ class QH2O(H2O):
 
 
 def _unit(x: Tensor, live: Tensor) -> Tensor:
-    """x scaled so that the live slots of a head span 0..1, or all 0 if they are equal. NaN stays
-    NaN and does not affect the scaling."""
+    """x scaled so that the live slots of a head span 0..1; 0 if all are equal. NaN stays NaN and
+    does not affect the scaling."""
     counted = live & ~x.isnan()
     low = x.masked_fill(~counted, torch.inf).amin(dim=-1, keepdim=True)
     span = x.masked_fill(~counted, -torch.inf).amax(dim=-1, keepdim=True) - low

@@ -14,7 +14,7 @@ from kvkeep.policy.vlen import NORM, VLen
 @final
 @dataclass(frozen=True)
 class QVLen(QH2O, VLen):
-    """Score: as `QH2O`, with the score of `VLen` in place of H2O's. Source: keys_values'
+    """Score: that of `QH2O` with the score of `VLen` instead of H2O's. Source: keys_values'
     QuantizedVLengthH2O.
     """
 

@@ -1,10 +1,10 @@
-"""The ranking with which all evicting policies choose the slots of least worth.
+"""The ranking by which all evicting policies choose the slots of least worth.
 
 Slots are ordered by worth, then by position, the oldest first. Ties are not broken by slot index,
 which depends on earlier evictions in all rows of a batch.
 
 Scores are compared to 16 significant bits. Kernels add in an order that depends on the numbers of
-rows, tokens and threads, so equal scores may differ in their last bits. Rounding makes them equal.
+rows, tokens and threads, so equal scores may differ in their last bits; rounding makes them equal.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MOST = torch.tensor(0x7F7FFFFF & ~_NOISE, dtype=torch.int32).view(torch.float32
 
 def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protection) -> Tensor:
     """The worth of slots, fp32 (B, H, S): the rounded score; infinity for protected slots; minus
-    infinity for slots that are empty, outside the layer's window, or have a score of NaN. A `score`
-    of None counts as 0 everywhere."""
+    infinity for slots that are empty, outside the layer's window, or have a score of NaN. `score`
+    None: all scores are 0."""
     position = planes[POSITION]
     if score is None:
         result = torch.zeros(position.shape, device=position.device)
@@ -58,7 +58,7 @@ def rounded(score: Tensor) -> Tensor:
 
 
 def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:
-    """The `count` slots of least worth, the oldest first among equals: int64 (..., count)."""
+    """The `count` slots of least worth, among equal worths the oldest first: int64 (..., count)."""
     if count == 1:
         least = worth.amin(dim=-1, keepdim=True)
         return position.masked_fill(worth > least, LAST).argmin(dim=-1, keepdim=True)
@@ -70,7 +70,7 @@ def lowest(worth: Tensor, position: Tensor, count: int) -> Tensor:
 def least_worthy(
     score: Tensor | None, planes: Planes, seen: Observation, kept: Protection, count: int
 ) -> Tensor:
-    """`lowest` of the `worth`, int64 (B, H, count); on the CPU one call of the native library."""
+    """`lowest(worth(...))`, int64 (B, H, count); on the CPU one call of the native library."""
     position = planes[POSITION]
     if count > position.shape[2]:
         raise StateError(f"{count} slots to evict of {position.shape[2]}; this is a bug in kvkeep")

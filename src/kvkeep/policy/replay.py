@@ -21,14 +21,15 @@ _CURSOR = "replayed"
 @dataclass(frozen=True, eq=False)
 class ReplayPolicy(Wrapper):
     """Evicts the tokens that `inner` evicted when the same chunks were fed in the same calls. It
-    ignores the slots' contents, so it needs neither mass nor queries. The reach is that of `inner`.
+    needs neither mass nor queries, because it does not read the slots. Its reach is that of
+    `inner`.
 
     Args:
-        decisions: the positions that each call evicted, int32 (B, 1|H, count), or for a ragged
-            policy (B, H, S) with -1 for slots that stayed, as `LayerCache.evicted` collects them.
+        decisions: the positions that each call evicted, as `LayerCache.evicted` collects them:
+            int32 (B, 1|H, count), or for a ragged policy (B, H, S) with -1 for slots that stayed.
 
     Raises:
-        StateError: if the evictions requested differ from the recorded ones.
+        StateError: an eviction differs from the recorded one.
     """
 
     decisions: Sequence[Tensor] = ()
@@ -57,8 +58,8 @@ class ReplayPolicy(Wrapper):
         call = int(cursor[0])
         if call >= len(self.decisions):
             raise StateError(
-                f"a replay of {len(self.decisions)} evictions is asked for one more; feed the "
-                "chunks that were fed when they were recorded"
+                f"a replay of {len(self.decisions)} evictions is asked for another eviction; feed "
+                "the same chunks as when the evictions were recorded"
             )
         chosen = self.decisions[call].to(position.device)
         if self.ragged:
@@ -79,15 +80,15 @@ def among(position: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _slots_of(position: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """The slot of each chosen position, int64 (B, 1|H, count); for -1 any empty slot."""
+    """The slot of each position in `chosen`, int64 (B, 1|H, count); for -1 any empty slot."""
     if chosen.shape != (*position.shape[:2], count):
         raise StateError(
-            f"{tuple(chosen.shape)} slots were evicted when this was recorded, now "
-            f"{(*position.shape[:2], count)} are to be; feed the same chunks in the same rows"
+            f"the recorded eviction has shape {tuple(chosen.shape)} (rows, heads, slots), but now "
+            f"{(*position.shape[:2], count)} must be evicted; feed the same chunks in the same rows"
         )
     ordered, slots = position.sort(dim=2, stable=True)
     wanted = chosen.sort(dim=2).values
-    # Only empty slots have equal positions; they are taken one after the other.
+    # Only empty slots have equal positions: take the first, the second, ... of them.
     rank = torch.arange(count, device=wanted.device) - torch.searchsorted(wanted, wanted)
     at = (torch.searchsorted(ordered, wanted) + rank).clamp(max=position.shape[2] - 1)
     if not ordered.gather(2, at).equal(wanted):

@@ -11,9 +11,9 @@ class Enter(IntEnum):
     """The value of a policy's plane for a new token; KvEnter of native/abi.h."""
 
     ZERO = 0
-    KEY_NORM = 1  # minus the norm of its key
-    VALUE_NORM = 2
-    ERROR = 3  # the encoding error of its key and its value, see `Arrivals`
+    KEY_NORM = 1  # minus the norm of the token's key
+    VALUE_NORM = 2  # the norm of its value
+    ERROR = 3  # the encoding error of its key and value, see `Arrivals`
     GIVEN = 4  # from `Policy.enter`
     HASH = 5  # a hash of its position, its head and `Rule.seed`, see `Random`
 
@@ -25,7 +25,7 @@ class Learn(IntEnum):
     SUM = 1  # score + m
     MEAN = 2  # the mean of m over all heads
     FADE = 3  # score * (1 - fade) + m * fade
-    WEIGHTED = 4  # score + m * w / sum(m * w), where w is the last plane
+    WEIGHTED = 4  # score + m * w / sum(m * w), where w is the policy's last plane
 
 
 class Rule(NamedTuple):
@@ -35,19 +35,19 @@ class Rule(NamedTuple):
     `victims` do the same in Python, for chunks and without the library.
 
     Args:
-        enter: each plane of the policy; the score first, the error of `mix` second.
+        enter: how each plane of the policy begins: the score first, the error for `mix` second.
         learn: see `Learn`.
         fade: see `Learn.FADE`.
         by_query: scores are divided by the number of queries that saw the slot.
         by_keys: slots are ranked by minus the cosine between their keys and the mean direction of
             the head's keys.
-        mix: slots are ranked by mix * score - (1 - mix) * error, both scaled to 0..1 over a head;
-            see `Enter.ERROR`. None: by the score.
+        mix: slots are ranked by mix * score - (1 - mix) * error, with score and error scaled to
+            0..1 over a head; see `Enter.ERROR`. None: by the score.
         seed: see `Enter.HASH`.
-        floor: heads compete for the slots of a layer, and each keeps this share of the budget.
-            None: heads do not compete.
-        interval: the policy observes, in Python, only the tokens at positions p where p + 1 is a
-            multiple of this. 0: the rule describes all steps.
+        floor: heads compete for the slots of a layer, and each keeps at least this share of the
+            budget. None: heads do not compete.
+        interval: the policy must observe, in Python, the tokens at positions p where p + 1 is a
+            multiple of `interval`; the rule describes all other steps. 0: it describes all steps.
     """
 
     enter: Mapping[str, Enter] = {}

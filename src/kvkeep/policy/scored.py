@@ -17,7 +17,7 @@ from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
 
 SCORE = "score"
-"""The plane most scored policies keep, fp32 (B, H, S)."""
+"""The name of the plane with the scores, fp32 (B, H, S)."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Scored(Policy):
     """Keeps `tokens` slots: protected slots, then the slots with the highest scores.
 
     A budget that is a share of the tokens fed grows with them; at least `least` slots are kept.
-    Protected are the first `sinks` tokens, positions `keep_from` to `keep_to` (exclusive), and the
-    newest `protected_recent`. Among equal scores the oldest token is evicted first. NaN is the
-    lowest score.
+    The first `sinks` tokens, positions `keep_from` to `keep_to` (exclusive), and the newest
+    `protected_recent` tokens are protected. Among equal scores the oldest token is evicted first.
+    NaN is the lowest score.
 
-    If `recent` is None, the `newest` tokens are protected, but at most half of the budget that
-    sinks and kept positions leave.
+    If `recent` is None, the `newest` tokens are protected, but at most half of the budget less
+    sinks and kept positions.
 
-    With `step`, a layer makes steps of at most that many tokens, so a chunk keeps the same slots as
-    if it were fed in pieces of that size.
+    With `step`, a layer divides a chunk into steps of at most `step` tokens, so the chunk keeps the
+    same slots as if it were fed in pieces of that size.
     """
 
     tokens: int | Share
@@ -63,19 +63,19 @@ class Scored(Policy):
         if self.step is not None and self.step < 1:
             raise SpecError(
                 f"{self.name} step {self.step}: a step takes at least 1 token; use step=1, or "
-                "leave it out to make one step of each chunk"
+                "leave out step, so that each chunk is one step"
             )
         if self.protected > self.tokens:
             raise SpecError(
                 f"{self.name} keeps {self.tokens} tokens, but protects {self.protected} (the "
                 f"newest {self.protected_recent}, sinks and kept positions); use "
-                f"{self.name}:{self.protected} or more (least={self.protected} where the budget is "
-                "a share), or protect fewer"
+                f"{self.name}:{self.protected} or more (least={self.protected} if the budget is a "
+                "share), or protect fewer tokens"
             )
 
     @property
     def protected_recent(self) -> int:
-        """How many of the newest tokens are never evicted."""
+        """Number of newest tokens that are never evicted."""
         if self.recent is None:
             return max(0, min(self.newest, ((self.budget or 0) - self._fixed) // 2))
         return self.recent
@@ -86,7 +86,7 @@ class Scored(Policy):
 
     @property
     def _fixed(self) -> int:
-        """How many positions other than the newest are protected."""
+        """Number of protected positions other than the newest."""
         return Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
 
     @property
@@ -122,8 +122,8 @@ class Scored(Policy):
         return replace(self, tokens=tokens)
 
     def keeping(self, stop: int) -> Policy:
-        # While few tokens have been fed, a share of them must hold the protected ones too; twice as
-        # many slots suffice where half of the budget is for the newest.
+        # Early in a text, a budget that is a share may be smaller than the protected positions, so
+        # raise its minimum; by twice their number, because half may be for the newest tokens.
         least = self.least if self.share is None else self.least + 2 * stop
         to = self.protection.until(stop)
         return replace(self, keep_from=0, keep_to=to, least=least)

@@ -1,4 +1,4 @@
-"""Scorer: small networks, one for each kv head, that predict how much a text needs a token."""
+"""Scorer: small networks, one for each kv head, that predict how much later tokens need a token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvkeep.reading import read_file
 from kvkeep.rotary import Rotary
 
 FORMAT = "kvkeep-scorer-2"
-_UNSEALED = "kvkeep-scorer-1"  # the format of earlier versions, which has no checksum
-_MOST_BYTES = 1 << 30  # of a file
+_UNSEALED = "kvkeep-scorer-1"  # the format of earlier versions, without a checksum
+_MOST_BYTES = 1 << 30  # the largest file that is read
 _CHECKSUM = "checksum"
 LEVELS = 101
-"""The number of shares of a model (0, 1, ... 100 %) for which its layers' shares are stored."""
+"""Each layer's share is stored for this number of shares of the whole model: 0, 1, ... 100 %."""
 
 
 def features(keys: Tensor, values: Tensor, position: Tensor, rotary: Rotary | None) -> Tensor:
@@ -44,12 +44,12 @@ def features(keys: Tensor, values: Tensor, position: Tensor, rotary: Rotary | No
 
 
 class HeadNetworks(nn.Module):
-    """A network of two layers for each kv head, which share nothing.
+    """A network of two linear layers for each kv head, each with its own weights.
 
     Args:
         heads: H.
-        width: of the features, F.
-        hidden: units of the hidden layer, U.
+        width: number of features, F.
+        hidden: number of hidden units, U.
     """
 
     def __init__(self, heads: int, width: int, hidden: int) -> None:
@@ -73,9 +73,9 @@ class LayerScorer:
     """The scorer of one layer.
 
     Args:
-        networks: of its heads; they predict the logarithm of kvzip's score.
-        shares: this layer's share of slots where the model's is 0, 1, ... 100 %.
-        name: the hash of the scorer's file, and the layer.
+        networks: the networks of its heads; they predict the logarithm of kvzip's score.
+        shares: this layer's share of slots when the model keeps 0, 1, ... 100 % of all slots.
+        name: the hash of the scorer's file, and the layer's index.
     """
 
     networks: HeadNetworks
@@ -86,7 +86,7 @@ class LayerScorer:
         return self.name
 
     def share_at(self, share: float) -> float:
-        """This layer's share of slots where all layers together keep `share`."""
+        """This layer's share of slots when all layers together keep `share`."""
         place = share * (LEVELS - 1)
         low = min(int(place), LEVELS - 2)
         before, after = self.shares[low : low + 2]
@@ -99,7 +99,7 @@ class LayerScorer:
         """Scores of tokens, fp32 (B, H, n); see `features`.
 
         Raises:
-            ShapeError: the scorer was made for other heads or widths.
+            ShapeError: the scorer was made for another number of heads or other widths.
         """
         heads, width = self.networks.first.shape[:2]
         found = (keys.shape[1], keys.shape[3] + values.shape[3])
@@ -115,11 +115,12 @@ class LayerScorer:
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """The scorers of a model's layers, by the layer's index.
+    """The scorers of a model's layers.
 
     Args:
+        layers: scorers by the layer's index; layers with a sliding window have none.
         model: identifies the model's weights; see `kvkeep.host.fingerprint.sampled`.
-        count: layers of the model.
+        count: number of layers of the model.
     """
 
     layers: dict[int, LayerScorer]
@@ -127,7 +128,7 @@ class Scorer:
     count: int
 
     def content(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and metadata of the scorer's file; its matrices in float16."""
+        """The tensors and metadata of the scorer's file; matrices are in float16."""
         tensors = {}
         for index, layer in self.layers.items():
             for name, x in layer.networks.state_dict().items():
@@ -139,10 +140,10 @@ class Scorer:
 
     @classmethod
     def read(cls, path: str) -> Scorer:
-        """Read a scorer's file, unless it was read before and has not changed.
+        """Read a scorer's file, or return the result of an earlier read if the file is unchanged.
 
         Raises:
-            SpecError: there is no such file, or it is not a scorer.
+            SpecError: the file does not exist or is not a scorer.
         """
         try:
             stat = Path(path).stat()
@@ -155,10 +156,10 @@ class Scorer:
 
 @lru_cache(maxsize=8)
 def _read(path: str, changed: int, size: int) -> Scorer:
-    """Read the file of this size that was last changed then."""
+    """Read a file, once for each modification time `changed` and `size`."""
     data = bytes(read_file(Path(path), _MOST_BYTES))
     stop = 8 + int.from_bytes(data[:8], "little")
-    tensors = load(data)  # checks the header: its tensors are the bytes that follow
+    tensors = load(data)  # also checks that the header fits the data
     metadata = json.loads(data[8:stop]).get("__metadata__", {})
     known = metadata.get("format") in (FORMAT, _UNSEALED)
     if not known or not {"model", "count"} <= metadata.keys():
@@ -191,7 +192,7 @@ def _layer(index: str, tensors: dict[str, Tensor], name: str) -> LayerScorer:
     own = {name.partition(".")[2]: x.float() for name, x in tensors.items()}
     shares = own.pop("shares", torch.empty(0))
     first = own.get("first", torch.empty(0))
-    # Every other tensor of the networks is smaller than `first`, unless that is empty.
+    # `first` is the largest tensor, so its size bounds the memory of the networks.
     if shares.shape != (LEVELS,) or first.dim() != 3 or not first.numel():
         raise ValueError(f"layer {index} lacks shares or weights")
     if bool(((shares < 0) | (shares > 1)).any()) or bool((shares.diff() < 0).any()):
@@ -208,7 +209,7 @@ def _layer(index: str, tensors: dict[str, Tensor], name: str) -> LayerScorer:
 
 @lru_cache(maxsize=1024)
 def _on(networks: HeadNetworks, device: torch.device) -> HeadNetworks:
-    """Networks on a device, copied there once."""
+    """Networks on a device; each device gets one copy."""
     here = networks.first.device == device
     if here:
         return networks

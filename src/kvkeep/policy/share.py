@@ -1,4 +1,4 @@
-"""Share: a budget as a part of the tokens that were fed."""
+"""Share: a budget as a share of the tokens fed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _EVERY = 32  # tokens
 
 
 class Share(float):
-    """A part of the tokens fed, above 0 and at most 1; a percentage as text."""
+    """A share of the tokens fed, above 0 and at most 1; as text, a percentage."""
 
     def __new__(cls, share: float) -> Share:
         if not 0 < share <= 1:
@@ -20,8 +20,8 @@ class Share(float):
         """Read `25%`.
 
         Raises:
-            ValueError: it is not a number followed by a percent sign.
-            SpecError: it is out of range.
+            ValueError: the text is not a number followed by a percent sign.
+            SpecError: the share is out of range.
         """
         number, percent, rest = text.strip().partition("%")
         if not percent or rest:
@@ -34,22 +34,22 @@ class Share(float):
     __repr__ = __str__
 
     def budget(self, fed: int, least: int) -> int:
-        """The budget once `fed` tokens have been fed: this share of them, but at least `least`. It
-        is computed at each multiple of 32 tokens; tokens since then are added, so that single steps
-        do not evict each time."""
+        """The budget once `fed` tokens have been fed: this share of them, but at least `least`. The
+        share is computed at each multiple of 32 tokens and tokens fed since are added, so that only
+        every 32nd single-token step evicts."""
         since = fed % _EVERY
         return max(self.of(fed - since), least) + since
 
     @staticmethod
     def fullest(fed: int) -> int:
-        """The number of tokens, at least `fed`, before the budget is next computed, where it is
-        greatest."""
+        """The last number of tokens fed, from `fed` on, before the share is computed again: there
+        the budget is largest."""
         return fed - fed % _EVERY + _EVERY - 1
 
     def times(self, factor: float) -> Share:
-        """This share, multiplied, but at most all tokens."""
+        """This share times `factor`, at most 100 %."""
         return Share(min(1.0, self * factor))
 
     def of(self, tokens: int) -> int:
-        """This share of `tokens` tokens, rounded down, but at least one."""
+        """This share of `tokens` tokens, rounded down, but at least 1."""
         return max(1, int(self * tokens + 1e-9))

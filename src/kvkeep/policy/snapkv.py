@@ -19,11 +19,11 @@ from kvkeep.policy.scored import SCORE, Scored
 @final
 @dataclass(frozen=True)
 class SnapKV(Scored):
-    """Score: the attention of the last `window` queries, averaged over them and, for tokens before
-    the window, over `pool` neighbouring tokens. The window itself is protected.
+    """Score: the mean attention of the last `window` queries; for tokens before the window, also
+    averaged over `pool` neighbouring tokens. The window itself is protected.
 
-    A chunk shorter than the window, such as a single token, updates the average with a weight of
-    its length / `window`. Source: SnapKV (arXiv 2404.14469), which scores the prompt only.
+    A chunk shorter than the window, such as a single token, updates the mean with the weight
+    length / `window`. Source: SnapKV (arXiv 2404.14469), which scores the prompt only.
     """
 
     window: int = 64
@@ -68,8 +68,8 @@ class SnapKV(Scored):
         planes[SCORE].mul_(1 - fed / self.window).add_(mass, alpha=1 / self.window)
 
     def _pooled(self, mass: Tensor, position: Tensor, newest: int | Tensor) -> Tensor:
-        """Mass (B, H, S), averaged over neighbours by position. Slots of the window are left as
-        they are and excluded from the averages."""
+        """Mass (B, H, S), averaged over neighbours by position. Slots in the window are unchanged
+        and do not count in the averages."""
         order = position.argsort(dim=-1, stable=True)
         before = (position <= newest - self.window) & (position >= 0)
         counted = (mass * before).gather(-1, order)

@@ -35,6 +35,6 @@ class Tova(Scored):
     def observe(self, planes: Planes, seen: Observation) -> None:
         assert seen.mass is not None
         mass, fed = seen.mass.mean(dim=1, keepdim=True), seen.fed()
-        if not isinstance(fed, int):  # a row with only padding has no new query
+        if not isinstance(fed, int):  # a row with only padding has no query
             mass = torch.where(fed > 0, mass, planes[SCORE])
         planes[SCORE].copy_(mass)

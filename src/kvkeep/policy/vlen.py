@@ -18,8 +18,8 @@ NORM = "value_norm"
 
 @dataclass(frozen=True)
 class VLen(H2O):
-    """Score: the sum over steps of n m |v| / sum(m |v|), where m is the mass a slot received from
-    the step's n queries. Source: keys_values' VLengthH2O.
+    """Score: the sum over steps of n m |v| / sum(m |v|), where m is the mass that a slot received
+    from the step's n queries. Source: keys_values' VLengthH2O.
     """
 
     name: ClassVar[str] = "vlen"

@@ -22,9 +22,10 @@ class Window(Policy):
     """Each query sees the last `size` tokens, its own included, the first `sinks` tokens, and
     positions `keep_from` to `keep_to` (exclusive).
 
-    The result does not depend on how the tokens are split into chunks, unless the size is a share
-    of the tokens fed: then the size at the last chunk counts, but at least `least`. Sources:
-    Mistral 7B (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the sinks.
+    The result does not depend on how the tokens are split into chunks, unless `size` is a share of
+    the tokens fed: then each chunk evicts down to the share at that time, at least `least` tokens.
+    Sources: Mistral 7B (arXiv 2310.06825) for the window, StreamingLLM (arXiv 2309.17453) for the
+    sinks.
     """
 
     size: int | Share
@@ -87,7 +88,7 @@ class Window(Policy):
     def keeping(self, stop: int) -> Policy:
         to = self.protection.until(stop)
         added = Protection(0, self.sinks, 0, to).fixed - self.protected
-        if isinstance(self.size, Share):  # room for them also while few tokens have been fed
+        if isinstance(self.size, Share):  # early in a text the share may not suffice for them
             return replace(self, keep_from=0, keep_to=to, least=self.least + added)
         return replace(self, size=self.size - added, keep_from=0, keep_to=to)
 

@@ -17,8 +17,8 @@ from kvkeep.policy.share import Share
 
 @dataclass(frozen=True)
 class Wrapper(Policy):
-    """Behaves as `inner`, except for the members that a subclass overrides. In a spec its name and
-    options come before the inner policy: `name:options(inner)`."""
+    """Behaves like `inner`, except for the members that a subclass overrides. In a spec, its name
+    and options precede the inner policy: `name:options(inner)`."""
 
     inner: Policy
 

@@ -24,7 +24,7 @@ from kvkeep.serve.refused import RequestError
 from kvkeep.serve.token_names import TokenNames
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.identity import identity_of, keys_of, require_steady
-from kvkeep.store.layer_slices import require_keepable
+from kvkeep.store.layer_slices import require_storable, why_not_keepable
 from kvkeep.store.prefix import PrefixStore
 
 _LOG = logging.getLogger("kvkeep.serve")
@@ -236,7 +236,7 @@ class Engine:
         self.why_no_reuse = ""
         """The reason why prompts reuse no stored prefixes; empty if they do."""
         try:
-            require_keepable(self._host.new_cache(exact_specs(held.specs)))
+            require_storable(self._host.new_cache(exact_specs(held.specs)), why_not_keepable)
             require_steady(self._host)
             if store is not None:
                 self._host.fingerprint(glance=True)  # store entries are keyed by it

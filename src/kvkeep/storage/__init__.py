@@ -1,6 +1,6 @@
 """Storages, which hold slots. One file each; `base.Storage` is the contract.
 
-A new storage is a line of `PARTS`, and a line among the imports, which type checkers read.
+To add a storage, add a line to `PARTS`, and an import for type checkers.
 """
 
 from __future__ import annotations

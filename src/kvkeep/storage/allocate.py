@@ -1,4 +1,4 @@
-"""Allocates buffers whose unused part takes no memory; the error when there is too little."""
+"""Allocates buffers whose unused part occupies no memory, and words errors if memory is short."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvkeep.errors import MissingPackageError, OutOfMemoryError
 from kvkeep.extras import needed_by
 
 SHORTAGE = (torch.OutOfMemoryError, MemoryError, OSError)
-"""The errors of `reserve` without memory: on an accelerator, and on the CPU for small and for large
-buffers."""
+"""The errors of `reserve` if memory is short: on an accelerator, and on the CPU for small and for
+large buffers."""
 
-_LEAST_MAPPED = 1 << 18  # below 256 KiB the allocator's own rounding is of the same size
+_LEAST_MAPPED = 1 << 18  # below 256 KiB a mapping saves no more than the allocator's rounding
 
 REMEDY = (
     "use a policy with a budget, such as h2o:4096, or a codec (+int8 halves bfloat16, +int8/int4 "
@@ -26,14 +26,14 @@ REMEDY = (
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor for a cache to fill from the front.
+    """An uninitialised tensor that a cache fills from the front. Raises an error of `SHORTAGE` if
+    memory is short.
 
-    On the CPU a large one is its own anonymous mapping: pages become resident when they are first
-    written, and return to the system with the tensor, however fragmented the allocator's heap is.
-    Huge pages are declined, because one of them would make 2 MiB of untouched slots resident.
-    On an accelerator the whole buffer takes memory. Raises one of `SHORTAGE` without memory.
-    The result is an ordinary tensor under `torch.inference_mode` too, so that a cache can be filled
-    in one mode and continued in another.
+    On the CPU a large tensor is an anonymous mapping of its own: pages become resident when they
+    are first written, and return to the system with the tensor, however fragmented the allocator's
+    heap is. Huge pages are declined, because a huge page would make 2 MiB of unused slots resident.
+    On an accelerator the whole buffer occupies memory. The result is never an inference tensor, so
+    that a cache can be filled in one mode and continued in another.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):
@@ -58,7 +58,7 @@ def available_host_bytes() -> int:
         line = next(line for line in lines if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
     with needed_by("The size of the free memory", "cli"):
-        import psutil  # noqa: PLC0415 (it may be missing, and Linux does without it)
+        import psutil  # noqa: PLC0415 (it may be missing, and Linux does not need it)
     return int(psutil.virtual_memory().available)
 
 
@@ -76,8 +76,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def out_of_memory(slots: int, needed: int, held: int, device: torch.device) -> OutOfMemoryError:
-    """The error to raise if `needed` bytes for `slots` slots cannot be allocated; `held` bytes are
-    in use."""
+    """The error for `needed` bytes for `slots` slots that cannot be allocated; slots in use take
+    `held` bytes."""
     free = free_bytes(device)
     return OutOfMemoryError(
         f"{slots} slots of a layer need {needed} bytes on {device}, where "

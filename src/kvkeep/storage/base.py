@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import CapacityError, ShapeError
-from kvkeep.planes import Planes, marked, moves, plane_bytes, slot_count
+from kvkeep.planes import (
+    Chain,
+    Planes,
+    marked,
+    moves,
+    plane_bytes,
+    slot_count,
+    take,
+)
 from kvkeep.renamed import Renamed, require_new_names
 
 
@@ -28,24 +36,24 @@ class Storage(ABC):
     """Whether gradients flow through stored planes."""
     lasting: ClassVar[bool] = True
     """Whether the result of `read` stays valid until this storage changes, even if other storages
-    are read in between. Only then can slots be frozen, or read together with other storages'."""
+    are read in between. Only then can slots be frozen, or read together with another storage."""
 
     fixed_addresses: ClassVar[bool] = False
     """Whether all `limit` slots are allocated at the first append and keep their addresses until
-    the rows change: then a captured graph may hold the addresses."""
+    the rows change, so that a captured graph may hold the addresses."""
 
     reserves: ClassVar[bool] = False
     """Whether `reserve` and `adopt` work."""
 
     limit: int | None = None
-    """The most slots this storage can ever hold; None: as many as memory allows."""
+    """The most slots this storage can ever hold; None: limited by memory only."""
 
     bound: int | None = None
-    """The most slots that stay after a step. 0: some are evicted, but how many stay is unknown.
-    None: all stay. Storage that grows allocates little beyond this bound."""
+    """The most slots that stay after a step; 0: an unknown number, because some are evicted; None:
+    all slots. Storage that grows allocates little beyond this bound."""
 
     reallocations: int = 0
-    """How many times the stored slots were copied to a new allocation."""
+    """Number of times that the slots were copied to a new allocation."""
 
     keep = Renamed("write_plane")
     left = Renamed("remaining")
@@ -66,9 +74,9 @@ class Storage(ABC):
             )
 
     def described(self) -> bytes | None:
-        """The addresses and strides of the planes, as KvSlots of native/abi.h: the same object
-        until the planes move. With them the native library may write the allocated slots from
-        `length` on, followed by `extend_to`. None: it may not."""
+        """The addresses and strides of the planes, as KvSlots of native/abi.h; the same object
+        until the planes move. The native library may then write allocated slots from `length` on,
+        followed by a call of `extend_to`. None: it may not."""
         return None
 
     def extend_to(self, length: int) -> None:
@@ -99,10 +107,10 @@ class Storage(ABC):
         """
 
     def append_in_place(self, count: int, write: Callable[[Planes], None]) -> bool:
-        """Like `append`, but `write` is called with views of the `count` new slots and fills them.
+        """Like `append`, but calls `write` with views of the `count` new slots, to fill them.
 
-        Returns False, with nothing changed, if this storage does not write in place or does not
-        know its planes yet.
+        Returns False, with nothing changed, if this storage does not write in place or has no
+        planes yet.
         """
         return False
 
@@ -116,38 +124,56 @@ class Storage(ABC):
 
     def write_plane(self, name: str, plane: Tensor) -> None:
         """Overwrite one plane (B, H|1, length, ...) of the slots in use."""
-        with torch.inference_mode():  # which changes inference tensors and others
+        with torch.inference_mode():  # allows in-place changes of tensors made in any mode
             self.read()[name].copy_(plane)
 
     def resting(self) -> Planes:
-        """Like `read`, but on the device that holds the slots between steps (for `host` storage the
-        CPU): for copying or saving. Valid until this storage changes."""
+        """Like `read`, but on the device that holds the slots between steps (the CPU for `host`
+        storage), for copying or saving. Valid until this storage changes."""
         return self.read()
 
     @abstractmethod
     def evict(self, victims: Tensor) -> None:
-        """Free the slots `victims`, int64 (B|1, H|1, c), no repeats; `length` falls by c.
+        """Free the slots `victims`, int64 (B|1, H|1, c), without repeats; `length` falls by c.
 
-        At most c of the remaining slots are moved, so slots may change their order.
+        The order of the remaining slots may change; at most c of them are moved.
         """
 
     def remaining(self, victims: Tensor, length: int) -> Tensor:
-        """The slots that `evict` leaves of `length`, in the order in which it leaves them: int64
+        """The indices of the slots that `evict` leaves of `length` slots, in their new order: int64
         (B|1, H|1, length - c).
 
         Raises:
-            ShapeError: a victim is no slot, or is named twice.
+            ShapeError: a victim is out of range or repeated.
         """
         count = victims.shape[2]
         named = marked(victims.clamp(0, length - 1), length).sum(dim=2)
         if bool(((victims < 0) | (victims >= length)).any()) or bool((named != count).any()):
             raise ShapeError(
                 f"victims {tuple(victims.shape)} of {length} slots: a policy must name {count} "
-                f"different ones, 0 to {length - 1}, for each row and head"
+                f"different slots, 0 to {length - 1}, for each row and head"
             )
         holes, movers = moves(victims, length)
         order = torch.arange(length, device=victims.device).expand(*victims.shape[:2], -1)
         return order.scatter(2, holes, movers)[:, :, : length - count]
+
+    def make_room(self, slots: int) -> bool:
+        """Prepare for a step that needs `slots` slots before it evicts some.
+
+        Returns False if the step must keep its new slots elsewhere until it evicts, see
+        `append_evicting`; then the slots that stay have room.
+        """
+        return self.limit is None or slots <= self.limit
+
+    def append_evicting(self, planes: Planes, victims: Tensor) -> None:
+        """Like `append(planes)` followed by `evict(victims)`, without room for more slots than
+        stay."""
+        rows = next(iter(planes.values())).shape[0]
+        fed = Chain([self.read(), planes], rows) if self.length else planes
+        kept = take(fed, self.remaining(victims, slot_count(fed)))
+        self.reset()
+        if slot_count(kept):
+            self.append(kept)
 
     @abstractmethod
     def truncate(self, length: int) -> None:
@@ -159,35 +185,35 @@ class Storage(ABC):
 
     @final
     def empty_copy(self) -> Storage:
-        """A new, empty storage of the same options and bound."""
+        """A new, empty storage with the same options and bound."""
         fresh = self._alike()
         fresh.bound = self.bound
         return fresh
 
     def _alike(self) -> Storage:
-        """A new, empty storage of the same options."""
+        """A new, empty storage with the same options."""
         return type(self)()
 
     def behind(self, slots: int) -> Storage:
-        """A new, empty storage for the slots after `slots` frozen ones."""
+        """A new, empty storage for the slots that follow `slots` frozen slots."""
         return self.empty_copy()
 
     def share(self, common: dict[str, Any]) -> None:  # noqa: B027
-        """Share resources with the other storages of a cache. `common` holds them, by the
-        storage's name. By default nothing is shared."""
+        """Share resources with the other storages of a cache. `common` holds the resources by name
+        of storage. By default nothing is shared."""
 
     def reserve(self, slots: int) -> None:
-        """Allocate at least `slots` slots for a storage that holds some. The slots keep their
+        """Allocate at least `slots` slots, in a storage that is not empty. The slots keep their
         addresses until more are needed, some are freed, or the rows change.
 
         Raises:
-            CapacityError: they exceed `limit`.
+            CapacityError: `slots` exceeds `limit`.
             OutOfMemoryError: there is not enough memory; nothing is changed.
         """
         raise NotImplementedError(f"{self.name} storage reserves no slots: it moves them")
 
     def adopt(self, planes: Planes, length: int) -> None:
-        """Use planes (B, H|1, capacity, ...) that were read after `reserve`; the first `length`
+        """Use `planes` (B, H|1, capacity, ...), which were read after `reserve`; the first `length`
         slots are in use."""
         raise NotImplementedError(f"{self.name} storage cannot adopt planes: it moves its slots")
 
@@ -207,5 +233,5 @@ class Storage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, slots not in use included."""
+        """Bytes allocated, including slots not in use."""
         return plane_bytes(self._planes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from ctypes import CDLL
 from struct import Struct
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,7 +33,7 @@ _NO_VIEWS = _SlotViews([], 0)
 class Buffer(Storage):
     """Planes (B, H|1, capacity, ...) of which the first `length` slots are in use.
 
-    `read` is a view of the buffer: no append that fits copies anything but the new slots.
+    `read` is a view of the buffer. An append copies only the new slots, as long as they fit.
     """
 
     reserves: ClassVar[bool] = True
@@ -43,11 +42,11 @@ class Buffer(Storage):
         super().__init__()
         self._length = 0
         self._views = _NO_VIEWS
-        self._addresses: bytes | None = None  # and strides of the planes, as KvSlots
+        self._addresses: bytes | None = None  # the result of `described`
 
     @abstractmethod
     def _capacity_for(self, slots: int, device: torch.device) -> int:
-        """Slots to allocate so that `slots` fit; raises CapacityError when they cannot."""
+        """Slots to allocate so that `slots` fit; raises CapacityError if they exceed `limit`."""
 
     @property
     def length(self) -> int:
@@ -103,8 +102,8 @@ class Buffer(Storage):
 
     def evict(self, victims: Tensor) -> None:
         described = self.described()
-        if LIBRARY is not None and described is not None:
-            self._evict_in_one_call(LIBRARY, described, victims.contiguous())
+        if described is not None:
+            self._evict_in_one_call(described, victims, self._length)
             return
         holes, movers = moves(victims, self._length)
         # Gather from all planes before changing any, because a gather may run out of memory.
@@ -113,7 +112,22 @@ class Buffer(Storage):
             plane.scatter_(2, along_slots(holes, plane), slots)
         self._length -= victims.shape[2]
 
-    def _evict_in_one_call(self, library: CDLL, planes: bytes, victims: Tensor) -> None:
+    def append_evicting(self, planes: Planes, victims: Tensor) -> None:
+        if self.described() is None:
+            super().append_evicting(planes, victims)
+            return
+        slots = self._length + slot_count(planes)
+        kept = slots - victims.shape[2]
+        if kept > self.capacity:
+            self._reallocate(self._capacity_for(kept, device_of(planes)), self._planes)
+        behind = slots_record({name: planes[name] for name in self._planes})
+        self._evict_in_one_call(self.described() or b"", victims, slots, behind)
+
+    def _evict_in_one_call(
+        self, planes: bytes, victims: Tensor, slots: int, behind: bytes | None = None
+    ) -> None:
+        """Evict from `slots` slots; those from `length` on lie in other planes, `behind`."""
+        assert LIBRARY is not None  # it reads what `described` tells
         heads = max(plane.shape[1] for plane in self._planes.values())
         rows = next(iter(self._planes.values())).shape[0]
         if (
@@ -126,18 +140,16 @@ class Buffer(Storage):
                 f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy "
                 f"must give int64 ({rows} or 1, {heads} or 1, count) on the slots' device"
             )
-        place = victims.data_ptr()
-        failed = library.kv_evict(
-            planes, len(self._planes), rows, place, *victims.shape, self._length
+        victims = victims.contiguous()
+        place, own = victims.data_ptr(), self._length
+        failed = LIBRARY.kv_evict(
+            planes, len(self._planes), rows, place, *victims.shape, slots, behind, own
         )
         if failed == 1:
             raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
         if failed:
-            raise ShapeError(
-                f"victims {tuple(victims.shape)} of {self._length} slots: a policy must name "
-                f"{victims.shape[2]} different ones, 0 to {self._length - 1}, for each row and head"
-            )
-        self._length -= victims.shape[2]
+            self.remaining(victims, slots)  # raises the error that says which are wrong
+        self._length = slots - victims.shape[2]
 
     def truncate(self, length: int) -> None:
         self._length = length
@@ -157,14 +169,14 @@ class Buffer(Storage):
                 rows = len(index) * (self.nbytes // max(1, plane.shape[0]))
                 raise out_of_memory(self.capacity, rows, self.live_bytes, plane.device) from error
             fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))
-        self._planes = planes  # only once all are copied: an error changes nothing
+        self._planes = planes  # after all are copied, so that an error changes nothing
 
     def reset(self) -> None:
         self._drop_planes()
         self._length = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the slots in use, without the spare capacity."""
+        """Copies and pickles hold the slots in use, without spare slots."""
         live = {name: plane.clone() for name, plane in self.read().items()}
         volatile = {"_planes": live, "_views": _NO_VIEWS, "_addresses": None}
         return self.__dict__ | volatile | {"capacity": self.capacity}
@@ -187,8 +199,8 @@ class Buffer(Storage):
         return {name: p.narrow(2, start, stop - start) for name, p in self._planes.items()}
 
     def _slot(self, slot: int) -> Planes:
-        """Views (B, H|1, 1, ...) of one slot. Decoding asks for consecutive slots, so views of the
-        next few are made at once, which costs little more than making one."""
+        """Views (B, H|1, 1, ...) of one slot. Decoding asks for consecutive slots, so the views of
+        several slots are made at once, which takes little more time than one."""
         made = self._views
         if not made.first <= slot < made.first + len(made.views):
             count = min(_MOST_VIEWS, self.capacity - slot)
@@ -221,7 +233,7 @@ class Buffer(Storage):
         )
 
     def _reallocate(self, capacity: int, like: Planes) -> None:
-        """Move the slots in use to buffers of `capacity` slots, with planes like `like`.
+        """Move the slots in use to new buffers of `capacity` slots, with the planes of `like`.
 
         Raises:
             OutOfMemoryError: there is not enough memory; the slots in use are unchanged.
@@ -229,7 +241,7 @@ class Buffer(Storage):
         before = self.capacity
         self._moved()
         try:
-            for name, plane in like.items():  # one at a time, so that old and new overlap least
+            for name, plane in like.items():  # one by one: only one plane exists twice at a time
                 self._move(name, plane, capacity)
         except BaseException as error:
             self._level(min(before, capacity))
@@ -247,7 +259,7 @@ class Buffer(Storage):
         self._planes[name] = fresh
 
     def _level(self, capacity: int) -> None:
-        """Cut planes that were already enlarged back to `capacity` slots."""
+        """After a failed `_reallocate`, cut planes that were already enlarged to `capacity`."""
         if not capacity:
             self._drop_planes()
         for name, plane in self._planes.items():
@@ -259,7 +271,7 @@ class Buffer(Storage):
 
 
 def slots_record(planes: Planes) -> bytes:
-    """The addresses and strides of planes, as KvSlots of native/abi.h."""
+    """The addresses and strides of `planes`, as KvSlots of native/abi.h."""
     return b"".join(
         _PLANE.pack(
             plane.data_ptr(),
@@ -273,5 +285,5 @@ def slots_record(planes: Planes) -> bytes:
 
 
 def device_of(planes: Planes) -> torch.device:
-    """The device of these planes."""
+    """The device of `planes`."""
     return next(iter(planes.values())).device

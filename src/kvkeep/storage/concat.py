@@ -1,4 +1,4 @@
-"""Storage by concatenation: every append makes new tensors and copies the past."""
+"""Storage by concatenation: every append copies all slots to new tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvkeep.storage.base import Storage
 
 @final
 class Concat(Storage):
-    """Functional and autograd-safe: the reference for the other storages, and the baseline of the
-    benchmarks. An append costs O(length).
+    """Never changes a tensor in place, so autograd works: the reference for all other storages, and
+    the baseline of the benchmarks. An append costs O(length).
 
-    Views returned earlier keep their content. Source: transformers' DynamicCache, candle's
+    Earlier results of `read` keep their contents. Source: transformers' DynamicCache, candle's
     ConcatKvCache.
     """
 

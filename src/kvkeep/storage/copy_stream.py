@@ -15,10 +15,10 @@ _HOST = torch.device("cpu")
 
 
 class CopyStream:
-    """Makes copies between a device and the host, in the order they are requested.
+    """Makes copies between a device and the host, in the order in which they are requested.
 
-    On CUDA the copies run on a separate stream and host memory is pinned. On other devices each
-    copy is synchronous.
+    On CUDA, copies run on a separate stream and host memory is pinned. On any other device, copies
+    are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,19 +39,19 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             to.copy_(x, non_blocking=True)
         for used in (to, x):
-            if used.is_cuda:  # the allocator must not reuse it before the copy is done
+            if used.is_cuda:  # the allocator must not reuse the memory before the copy is done
                 used.record_stream(self._stream)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory, to copy to and from.
+        """Uninitialised host memory to copy to and from.
 
         Raises:
-            OutOfMemoryError: there is too little, or it cannot be pinned. A copy from memory that
-                is not pinned would wait for the computation.
+            OutOfMemoryError: memory is short, or cannot be pinned. Copies of memory that is not
+                pinned would not overlap with computation.
         """
         try:
             return self._reserve(shape, dtype)
-        except (*SHORTAGE, RuntimeError) as error:  # pinning raises the last
+        except (*SHORTAGE, RuntimeError) as error:  # pinning raises RuntimeError
             raise OutOfMemoryError(
                 f"{math.prod(shape) * dtype.itemsize} bytes of host memory needed, but "
                 f"{free_bytes(_HOST)} are free: {error}; {REMEDY}"
@@ -64,11 +64,11 @@ class CopyStream:
             return torch.empty(shape, dtype=dtype, device=_HOST, pin_memory=True)
 
     def record_event(self) -> Any:
-        """An event that completes after all copies requested so far; None: they are done."""
+        """An event after all copies requested so far; None: copies are synchronous."""
         return None if self._stream is None else self._stream.record_event()
 
     def block_compute(self, event: Any) -> None:
-        """Make the work that is queued on the current stream from now on wait for an event."""
+        """Make all later work on the current stream wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -80,7 +80,7 @@ class CopyStream:
 
 class PendingSlots(NamedTuple):
     """Single slots that are being copied to the host: `values` (B, H, n, ...) of each plane, to be
-    written to `slots`, int64 (B|1, H|1, n). Slots of `limit` or more are skipped."""
+    written to the indices `slots`, int64 (B|1, H|1, n). Indices of `limit` or more are skipped."""
 
     event: Any
     slots: Tensor
@@ -91,10 +91,10 @@ class PendingSlots(NamedTuple):
     def send(
         cls, copies: CopyStream, slots: Tensor, values: dict[str, Tensor], limit: int
     ) -> PendingSlots:
-        """Start copying the values of slots from the device. This waits only if no pinned memory is
-        left: an eviction that has been decided must not fail."""
+        """Start copying the values of slots from the device. If no pinned memory is left, the copy
+        is synchronous instead of failing, because the eviction has already been decided."""
         sources = [slots.contiguous(), *values.values()]
-        copies.wait_for_compute()  # which includes making `slots` contiguous
+        copies.wait_for_compute()  # including `slots.contiguous()`
         there = []
         for x in sources:
             try:

@@ -1,4 +1,4 @@
-"""Storage that grows geometrically: appends are amortised O(1), without a maximum length."""
+"""Storage that grows geometrically: an append is amortised O(1), and there is no maximum length."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Growth(NamedTuple):
     grown: float
     """The capacity after growing."""
     most: float
-    """The most capacity that is kept; above it, spare slots are freed."""
+    """The largest capacity that is kept; above it, spare slots are freed."""
     left: float
     """The capacity after freeing spare slots."""
 
     @classmethod
     def on(cls, device: torch.device, factor: float | None = None) -> Growth:
-        """The rule for a device, with `factor` in place of the device's own growth factor.
+        """The rule for a device; `factor` replaces the device's default growth factor.
 
-        On the CPU spare slots cost address space only. On an accelerator they are memory, so
-        capacity is at most 1.5 times the slots in use, unless `factor` is larger. There a quarter
-        is spare after growing: each slot is copied four times in all, which costs little compared
-        with reading it for each token. A sixth of the slots in use must be evicted before any are
-        freed, so that steps which add and evict do not reallocate.
+        On the CPU, spare slots take only address space. On an accelerator they occupy memory, so
+        capacity is at most 1.5 times the slots in use, unless `factor` is larger. Growing by a
+        quarter copies each slot about four times in all, which costs little compared with reading
+        it for each token. Spare slots are freed only after a sixth of the slots was evicted, so
+        that steps which append and evict do not reallocate.
         """
         factor = factor or (2.0 if device.type == "cpu" else _SMALL_GROWTH)
         if device.type == "cpu" or factor > _MOST_SPARE:
@@ -54,17 +54,17 @@ class Growth(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """How many slots to allocate if at most `bound` stay after a step, see `Storage.bound`.
+    """How many slots to allocate if at most `bound` stay after a step; see `Storage.bound`.
 
     At most an eighth is spare, on any device: on the CPU too, small buffers are memory, and so are
     slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
     each slot is copied sixteen times in all. Chunks of at most an eighth of the bound are fed
-    without reallocation.
+    without reallocation; for larger ones see `Growing.make_room`.
     """
 
     bound: int
     factor: float | None = None
-    """The growth factor up to the bound, in place of a sixteenth more."""
+    """The growth factor up to the bound; None: 17/16."""
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
@@ -74,10 +74,14 @@ class Bounded(NamedTuple):
         wanted = little if self.factor is None else int(slots * self.factor)
         return min(self.bound, max(_FIRST_SLOTS, wanted))
 
+    def most(self, slots: int) -> int:
+        """The most capacity that is kept for `slots` slots."""
+        stay = max(slots, self.bound)
+        return stay + max(2, stay // 8)
+
     def less(self, slots: int, capacity: int) -> int | None:
         """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""
-        stay = max(slots, self.bound)
-        return None if capacity <= stay + max(2, stay // 8) else self.room(slots)
+        return None if capacity <= self.most(slots) else self.room(slots)
 
 
 @final
@@ -86,12 +90,12 @@ class Growing(Buffer):
 
     Args:
         factor: the growth factor; None: chosen for the device or for a policy's budget, see
-            `Growth` and `Bounded`. A factor above 1.5 is used on an accelerator too, and takes that
-            much memory there.
+            `Growth` and `Bounded`. On an accelerator, spare slots from a factor above 1.5 occupy
+            memory.
 
-    After an eviction, capacity is freed if it is more than twice what growing would allocate; on an
-    accelerator, if it is more than 1.5 times the slots in use. If a policy has a budget (`bound`),
-    at most an eighth more than it stays allocated after a step.
+    After an eviction, spare slots are freed if the capacity is more than twice what growing would
+    allocate; on an accelerator, if it is more than 1.5 times the slots in use. If a policy has a
+    budget (`bound`), at most an eighth more than the budget stays allocated after a step.
     """
 
     name: ClassVar[str] = "growing"
@@ -110,7 +114,7 @@ class Growing(Buffer):
         return Growing(self.factor)
 
     def behind(self, slots: int) -> Growing:
-        """Grows in smaller steps, because frozen slots often have many forks, each with one."""
+        """See `Storage.behind`. It grows in small steps, because there may be many forks."""
         storage = Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
         storage.bound = None if self.bound is None else max(0, self.bound - slots)
         return storage
@@ -121,6 +125,17 @@ class Growing(Buffer):
         else:
             self._growth = Bounded(self.bound, self.factor)
         return self._growth.room(slots)
+
+    def make_room(self, slots: int) -> bool:
+        # Allocating room for a chunk, and freeing it, takes longer than reading the chunk as a
+        # second segment. Only the native library does the latter with the same result.
+        if not self.bound or self.described() is None:
+            return True
+        if slots <= max(self.capacity, Bounded(self.bound).most(self.bound)):
+            return True
+        if self.capacity < self.bound:
+            self._reallocate(self.bound, self._planes)
+        return False
 
     def evict(self, victims: Tensor) -> None:
         super().evict(victims)
@@ -135,6 +150,6 @@ class Growing(Buffer):
             return
         capacity = self._growth.less(self._length, self.capacity)
         if capacity is not None:
-            # Without memory to copy to, the spare slots are kept until a later reallocation.
+            # If memory for the copy is short, spare slots stay until a later reallocation.
             with suppress(OutOfMemoryError):
                 self._reallocate(capacity, self._planes)

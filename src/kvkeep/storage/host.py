@@ -1,4 +1,4 @@
-"""Storage in host memory: keys and values are copied to the device while they are attended to."""
+"""Storage in host memory: keys and values are copied to the device for attention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HOST = torch.device("cpu")
 
 @final
 class Staged(Planes):
-    """All slots in use. Planes in host memory are fetched to the device when they are first read;
-    they are valid until another storage's planes are fetched."""
+    """All slots in use. Planes in host memory are copied to the device when they are first read,
+    and stay valid until another storage's planes are copied."""
 
     def __init__(self, storage: Host) -> None:
         self._storage, self._small = storage, storage.small_planes.read()
@@ -35,7 +35,7 @@ class Staged(Planes):
         return self._storage.on_device()[name].narrow(2, 0, self._length)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)  # those on the device first
+        return iter(self._names)  # planes on the device first
 
     def __len__(self) -> int:
         return len(self._names)
@@ -43,13 +43,13 @@ class Staged(Planes):
 
 @final
 class Host(Storage):
-    """Keeps the planes of keys and values, still encoded, in pinned host memory, and the other
-    planes on the device. Grows like `growing` on the CPU, although pinned capacity takes memory.
+    """Keeps the encoded planes of keys and values in pinned host memory, and all other planes on
+    the device. Grows like `growing` on the CPU, although spare pinned slots occupy memory.
 
-    While one storage is read, the next one's slots are prefetched, so that two storages of a cache
-    have a copy on the device at a time. Writes and evictions change the copy first and are copied
-    back while the device computes. `nbytes` counts host memory, device memory, and the copy on the
-    device while there is one.
+    While one storage is read, the next one's slots are prefetched, so at most two storages of a
+    cache have a copy on the device at a time. Writes and evictions change the device copy first,
+    and are copied back while the device computes. `nbytes` counts host memory, device memory, and
+    the device copy if there is one.
 
     Args:
         prefetcher: the staging buffers shared with the other storages of the cache.
@@ -61,7 +61,7 @@ class Host(Storage):
     def __init__(self, *, prefetcher: Prefetcher | None = None) -> None:
         super().__init__()
         self.layout: tuple[HostPlane, ...] = ()
-        self.host: dict[str, Tensor] = {}  # (capacity, B, H, ...): slots in use are one run
+        self.host: dict[str, Tensor] = {}  # (capacity, B, H, ...): slots in use are contiguous
         self.small_planes = Growing()
         self._length = 0
         self._device = _HOST
@@ -119,12 +119,12 @@ class Host(Storage):
         return {**self.small_planes.read(), **held}
 
     def on_device(self) -> dict[str, Tensor]:
-        """Device copies (B, H, length or more, ...) of the planes that are in host memory."""
+        """Device copies (B, H, length or more, ...) of the planes in host memory."""
         return self._buffers.planes(self)
 
     def evict(self, victims: Tensor) -> None:
         planes, kept = self.on_device(), self._length - victims.shape[2]
-        # The first `kept` pairs are enough: the others copy freed slots to freed slots.
+        # The first `kept` pairs are enough: all later pairs copy freed slots to freed slots.
         holes, movers = (slots[:, :, :kept] for slots in moves(victims, self._length))
         # Gather from all planes before changing any, because a gather may run out of memory.
         moved = {n: plane.gather(2, along_slots(movers, plane)) for n, plane in planes.items()}
@@ -179,7 +179,7 @@ class Host(Storage):
         return plane_bytes(self.host) + self.small_planes.nbytes + self._buffers.nbytes(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the slots in use, without the spare capacity."""
+        """Copies and pickles hold the slots in use, without spare slots."""
         self._finish_copies()
         live = {name: plane[: self._length].clone() for name, plane in self.host.items()}
         own = {"host": live, "_prefetcher": self._prefetcher.shared, "capacity": self.capacity}
@@ -201,7 +201,7 @@ class Host(Storage):
         return self._prefetcher.buffers(self._device)
 
     def _begin(self, heavy: Planes, device: torch.device) -> None:
-        """Prepare for the first slots, whose planes in host memory are like `heavy`."""
+        """Prepare for the first slots; `heavy`: their planes for host memory."""
         layout = tuple(
             HostPlane(n, (*p.shape[:2], *p.shape[3:]), p.dtype) for n, p in heavy.items()
         )
@@ -218,7 +218,7 @@ class Host(Storage):
         return {name: plane.narrow(2, start, stop - start) for name, plane in planes.items()}
 
     def _send_new(self, stop: int) -> None:
-        """Count the slots up to `stop` as in use, and copy the new ones to the host."""
+        """Count the slots up to `stop` as in use, and copy the new slots to the host."""
         buffers, new = self._buffers, slice(self._length, stop)
         self._length = stop
         buffers.copies.wait_for_compute()
@@ -226,7 +226,7 @@ class Host(Storage):
             buffers.copies.copy(self.host[name][new], slots[new])
 
     def _send_slots(self, index: Tensor, values: dict[str, Tensor], limit: int) -> None:
-        """Start copying single slots to the host; they are written before its planes are read."""
+        """Start copying single slots to the host; `write_pending` writes them to its planes."""
         self.write_pending()  # of the previous call
         self._pending = PendingSlots.send(self._buffers.copies, index, values, limit)
 

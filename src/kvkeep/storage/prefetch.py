@@ -1,4 +1,4 @@
-"""Prefetching of slots from the host: device copies of the storage in use and of the next one."""
+"""Prefetches slots from the host: device copies of the storage in use and of the next storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.copy_stream import CopyStream
 from kvkeep.storage.growing import Growth
 
-_ALIGNED = 256  # bytes, where a plane begins
+_ALIGNED = 256  # a plane begins at a multiple of this many bytes
 
 
 class HostPlane(NamedTuple):
@@ -53,9 +53,9 @@ class _StagingBuffer:
         self.arena: Tensor | None = None
         self.layout: tuple[HostPlane, ...] = ()
         self.room = 0  # slots that fit
-        self.slots: dict[str, Tensor] = {}  # (room, B, H, ...): the slots in use are one run
-        self.planes: dict[str, Tensor] = {}  # (B, H, room, ...): views of the same
-        self.copied: Any = None  # the event after the copy of its owner
+        self.slots: dict[str, Tensor] = {}  # (room, B, H, ...): slots in use are contiguous
+        self.planes: dict[str, Tensor] = {}  # (B, H, room, ...): views of `slots`
+        self.copied: Any = None  # the event after the copy of the owner's planes
 
     def holds(self, storage: Prefetched) -> bool:
         return self.owner is not None and self.owner() is storage
@@ -65,7 +65,7 @@ class _StagingBuffer:
         return 0 if self.arena is None else self.arena.numel()
 
     def take(self, arena: Tensor | None, layout: tuple[HostPlane, ...] = ()) -> None:
-        """Divide an arena (uint8) among the planes of a layout; None: hold nothing."""
+        """Divide an arena (uint8) among the planes of a layout; None: release the arena."""
         if arena is self.arena and layout == self.layout:
             return
         self.arena, self.layout, self.room, self.slots, self.planes = None, (), 0, {}, {}
@@ -81,7 +81,7 @@ class _StagingBuffer:
                 found[plane.name] = arena[start:stop].view(plane.dtype).view(room, *plane.shape)
                 start = -(-stop // _ALIGNED) * _ALIGNED
             planes = {name: slots.movedim(0, 2) for name, slots in found.items()}
-        # In one statement: after an interrupt the buffer is divided, or holds nothing.
+        # In one statement, so that an interrupt cannot leave the buffer half divided.
         self.arena, self.layout, self.room, self.slots, self.planes = (
             arena,
             layout,
@@ -92,11 +92,11 @@ class _StagingBuffer:
 
 
 class StagingBuffers:
-    """Two staging buffers on one device: for the storage in use, and for the next storage, which is
-    predicted from the last pass.
+    """Two staging buffers on one device: for the storage in use, and for the next storage, as the
+    last pass had them in order.
 
-    Queue all reads of a storage's copy before requesting another storage: the copy may then be
-    overwritten, after the work queued so far.
+    Queue all reads of a storage's copy before requesting another storage: the request may overwrite
+    the copy, after the work queued so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,18 +107,18 @@ class StagingBuffers:
         self._needs: WeakKeyDictionary[Prefetched, int] = WeakKeyDictionary()  # bytes
 
     def planes(self, storage: Prefetched) -> dict[str, Tensor]:
-        """Copies of a storage's planes, (B, H, room, ...), with its slots in use.
-        Valid until another storage is requested.
+        """Device copies of a storage's planes, (B, H, room, ...), with its slots in use. Valid
+        until another storage is requested.
 
         Raises:
-            OutOfMemoryError: the device has no memory for them.
+            OutOfMemoryError: the device has no memory for the copies.
         """
         if not self._current.holds(storage):
             self._enter(storage)
         return self._current.planes
 
     def slots(self, storage: Prefetched) -> dict[str, Tensor]:
-        """The same, slots first: (room, B, H, ...)."""
+        """The copies of `planes`, slots first: (room, B, H, ...)."""
         self.planes(storage)
         return self._current.slots
 
@@ -126,7 +126,7 @@ class StagingBuffers:
         """`planes`, with room for at least `slots` slots.
 
         Raises:
-            OutOfMemoryError: the device has no memory for them; nothing was changed.
+            OutOfMemoryError: the device has no memory for the slots; nothing was changed.
         """
         self.planes(storage)
         if slots > self._current.room:
@@ -138,13 +138,13 @@ class StagingBuffers:
         return self._current.planes
 
     def forget(self, storage: Prefetched) -> None:
-        """Drop the copies of a storage, which are out of date."""
+        """Drop the copies of a storage, because its contents were replaced."""
         for buffer in (self._current, self._other):
             if buffer.holds(storage):
                 buffer.owner = None
 
     def nbytes(self, storage: Prefetched) -> int:
-        """Bytes of the staging buffers that hold a storage now."""
+        """Bytes of the staging buffers that currently hold a storage."""
         return sum(s.nbytes for s in (self._current, self._other) if s.holds(storage))
 
     def _enter(self, storage: Prefetched) -> None:
@@ -157,21 +157,21 @@ class StagingBuffers:
             self._after[last] = ref(storage)
         following = _alive(self._after.get(storage))
         if following is not None and following.length and not self._other.holds(following):
-            with suppress(OutOfMemoryError):  # it is then fetched when it is requested
+            with suppress(OutOfMemoryError):  # then fetch it when it is requested
                 self._fetch(following, self._other)
 
     def _fetch(self, storage: Prefetched, buffer: _StagingBuffer) -> None:
         buffer.owner = None
         storage.write_pending()
         self._fit(buffer, storage, storage.length + 1)
-        self.copies.wait_for_compute()  # which may still read the previous contents
+        self.copies.wait_for_compute()  # the device may still read the previous contents
         for name, plane in storage.host.items():
             self.copies.copy(buffer.slots[name][: storage.length], plane[: storage.length])
         buffer.copied, buffer.owner = self.copies.record_event(), ref(storage)
 
     def _fit(self, buffer: _StagingBuffer, storage: Prefetched, slots: int) -> None:
-        """Give a buffer room for `slots` slots of a storage. It is allocated as large as the
-        largest storage needs."""
+        """Give a buffer room for `slots` slots of a storage. A new buffer is large enough for the
+        largest storage."""
         least = slots * sum(p.slot_bytes for p in storage.layout) + _ALIGNED * len(storage.layout)
         largest = max([least, *(n for s, n in self._needs.items() if s is not storage)])
         growth, arena = Growth.on(self._device), buffer.arena
@@ -189,8 +189,8 @@ class StagingBuffers:
 
 @final
 class Prefetcher:
-    """The staging buffers of a cache's storages, a pair for each device. A copy of a cache has
-    separate buffers."""
+    """The staging buffers of a cache's storages: one pair for each device. A copy of a cache gets
+    its own buffers."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, StagingBuffers] = {}
@@ -198,7 +198,7 @@ class Prefetcher:
 
     @property
     def shared(self) -> Prefetcher:
-        """The prefetcher whose buffers are used: this one, or the one it has joined."""
+        """The prefetcher whose buffers are used: this prefetcher, or the prefetcher it joined."""
         return self if self._joined is None else self._joined.shared
 
     def buffers(self, device: torch.device) -> StagingBuffers:
@@ -213,7 +213,7 @@ class Prefetcher:
         mine, shared = self.shared, other.shared
         if mine is not shared:
             for buffers in mine._buffers.values():
-                buffers.copies.finish()  # the other's copies do not wait for these
+                buffers.copies.finish()  # copies of the other prefetcher do not wait for these
             mine._buffers.clear()
             mine._joined = shared
 

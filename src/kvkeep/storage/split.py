@@ -1,4 +1,4 @@
-"""Split: storage in parts of different lengths, by groups of rows, by heads, or both."""
+"""Split: a storage in parts of different lengths, by groups of rows, by heads, or both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvkeep.storage.allocate import SHORTAGE
 from kvkeep.storage.base import Storage
 
 MOST_EMPTY = 1.15
-"""Rows that share a storage are parted when it has more slots per token than this."""
+"""Rows that share a storage are parted if it has more slots per token than this."""
 
 
 class Part(NamedTuple):
-    """A storage for some rows and heads: the rows `rows`, int64 (b,), ascending, and the kv head
-    `head`. None means all of them."""
+    """A storage for some rows and heads. `rows`: indices of its rows, int64 (b,), ascending; None:
+    all rows. `head`: its kv head; None: all heads."""
 
     storage: Storage
     rows: Tensor | None = None
@@ -53,10 +53,10 @@ class Padded(Planes):
     plane.
 
     Args:
-        parts: at least one.
+        parts: at least one part.
         rows: B.
-        before: put the padding before a part's slots, not after them.
-        resting: copy from `Storage.resting`, not from `Storage.read`.
+        before: put the padding in front of a part's slots instead of behind them.
+        resting: copy from `Storage.resting` instead of `Storage.read`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Padded(Planes):
             longest = max(slot_count(planes) for _, planes in self._parts)
             shape = (self._rows, heads, longest, *first.shape[3:])
             whole = first.new_full(shape, -1 if name == POSITION else 0)
-            for part, planes in self._parts:  # one at a time, because of host storage
+            for part, planes in self._parts:  # host storage allows only one read at a time
                 part.put(planes[name], whole, (longest - slot_count(planes)) * self._before)
             self._whole[name] = whole
         return self._whole[name]
@@ -96,7 +96,7 @@ class Split(Storage):
     New slots are appended to all parts; each part frees slots independently.
 
     Args:
-        each: an empty storage; each part gets a new one like it.
+        each: an empty storage; each part gets an empty copy of it.
         by_head: whether each head has separate parts.
     """
 
@@ -151,12 +151,11 @@ class Split(Storage):
             part.storage.write(part.of(slots), own)
 
     def read(self) -> Planes:
-        """Copies of all parts, the shorter ones padded at the end."""
+        """Copies of all parts, shorter parts padded at the end."""
         return Padded(self.parts, self.batch)
 
     def newest_last(self) -> Planes:
-        """Copies of all parts, the shorter ones padded in front, so that the newest slots are
-        last."""
+        """Copies of all parts, shorter parts padded in front, so that the newest slots are last."""
         return Padded(self.parts, self.batch, before=True)
 
     def resting(self) -> Planes:
@@ -164,7 +163,7 @@ class Split(Storage):
         return Padded(self.parts, self.batch, before=True, resting=True)
 
     def resting_head(self, head: int) -> Planes:
-        """`resting` for one head; not copied if a single part holds all of its rows."""
+        """`resting` for one head; without a copy if a single part holds all its rows."""
         own = [part for part in self.parts if part.head == head]
         if len(own) == 1 and own[0].rows is None:
             return own[0].storage.resting()
@@ -177,14 +176,14 @@ class Split(Storage):
         return range(max((part.head or 0 for part in self.parts), default=-1) + 1)
 
     def load(self, heads: Sequence[Planes]) -> None:
-        """Replace the contents by copies of these planes, one set for each head."""
+        """Replace the contents by copies of `heads`, one set of planes for each head."""
         self.parts = tuple(Part(self._each.empty_copy(), None, i) for i in range(len(heads)))
         for storage, planes in zip(self.storages, heads, strict=True):
             storage.append(planes)
             self.batch = planes[POSITION].shape[0]
 
     def copied_to(self, each: Storage) -> Split:
-        """A copy of all parts in new storages like `each`. If `each` is differentiable, gradients
+        """A copy of all parts in empty copies of `each`. If `each` is differentiable, gradients
         flow through the copy."""
         other = Split(each, by_head=self.by_head)
         other.batch = self.batch
@@ -198,8 +197,8 @@ class Split(Storage):
             part.storage.write_plane(name, part.of(plane)[:, :, : part.storage.length])
 
     def drop(self, dropped: Tensor) -> None:
-        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True. Then each part frees as
-        many slots as are empty in each of its rows and heads."""
+        """Empty the slots where `dropped`, bool (B|1, H|1, S), is True. Then each part frees the
+        number of slots that are empty in all its rows and heads."""
         self.torn = True
         for part in self.parts:
             storage = part.storage
@@ -227,8 +226,8 @@ class Split(Storage):
         return self.parts[0].storage if one else None
 
     def surplus(self, budget: int) -> int:
-        """Slots beyond `budget` per head, in the longest part of each head, summed over heads with
-        separate parts."""
+        """Slots over a `budget` per head, counted in each head's longest part; if heads have
+        separate parts, summed over heads."""
         longest: dict[int | None, int] = {}
         for part in self.parts:
             longest[part.head] = max(longest.get(part.head, 0), part.storage.length)
@@ -256,7 +255,7 @@ class Split(Storage):
                 own = place[index[mine]]
                 part = part._replace(rows=_some(mine, len(index)))
             part.storage.rows(own)
-            self.torn = True  # True until all parts have their new rows
+            self.torn = True  # until all parts have their new rows
             parts.append(part)
         self.parts, self.batch, self.torn = tuple(parts), len(index), False
 
@@ -279,18 +278,17 @@ class Split(Storage):
 
 
 def _some(rows: Tensor, count: int) -> Tensor | None:
-    """`rows`, ascending indices below `count`; None if they are all indices."""
+    """`rows`, ascending indices below `count`; None if these are all indices."""
     return None if len(rows) == count else rows
 
 
 def parted(planes: Planes, each: Storage, *, by_head: bool) -> Split | None:
-    """Copy slots to parts, each for rows with similar numbers of tokens. A part is as long as the
-    row with most tokens in it; shorter rows have their empty slots in front. Tokens keep their
-    order.
+    """Copy slots to parts, each for rows with similar numbers of tokens. A part has as many slots
+    as its longest row has tokens; shorter rows have empty slots in front. Tokens keep their order.
 
     Args:
         planes: (B, H|1, S, ...).
-        each: an empty storage; each part gets a new one like it.
+        each: an empty storage; each part gets an empty copy of it.
         by_head: whether to group the rows of each head separately.
 
     Returns:
@@ -326,9 +324,9 @@ def _parted(planes: Planes, each: Storage, by_head: bool) -> Split | None:
 
 
 def alike(counts: Sequence[int]) -> list[list[int]]:
-    """Group the indices of `counts`. A group takes as many slots for each of its indices as its
-    largest count. Groups are split until together they take at most `MOST_EMPTY` times the sum of
-    `counts`."""
+    """Group the indices of `counts`. A group takes, for each of its indices, as many slots as its
+    largest count. Groups are split until all groups together take at most `MOST_EMPTY` times the
+    sum of `counts`."""
     order = sorted(range(len(counts)), key=lambda index: -counts[index])
     groups, need = [order], sum(counts)
 

@@ -1,25 +1,26 @@
 """Stores: slots computed for one prompt, reused by prompts with the same beginning.
 
-- The keys of the radix tree are token ids. A hash only tells where to look in a backend; the
-  block's tokens and checksums are then compared. Only the tokens before a block are identified by
-  a hash, a chained SHA-256. XXH3 is a checksum.
+- The keys of the radix tree are token ids. In a backend, a hash only finds a block; the block's
+  tokens and checksums are then compared. Only the tokens before a block are identified by a hash, a
+  chained SHA-256. Checksums are XXH3.
 - The model determines a block's planes and their shapes. A block that differs is a miss.
-- An identity covers everything else that slots depend on: weights, adapters, rotary parameters,
-  dtypes, autocast, codecs, whether attention is kvkeep's, and a namespace. A model with hooks of
-  its user has no identity and is refused.
-- Slots of `keep_all` are stored, plain or in a codec that encodes single tokens. A cache with
-  a budget begins with plain slots (`beginning`). A policy that needs mass or queries is fed the
-  last tokens again.
-- `generate()` uses a store only where transformers would build a plain `DynamicCache`. Rows of a
-  batch share their common beginning.
+- An identity covers everything that slots depend on except the tokens: weights, adapters, rotary
+  parameters, dtypes, autocast, codecs, whether attention is kvkeep's, and a namespace. A model with
+  hooks of its user has no identity and is refused.
+- Stores hold slots of `keep_all`, plain or in a codec that encodes single tokens. A cache with a
+  budget begins with plain slots (`beginning`). If its policy needs mass or queries, the last tokens
+  are fed again.
+- `generate()` uses a store only if transformers would build a plain `DynamicCache`. Rows of a batch
+  share their common beginning.
 - The states of recurrent layers are stored after some tokens; a hit ends at one of these tokens.
 - A hit is a list of frozen runs: filling a cache with it copies nothing, and the cache may outlive
-  the entry. Entries that a hit locks, or that begin other entries, are not evicted. Bytes and locks
-  are derived from the entries, never counted, so an interrupt cannot make them wrong.
+  the entry. Entries that a hit locks, or that are prefixes of other entries, are not evicted. Bytes
+  and locks are computed from the entries, not counted, so an interrupt cannot make them wrong.
 - A text compressed by `kvzip` is one entry outside the tree, because its heads keep different
   tokens.
-- An activated adapter (aLoRA) computes tokens from its invocation on. Their keys carry 32 bits of
-  the adapter's hash; the tokens before it are shared by the base model and all adapters.
+- An activated adapter (aLoRA) computes tokens from its invocation on. The tree keys of these tokens
+  carry 32 bits of the adapter's hash; tokens before the invocation are shared by the base model and
+  all adapters.
 """
 
 from typing import NoReturn

@@ -42,9 +42,9 @@ class Backend(ABC):
     """Storage for blocks. Processes may share a storage, and threads may call a backend at the same
     time. A failure counts in `failures` and is a miss; it raises no error in the caller.
 
-    Five methods are abstract. The others have defaults that call them; override the defaults if
-    each call costs a network round trip. `open_store` finds a class by its `schemes` and calls it
-    with the URL and given keyword arguments such as `budget=`.
+    Five methods are abstract. All other methods have defaults that call these five; override the
+    defaults if each call costs a network round trip. `open_store` finds a class by its `schemes`
+    and calls it with the URL and keyword arguments such as `budget=`.
     """
 
     name: ClassVar[str]
@@ -113,7 +113,7 @@ class Backend(ABC):
         return [key for key in keys if not self.contains(key)]
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
-        """Store missing blocks; returns how many are stored now."""
+        """Store missing blocks; returns how many of `blocks` are stored afterwards."""
         return sum(map(self.put, blocks))
 
     def labels(self, keys: Sequence[str]) -> list[Label | None]:
@@ -122,9 +122,8 @@ class Backend(ABC):
         return [None if block is None else Label.of(block) for block in found]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
-        """Remove abandoned writes and quarantined blocks older than `older_than` seconds, then
-        blocks in order of last use, oldest first, until the rest fits `budget` bytes. Returns the
-        bytes freed."""
+        """Remove abandoned writes and quarantined blocks older than `older_than` seconds, then the
+        least recently used blocks until the rest fits `budget` bytes. Returns the bytes freed."""
         return 0
 
     def exists(self) -> bool:
@@ -132,8 +131,8 @@ class Backend(ABC):
         return True
 
     def _checked(self, key: str, data: Any) -> StoredBlock | None:
-        """Parse the data stored under a key; None if it is None or an error. If it is not the key's
-        block, quarantine it and return None."""
+        """Parse the data stored under a key. Returns None if the data is None or an exception, or
+        is not the key's block, which is then quarantined."""
         if data is None or isinstance(data, Exception):
             return None
         try:
@@ -151,7 +150,7 @@ class Backend(ABC):
         self.last_error = f"{type(error).__name__}: {error}"
 
     def _label(self, key: str, data: Any) -> Label | None:
-        """The label in a block's first bytes; None without bytes."""
+        """The label in a block's first bytes, `data`; None: there are no bytes."""
         if not data or not isinstance(data, (bytes, bytearray)):
             return None
         try:
@@ -172,7 +171,7 @@ class Remote(Backend):
 
     @property
     def resting(self) -> bool:
-        """Whether calls are misses now, after a recent failure."""
+        """Whether calls currently return misses because of a recent failure."""
         return time.monotonic() < self._paused_until
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:

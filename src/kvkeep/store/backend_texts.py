@@ -13,10 +13,10 @@ from kvkeep.store.backend import Backend
 from kvkeep.store.block import Label, StoredBlock, beginning, digest, key_of, token_bytes
 from kvkeep.store.compressed import Compressed, CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.layer_slices import Marks, Pieces, Stretch
+from kvkeep.store.layer_slices import Pieces, Stretch
 from kvkeep.store.tree import common
 
-_LOOKED_AT = 16  # most blocks of one key prefix that are compared
+_LOOKED_AT = 16  # most blocks with one beginning of keys that are compared
 
 
 class _Place(NamedTuple):
@@ -30,41 +30,30 @@ class _Place(NamedTuple):
 class BackendTexts:
     """Texts in a backend, in blocks of `size` tokens, int64 (n,).
 
-    A block is found by the hashes of its tokens and of the tokens before it, then compared with the
-    tokens and with the model's geometry; a block that differs is quarantined. `geometry_of` returns
-    the geometry; it is called only if a block was found.
+    A block is found by the hash of its tokens and the hash of the tokens before it, then compared
+    with the tokens and the model's geometry; a block that differs is quarantined. `geometry_of`
+    returns the geometry; it is called only if a block was found.
     """
 
     def __init__(self, backend: Backend, size: int) -> None:
         self._backend, self._size = backend, size
 
     def write(
-        self,
-        identity: str,
-        tokens: Tensor,
-        content_of: Pieces,
-        geometry: ModelGeometry,
-        marks: Marks,
+        self, identity: str, tokens: Tensor, content: Pieces, geometry: ModelGeometry
     ) -> None:
         """Write the blocks of a text that the backend lacks, or has without the recurrent states
-        after their last token.
-
-        Args:
-            content_of: returns the stretch of tokens from a start to a stop.
-            geometry: the model's geometry.
-            marks: the recurrent states in the result of `content_of`.
-        """
+        after their last token. `geometry`: the model's."""
         places = self._places(identity, tokens, 0)
 
         def block(key: str) -> StoredBlock:
             start, prefix = places[key]
             own = tokens[start : start + self._size]
-            content = content_of(start, start + len(own))
-            return StoredBlock(identity, prefix, own, content, geometry.routed, geometry.of_rows)
+            part = content(start, start + len(own))
+            return StoredBlock(identity, prefix, own, part, geometry.routed, geometry.of_rows)
 
         missing = self._backend.missing(list(places))
         stops = {key: min(start + self._size, len(tokens)) for key, (start, _) in places.items()}
-        marked = [key for key in stops if stops[key] in marks and key not in missing]
+        marked = [key for key in stops if stops[key] in content.marks and key not in missing]
         for key, label in zip(marked, self._backend.labels(marked) if marked else [], strict=True):
             if label is not None and len(label.tokens) not in label.marks:
                 self._backend.delete(key)
@@ -104,7 +93,7 @@ class BackendTexts:
     def write_compressed(self, identity: str, text: CompressedText) -> None:
         """Write a compressed text as one block, unless the backend has it.
 
-        Its key has a hash of the text's first 2**k tokens, for the greatest possible k, in place of
+        In its key, a hash of the text's first 2**k tokens, for the greatest possible k, replaces
         the hash of preceding tokens.
         """
         first, geometry = digest(text.tokens[: 1 << _power(len(text.tokens))]), text.geometry
@@ -148,7 +137,7 @@ class BackendTexts:
             yield from sorted(fitting, key=lambda key: -lengths[key])
 
     def _alike(self, identity: str, prefix: str, tokens: Tensor) -> StoredBlock | None:
-        """The block with the longest common beginning with `tokens`."""
+        """The block after `prefix` that shares the most leading tokens with `tokens`."""
         with self._backend.as_one_call():
             labels = self._labels(identity, prefix, int(tokens[0]))
             same = {key: common(label.tokens, tokens) for key, label in labels.items()}
@@ -159,7 +148,7 @@ class BackendTexts:
             return None
 
     def _labels(self, identity: str, prefix: str, token: int) -> dict[str, Label]:
-        """The labels of at most 16 blocks that follow a prefix and begin with a token."""
+        """The labels of at most 16 blocks that follow a prefix and begin with `token`, by key."""
         keys = list(islice(self._backend.scan(beginning(identity, prefix, token)), _LOOKED_AT))
         labels = zip(keys, self._backend.labels(keys), strict=True)
         return {key: label for key, label in labels if label is not None}

@@ -1,7 +1,7 @@
-"""Exact slots: stores hold them for all specs, and caches of any spec begin with them.
+"""Exact slots, which stores hold, and with which caches of any spec can begin.
 
-A cache begins with the slots of a plain `keep_all` cache if it has a budget, or a codec that
-encodes blocks of tokens or takes out the mean of a text's own keys. Its policy evicts after the
+A cache begins with the slots of a plain `keep_all` cache if it has a budget, or if its codec
+encodes tokens in blocks or has a centre, which depends on the text. Its policy evicts after the
 next chunk.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+
+from torch import Tensor
 
 from kvkeep.host import ModelCache
 from kvkeep.layer.beginning import begin_with
@@ -18,8 +20,8 @@ from kvkeep.storage import STORAGES
 
 
 def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """The specs of the exact slots with which a cache of `specs` begins. Specs that keep all tokens
-    in codecs of single tokens do not change."""
+    """The specs of the exact slots with which a cache of `specs` begins: `specs` itself, for
+    policies that keep all tokens and codecs that encode single tokens."""
     return list(map(_exact, specs))
 
 
@@ -28,7 +30,7 @@ def _exact(spec: CacheSpec) -> CacheSpec:
         return spec
     key, value = spec.key_codec, spec.value_codec
     alone = key.rewritable and value.rewritable and not key.centre
-    late = key.together == value.together > 1  # the newest tokens are not encoded
+    late = key.together == value.together > 1  # the newest tokens stay plain
     if spec.policy.evicts or late or not alone:
         return CacheSpec(KeepAll())
     return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())
@@ -41,15 +43,32 @@ def encodes_alike(specs: Sequence[CacheSpec], others: Sequence[CacheSpec]) -> bo
 
 
 def observed_again(cache: ModelCache) -> int:
-    """The number of a text's last tokens that a cache must be fed itself, so that its policies see
-    their queries."""
+    """Number of a text's last tokens that must be fed again to a cache that begins with the text,
+    because its policies need their queries."""
     return max((layer.policy.observed_again for layer in cache.layers), default=0)
+
+
+def beginning_of(cache: ModelCache, tokens: Tensor) -> tuple[list[CacheSpec], Tensor]:
+    """The `exact_specs` of the slots with which a cache begins, and those of its tokens, (n,), that
+    it begins with. The same specs and all tokens, if its own slots are exact."""
+    exact = exact_specs(cache.specs)
+    again = 0 if exact == cache.specs else observed_again(cache)
+    return exact, tokens[: max(0, len(tokens) - again)]
+
+
+def begun(cache: ModelCache, text: ModelCache) -> ModelCache:
+    """An empty cache with the tokens of a cache of its `exact_specs`; the latter, if the specs are
+    the same. See `begin`."""
+    if text.specs == cache.specs:
+        return text
+    begin(cache, text)
+    return cache
 
 
 def begin(cache: ModelCache, text: ModelCache) -> None:
     """Let an empty cache begin with all tokens of a cache of its `exact_specs`.
 
-    The next forward attends to all of them and then evicts; `settle` evicts without a forward.
+    The next forward attends to all these tokens and then evicts; `settle` evicts without a forward.
     """
     for layer, own in zip(cache.layers, text.layers, strict=True):
         begin_with(layer, own)

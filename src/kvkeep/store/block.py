@@ -25,11 +25,11 @@ FORMAT = 3
 """The only version of the block format that is written and read."""
 
 LABEL_BYTES = 1 << 18
-"""Bytes at the start of a block that contain its `Label`, up to thousands of planes."""
+"""A block's first bytes that are read for its `Label`; enough for thousands of planes."""
 
 HEADER_BYTES = 1 << 22
-"""Bytes of a block's longest header, enough for ten thousand planes. A compressed text has planes
-for each head of each layer."""
+"""The longest header that is read, in bytes; enough for ten thousand planes. A compressed text has
+separate planes for each head of each layer."""
 
 _MOST_LAYERS = 1 << 12
 _MOST_HEADS = _MOST_WIDTH = 1 << 20
@@ -37,7 +37,7 @@ _KEY = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{72,80}")
 _START = re.compile(r"[0-9a-f/]*")
 
 DIGEST = 64
-"""Characters of the hash of a block's tokens, which ends its key."""
+"""Number of characters of the hash of a block's tokens, at the end of its key."""
 
 _HEADER = "kvkeep_block"
 _MARK = "mark"  # prefix of the names of recurrent states
@@ -74,7 +74,7 @@ class StoredBlock:
         prefix: hash of the tokens before the block.
         tokens: the block's own tokens, int64 (n,).
         routed: see `kvkeep.cache.Cache.routed`.
-        geometries: one for each layer, of one row.
+        geometries: the geometry of each layer, for one row.
     """
 
     identity: str
@@ -86,8 +86,8 @@ class StoredBlock:
 
     @property
     def key(self) -> str:
-        """The block's key, `identity/prefix/tokens`: three hashes, the last one after the block's
-        first token in hexadecimal."""
+        """The block's key, `identity/prefix/tokens`: three hashes. The block's first token, in
+        hexadecimal, precedes the third."""
         return key_of(self.identity, self.prefix, self.tokens)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -136,18 +136,16 @@ class StoredBlock:
         if not len(self.geometries) == len(content.layers) == len(geometry.layers):
             return f"it has {len(content.layers)} layers, not {len(geometry.layers)}"
         for index, (layer, found) in enumerate(zip(geometry.layers, self.geometries, strict=True)):
-            said, own = found[1:5], layer.of_row[1:5]  # a block lies on no device
+            said, own = found[1:5], layer.of_row[1:5]  # without the device
             if said != own:
                 return f"layer {index} has heads, widths and dtype {said}, not {own}"
-            reason = content.why_not(index, layer, start)
-            if reason:
+            if reason := content.why_not(index, layer, start):
                 return f"layer {index}{reason}"
         for at, mark in content.marks.items():
             if mark.keys() != geometry.states.keys():
                 return f"the mark after {at} tokens has states {sorted(mark)[:3]}, not the model's"
             for name, spec in geometry.states.items():
-                reason = spec.why_not(mark[name], 1)
-                if reason:
+                if reason := spec.why_not(mark[name], 1):
                     return f"state {name} after {at} tokens {reason}"
         return ""
 

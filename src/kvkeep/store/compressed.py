@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvkeep.geometry import Geometry
 from kvkeep.host import ModelCache
-from kvkeep.layer.history import History, LayerState
-from kvkeep.planes import POSITION, Planes
+from kvkeep.layer.history import History, LayerState, by_part
+from kvkeep.planes import POSITION
 from kvkeep.store.geometry import LayerGeometry, ModelGeometry
 from kvkeep.store.layer_slices import Marks
 
@@ -21,7 +21,7 @@ from kvkeep.store.layer_slices import Marks
 @final
 class Compressed:
     """Each layer's encoded planes, (1, H|1, slots, ...), by part and plane, such as `head.0.k`.
-    Heads keep different tokens, so it cannot be cut by tokens. It never changes.
+    Heads keep different tokens, so a compressed text cannot be cut at a token. It never changes.
 
     Args:
         tokens: the number of tokens fed.
@@ -43,32 +43,29 @@ class Compressed:
     @classmethod
     def of(cls, cache: ModelCache) -> Compressed:
         """A copy of the slots of a compressed cache of one row."""
-        layers = [
-            {
-                f"{part}.{name}": planes[name].clone()
-                for part, planes in it.items()
-                for name in planes
-            }
-            for it in (_contents(state) for state in cache.states("store"))
-        ]
+        layers = []
+        for state in cache.states("store"):
+            tensors, mean = state.tensors(), state.history.centre
+            tensors |= {} if mean is None else {f"{_CENTRE}.mean": mean}
+            layers.append({name: x.clone() for name, x in tensors.items()})
         return cls(layers, cache.fed)
 
     def state(self, index: int, geometry: Geometry) -> LayerState:
         """The state of a layer that holds these slots; the tensors are not copied.
 
         Args:
-            geometry: the layer's, for one row.
+            geometry: the layer's geometry, for one row.
         """
         history = History()
         history.columns = history.floor = len(self)
         history.geometry = geometry
-        parts = _parts(self.layers[index])
+        parts = by_part(self.layers[index])
         history.centre = parts.pop(_CENTRE, {}).get("mean")
         return LayerState(history, parts).to(geometry.device)
 
     def why_not(self, index: int, layer: LayerGeometry, start: int = 0) -> str:
         """Why the planes of layer `index` do not fit it; empty if they do. `start` is 0."""
-        parts = _parts(self.layers[index])
+        parts = by_part(self.layers[index])
         heads = layer.of_row.heads
         mean = parts.pop(_CENTRE, {}).get("mean")
         if (None if mean is None else (tuple(mean.shape), mean.dtype)) != layer.centre:
@@ -79,12 +76,11 @@ class Compressed:
         for name, planes in parts.items():
             position = planes.get(POSITION, torch.empty(0)).flatten()
             slots = len(position)
-            reason = layer.why_not(planes, 1 if layer.ragged else heads, slots)
-            if reason:
+            if reason := layer.why_not(planes, 1 if layer.ragged else heads, slots):
                 return f", {name}{reason}"
             at = position.sort().values.tolist()
             if layer.ragged and not (at and at[0] >= 0 and at[-1] < len(self)):
-                return f", {name} has no positions, or some outside of its {len(self)} tokens"
+                return f", {name} has no positions, or positions outside of its {len(self)} tokens"
             if len(set(at)) < slots:
                 return f", {name} holds a token twice"
             if not layer.ragged and at != list(range(max(1, len(self)) - slots, len(self))):
@@ -94,8 +90,8 @@ class Compressed:
 
 @dataclass(eq=False)
 class CompressedText:
-    """A compressed text of a store: its token ids, int64 (n,), and its slots. `used` grows with
-    each use."""
+    """A compressed text of a store: its token ids, int64 (n,), and its slots. `used`: the time of
+    its last use, by the store's clock."""
 
     tokens: Tensor
     content: Compressed
@@ -104,28 +100,13 @@ class CompressedText:
     used: int = 0
 
     def fill(self, cache: ModelCache) -> None:
-        """Copy it into an empty cache of the same specs."""
+        """Copy the text into an empty cache of the same specs."""
         for index, (layer, own) in enumerate(zip(cache.layers, self.geometry.of_rows, strict=True)):
             layer.restore(self.content.state(index, own))
         cache.routed = self.geometry.routed
 
 
 _CENTRE = "centre"  # the part whose only plane is `History.centre`
-
-
-def _contents(state: LayerState) -> Mapping[str, Planes | dict[str, Tensor]]:
-    """The parts of a layer's slots, and its centre."""
-    mean = state.history.centre
-    return {**state.parts} if mean is None else {**state.parts, _CENTRE: {"mean": mean}}
-
-
-def _parts(planes: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Planes named by part and plane, grouped by part."""
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, x in planes.items():
-        part, _, plane = name.rpartition(".")
-        parts.setdefault(part, {})[plane] = x
-    return parts
 
 
 def begins(tokens: Tensor, prefix: Tensor) -> bool:

@@ -120,8 +120,8 @@ class Disk(Files):
         return found
 
     def _blocks(self) -> dict[str, File]:
-        """The files of all blocks by key. Files known from an earlier call are not read again,
-        because they never change and `stat` dominates the time."""
+        """The files of all blocks by key. `stat` takes most of the time, so it is not called again
+        for files known from an earlier call: a block's size never changes."""
         found = dict[tuple[str, int], tuple[str, File]]()
         for entry in self._entries("blocks"):
             place = entry.name, entry.inode()

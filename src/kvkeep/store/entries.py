@@ -63,8 +63,7 @@ class Entries:
     def geometry(
         self, identity: str, geometry: Callable[[], ModelGeometry] | None
     ) -> ModelGeometry:
-        """The geometry of an identity's entries. `geometry` returns it; it is called the first time
-        only."""
+        """The geometry of an identity's entries; `geometry` is called only the first time."""
         own = self._geometries.get(identity)
         if own is None:
             assert geometry is not None
@@ -105,20 +104,15 @@ class Entries:
         with self.lock:
             return Hit(self.tree(identity).match(tokens), self._geometries.get(identity))
 
-    def keep(
-        self, identity: str, tokens: Tensor, content_of: Pieces, marks: Marks, priority: int = 0
-    ) -> int:
+    def keep(self, identity: str, tokens: Tensor, content: Pieces, priority: int = 0) -> int:
         """Put tokens into the tree as far as the budget allows; returns how many of them it holds
         then. The geometry must be known.
 
-        Slots in windows that the tree lacks are added to its tokens, too.
-
-        Args:
-            marks: the recurrent states in the result of `content_of`. States that the tree lacks
-                are added to its tokens, too.
+        Slots in windows and recurrent states that the tree lacks are added to its tokens, too.
         """
         with self.lock:
             tree, geometry = self.tree(identity), self._geometries[identity]
+            marks = content.marks
             path, known = tree.match(tokens)
             held = _marked(path)
             lacking = [at for at in sorted(marks) if 0 < at <= known and at not in held]
@@ -126,29 +120,29 @@ class Entries:
 
             def added(length: int) -> int:
                 marked = sum(at <= length for at in beyond)
-                return content_of.nbytes(known, length) + geometry.state_bytes * marked
+                return content.nbytes(known, length) + geometry.state_bytes * marked
 
             length, new = len(tokens), added(len(tokens))
             states = geometry.state_bytes * len(lacking)
             room = self._make_room(new + states, path)
             if new > room:
                 length = known + bisect_right(range(known + 1, length + 1), room, key=added)
-            path = tree.insert(tokens[:length], content_of, priority)
+            path = tree.insert(tokens[:length], content, priority)
             if lacking:  # prefer later states: hits end there
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
                 _add_marks(path, {at: marks[at] for at in lacking})
             if geometry.windowed:
-                self._add_windows(path, content_of, known)
+                self._add_windows(path, content, known)
             return length
 
-    def _add_windows(self, path: Sequence[Node], content_of: Pieces, known: int) -> None:
+    def _add_windows(self, path: Sequence[Node], content: Pieces, known: int) -> None:
         """Add slots that nodes lack among the first `known` tokens, if they fit."""
         found = list[tuple[Node, Stretch]]()
         for node in path:
             first = node.content.first
             if first < known:
-                new = node.content.lacking(content_of(first, first + len(node.tokens)))
+                new = node.content.lacking(content(first, first + len(node.tokens)))
                 found.append((node, new))
         needed = sum(new.nbytes for _, new in found)
         if needed and self._make_room(needed, path) >= needed:
@@ -172,7 +166,8 @@ class Entries:
             return best
 
     def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
-        """Hold a text if the budget has room. Returns it, or the held text with these tokens."""
+        """Hold a text if the budget has room. Returns `text`, or the text already held with the
+        same tokens."""
         nbytes = text.content.nbytes
         with self.lock:
             known = self.text(identity, text.tokens, len(text.tokens))
@@ -185,7 +180,7 @@ class Entries:
                 self._texts.setdefault(identity, []).append(text)
         return text
 
-    # -- all of them ------------------------------------------------------------------------
+    # -- all entries ------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Remove all entries that are not locked."""
@@ -193,8 +188,8 @@ class Entries:
             self._make_room(None)
 
     def _make_room(self, nbytes: int | None, spared: Sequence[Node] = ()) -> int:
-        """Evict entries, except the nodes `spared`, until `nbytes` fit or nothing is left to evict
-        (None: evict all). Returns how many bytes fit then; without a budget, `nbytes`."""
+        """Evict entries, except the nodes `spared`, until `nbytes` fit (None: evict all entries) or
+        nothing is left to evict. Returns how many bytes now fit; without a budget, `nbytes`."""
         if nbytes is not None and self.budget is None:
             return nbytes
         room = (self.budget or 0) - self.nbytes

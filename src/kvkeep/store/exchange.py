@@ -16,7 +16,7 @@ from kvkeep.store.backend_texts import BackendTexts
 from kvkeep.store.compressed import CompressedText
 from kvkeep.store.entries import Entries
 from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.layer_slices import Marks, Pieces, Stretch
+from kvkeep.store.layer_slices import Pieces, Stretch
 
 _LOG = logging.getLogger("kvkeep.store")
 _READERS = 8
@@ -33,12 +33,12 @@ class Exchange:
     """Copies requested blocks from a backend to a store's entries, and new entries to the backend.
     Threads may share an exchange.
 
-    Callers need not wait for the backend: threads read, and one thread writes in the order of
-    calls. The threads change only the entries and the backend. They start when needed, and Python
-    completes their work at exit.
+    Callers need not wait for the backend: several threads read, and one thread writes in the order
+    of calls. The threads change only the entries and the backend. They start when needed, and
+    finish their work before Python exits.
 
     Args:
-        backend: None: copy nothing.
+        backend: the backend; None: copy nothing.
         block: tokens per block of the backend.
     """
 
@@ -53,8 +53,8 @@ class Exchange:
     def fetch(
         self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
     ) -> None:
-        """Copy blocks that the tree lacks from the backend, without holding the entries' lock while
-        reading. See `PrefixStore.match` for `geometry`."""
+        """Copy blocks that the tree lacks from the backend. The entries are not locked while the
+        backend is read. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
         if self._texts is None or (geometry is None and not entries.known(identity)):
             return
@@ -78,7 +78,7 @@ class Exchange:
         with entries.lock:
             if entries.tree(identity).match(tokens).length < first:
                 return  # the prefix was evicted meanwhile
-            entries.keep(identity, tokens[:stop], Pieces(pieces, marks), marks)
+            entries.keep(identity, tokens[:stop], Pieces(pieces, marks))
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. The future holds its error."""
@@ -88,25 +88,22 @@ class Exchange:
         self,
         identity: str,
         tokens: Tensor,
-        content_of: Pieces,
+        content: Pieces,
         geometry: ModelGeometry,
-        marks: Marks,
         *,
         wait: bool,
     ) -> None:
         """Write tokens, int64 (n,), to the backend.
 
         Args:
-            content_of: returns the stretch of tokens from a start to a stop; called before this
-                returns.
-            marks: the recurrent states in the result of `content_of`.
+            content: the tokens' slots, which are copied before this returns.
             wait: write now. Otherwise a thread writes; if too much waits to be written, or on an
                 error, the tokens are not written, and a later prompt computes them.
         """
         if self._texts is None:
             return
         if wait:
-            self._texts.write(identity, tokens, content_of, geometry, marks)
+            self._texts.write(identity, tokens, content, geometry)
             return
         nbytes = geometry.text_bytes(len(tokens))
         with self._lock:
@@ -114,13 +111,13 @@ class Exchange:
             if self._writes and sum(one.nbytes for one in self._writes) + nbytes > _MOST_BYTES:
                 _LOG.warning("the store's backend is slow, so %s bytes are not written", nbytes)
                 return
-            # Copy from the tree where possible: unlike a cache, it does not change.
+            # Take stretches from the tree if possible: they never change, so need no copy.
             with self._entries.hit(identity, tokens) as hit:
                 pieces = hit.stretches if hit.known == hit.length else []
             start = hit.length if pieces else 0
             if start < len(tokens):
-                pieces = [*pieces, content_of(start, len(tokens))]
-            args = identity, tokens.clone(), Pieces(pieces, marks), geometry, marks
+                pieces = [*pieces, content(start, len(tokens))]
+            args = identity, tokens.clone(), content._replace(stretches=pieces), geometry
             job = partial(_logged, partial(self._texts.write, *args))
             self._writes.append(_Write(self._writer.submit(job), nbytes))
 

@@ -21,8 +21,8 @@ _UNKEYED = re.compile(r"/blocks/[0-9a-f]{32}\.safetensors$")  # files of version
 
 
 class File(NamedTuple):
-    """A file: its last use, or its creation if the filesystem does not record the use (seconds
-    since 1970); its path; its size in bytes."""
+    """A file: the time of its last use, or of its creation if the filesystem does not record uses
+    (seconds since 1970); its path; its size in bytes."""
 
     used: float
     path: str
@@ -30,8 +30,8 @@ class File(NamedTuple):
 
 
 class _Kept:
-    """The blocks of a locked store: their keys, their bytes, and their files, the least recently
-    used first."""
+    """The blocks of a locked store: their keys, their total bytes, and a heap of their files, the
+    least recently used first."""
 
     def __init__(self, files: Mapping[str, File] = MappingProxyType({})) -> None:
         self.keys = set(files)
@@ -86,7 +86,7 @@ class Files(Remote):
 
     @abstractmethod
     def _write(self, new: str, path: str, content: Any) -> None:
-        """Write a file at `new` and move it to `path`; after an error there is neither."""
+        """Write a file at `new` and move it to `path`; after an error neither file exists."""
 
     @abstractmethod
     def _move(self, path: str, target: str) -> None:
@@ -102,13 +102,13 @@ class Files(Remote):
         `start`."""
 
     def _blocks(self) -> dict[str, File]:
-        """The files of all blocks by key. Their times of last use may be too old; see
+        """The files of all blocks by key. Their times of last use may be out of date; see
         `_used_since`."""
         return {key: file for file in self._listed("blocks") if (key := key_at(file.path))}
 
     def _used_since(self, file: File) -> File | None:
-        """A block's file with its present time, if it was used after `file.used`; otherwise
-        None."""
+        """A block's file with its current time of last use, if it was used after `file.used`;
+        otherwise None."""
         return None
 
     def _place(self, part: str) -> str:

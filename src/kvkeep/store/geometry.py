@@ -20,9 +20,15 @@ from kvkeep.policy import KeepAll
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """A layer's geometry for one row, the planes of its slots, whether its heads may keep different
-    numbers of tokens, whether its keys lack a mean (`Centre`), and the window in which its slots
-    are needed; None: they are always needed."""
+    """The geometry of a layer's stored slots.
+
+    Args:
+        of_row: the layer's geometry, for one row.
+        planes: the planes of its slots.
+        ragged: whether heads may keep different numbers of tokens.
+        centred: whether keys have a `Centre`.
+        window: the window in which slots are needed; None: all slots are needed.
+    """
 
     of_row: Geometry
     planes: Mapping[str, PlaneSpec]
@@ -38,7 +44,7 @@ class LayerGeometry:
         return cls(own, planes, layer.policy.ragged, centred, window_in(layer))
 
     def needed(self, tokens: Tensor) -> Tensor:
-        """The first position whose slot is needed after so many tokens; int64, any shape."""
+        """The first position whose slot is needed after `tokens` tokens; int64, of any shape."""
         if self.window is None:
             return torch.zeros_like(tokens)
         first: Tensor = tokens - self.window.behind(tokens) + 1
@@ -127,8 +133,7 @@ class ModelGeometry:
 
 
 def window_in(layer: LayerCache) -> OwnWindow | None:
-    """A layer's own window, if its policy keeps what that shows; None: there is none, or another
-    policy decides."""
+    """A layer's own window, if its policy keeps exactly the slots in it; otherwise None."""
     window = layer.window
     return window if window is not None and layer.policy.reach == Reach(window) else None
 

@@ -24,10 +24,10 @@ class Hit(AbstractContextManager["Hit"]):
     released or no longer referenced: call `release`, or use the hit in a `with` statement.
 
     Attributes:
-        length: tokens of the prefix; 0 if nothing was found.
-        known: tokens that are stored, of which `length` can be used: windows or recurrent states
-            are missing after the others.
-        stretches: the stored slots of these tokens, in order.
+        length: number of tokens of the prefix; 0 if nothing was found.
+        known: number of stored tokens of the prompt. It exceeds `length` if windows or recurrent
+            states are not stored after the last of them.
+        stretches: the stored slots of the prefix, in order.
     """
 
     def __init__(self, match: Match, geometry: ModelGeometry | None) -> None:
@@ -39,8 +39,8 @@ class Hit(AbstractContextManager["Hit"]):
 
     @property
     def border(self) -> int:
-        """Where a text that is read leaves the stored ones, if no cache can begin there because
-        windows are missing; otherwise `length`."""
+        """The number of leading tokens after which a new text should store its windows, so that the
+        next text can begin there: `known` if some layers have windows, otherwise `length`."""
         windowed = self._geometry is not None and self._geometry.windowed
         return self.known if windowed else self.length
 
@@ -61,11 +61,11 @@ class Hit(AbstractContextManager["Hit"]):
         the store evicts the entry.
 
         Raises:
-            StateError: the cache is not empty, or its specs are not the entry's.
+            StateError: the cache is not empty, or its specs differ from the entry's.
         """
         if cache.fed:
             raise StateError(
-                f"this cache holds {cache.fed} tokens; give an empty one, or reset() it"
+                f"this cache holds {cache.fed} tokens; give an empty cache, or reset() it"
             )
         geometry = self._geometry
         if not self.length or geometry is None:
@@ -96,9 +96,9 @@ class Hit(AbstractContextManager["Hit"]):
 
 
 def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[str, Tensor]]:
-    """The number of matched tokens with which a cache can begin, and the recurrent states after
-    them. The prefix ends where all layers with sliding windows have the slots in their windows,
-    and, if the model has recurrent states, where they were stored."""
+    """The most matched tokens with which a cache can begin, and the recurrent states after them.
+    After these tokens, all layers with sliding windows must have the slots in their windows, and
+    recurrent states, if the model has any, must be stored."""
     if geometry is None:
         return 0, {}
     ends = _with_windows(match, geometry)
@@ -115,16 +115,18 @@ def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[
 
 
 def _with_windows(match: Match, geometry: ModelGeometry) -> Tensor:
-    """For 0 to `match.length` tokens, whether all layers have the slots that are needed after them;
-    bool (length + 1,)."""
+    """Whether all layers have the slots that a hit of i tokens needs; bool (length + 1,), indexed
+    by i."""
     numbers = torch.arange(match.length + 1)
     found = torch.ones(match.length + 1, dtype=torch.bool)
+    contents = [node.content for node in match.path]
     for index, layer in enumerate(geometry.layers):
-        if layer.window is None:
+        whole = all(slot_count(one.layers[index]) == len(one) for one in contents)
+        if layer.window is None or whole:
             continue
         missing = torch.ones(match.length + 1, dtype=torch.bool)
-        for node in match.path:
-            held = node.content.layers[index][POSITION].flatten().cpu()
+        for one in contents:
+            held = one.layers[index][POSITION].flatten().cpu()
             missing[held[held < match.length]] = False
         # The last missing position before each number of tokens; -1: none is missing.
         last = torch.where(missing, numbers, -1).cummax(dim=0).values.roll(1)
@@ -145,5 +147,5 @@ def _stretches(match: Match, length: int) -> list[Stretch]:
 
 
 def _scores(policy: Policy) -> bool:
-    """Whether slots of a policy have planes that are not stored; see `kvkeep.store.beginning`."""
+    """Whether a policy's slots have planes that are not stored; see `kvkeep.store.beginning`."""
     return policy.per_head or bool(policy.planes)

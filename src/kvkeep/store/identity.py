@@ -16,6 +16,7 @@ from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.beginning import exact_specs
 from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.layer_slices import require_storable, why_not_keepable
 
 _TOKEN_BITS = 24  # bits of a token's id in its key; the bits above identify the adapter
 
@@ -40,9 +41,9 @@ def keyed(
 
 
 def keys_of(tokens: Tensor, activation: Activation | None) -> Tensor:
-    """The keys of tokens, int64 (n,): their ids. The keys of tokens that an activated adapter
-    computes also hold the adapter's hash; tokens before the invocation are the base model's and are
-    shared by all adapters."""
+    """The keys of tokens, int64 (n,): their ids. Keys of tokens that an activated adapter computes
+    also hold bits of the adapter's hash; tokens before the invocation are computed by the base
+    model and shared by all adapters."""
     if activation is None:
         return tokens
     adapter, keys = int(activation.adapter, 16), tokens.clone()
@@ -85,8 +86,8 @@ def identity_of(
 
 
 def geometry_of(host: Host, cache: ModelCache, tokens: Tensor) -> ModelGeometry:
-    """The geometry of a model's slots in a cache of the same specs. Not every config tells it, so
-    one token is fed to another cache.
+    """The geometry of a model's slots in a cache of the same specs. A config may lack it, so one
+    token is fed to another cache to find it.
 
     Args:
         tokens: token ids of the model, int64 (n,), n at least 1.
@@ -102,9 +103,25 @@ def require_known(host: Host) -> None:
     hooks = [f"{place} has a {hook}" for place, hook in foreign_hooks(host.model).items()]
     if hooks:
         raise UnsupportedError(
-            f"hooks may change keys and values, so slots serve no other text: {hooks[0]}"
+            f"hooks may change keys and values, so slots cannot be reused: {hooks[0]}"
             + (f", and {len(hooks) - 1} more modules have hooks" if len(hooks) > 1 else "")
             + "; remove the hook, or use neither stores nor blocks with the model"
+        )
+
+
+def require_reusable(host: Host, cache: ModelCache, *, outside: bool) -> None:
+    """Raise UnsupportedError when slots of a cache cannot be shared with other prompts.
+
+    Args:
+        outside: whether the store has a backend.
+    """
+    require_storable(cache, why_not_keepable)
+    require_steady(host)
+    _require_alike(host, cache, outside=outside)
+    if compresses(cache) and cache.activation is not None:
+        raise UnsupportedError(
+            "a text is compressed without regard to an activated adapter, which computes only a "
+            "part of this prompt; use keep_all"
         )
 
 
@@ -115,21 +132,17 @@ def require_steady(host: Host) -> None:
     if host.changing_rotary:
         raise UnsupportedError(
             f"rotary frequencies of kind {host.changing_rotary} depend on a text's length, so its "
-            "slots serve no other text; use the cache without a store"
+            "slots cannot be reused in another text; use the cache without a store"
         )
 
 
-def require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
+def _require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
     """Raise UnsupportedError when the stores of processes that compute a forward together could
-    hold different tokens.
-
-    Args:
-        outside: whether the store has a backend.
-    """
+    hold different tokens."""
     reason = (
         "a backend may lose blocks of one process"
         if outside
-        else "kvzip keeps different numbers of slots in each"
+        else "kvzip keeps different numbers of slots in each process"
         if compresses(cache)
         else ""
     )
@@ -137,16 +150,6 @@ def require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
         raise UnsupportedError(
             f"several processes compute {host.name} together and must find the same tokens, but "
             f"{reason}; use a PrefixStore() without a backend, with keep_all"
-        )
-
-
-def require_one_adapter(cache: ModelCache) -> None:
-    """Raise UnsupportedError when a cache would compress a text that an activated adapter computes
-    in part."""
-    if compresses(cache) and cache.activation is not None:
-        raise UnsupportedError(
-            "a text is compressed without regard to an activated adapter, which computes only a "
-            "part of this prompt; use keep_all"
         )
 
 
@@ -191,7 +194,7 @@ def flat(tokens: Tensor) -> Tensor:
     """Token ids, int64 (n,), on the CPU.
 
     Raises:
-        ShapeError: they are not integers in one row.
+        ShapeError: the tokens are not integers in one row.
     """
     if tokens.dim() == 2 and len(tokens) == 1:
         tokens = tokens[0]

@@ -25,8 +25,8 @@ class Stretch:
     """Each layer's encoded planes, (1, H|1, S, ...), for n consecutive tokens of a text, and the
     recurrent states, (1, ...) each, after some of the tokens (`marks`). It never changes.
 
-    A layer has a slot for each token, S = n, in ascending order of position; a layer with a sliding
-    window may lack some, which had left the window when the text was stored.
+    A layer has a slot for each token, S = n, in ascending order of position. A layer with a sliding
+    window may lack slots that had left the window when the text was stored.
 
     Args:
         first: the position of the first token.
@@ -55,7 +55,7 @@ class Stretch:
         return Pieces([self], marks)(self.first + start, self.first + stop)
 
     def to(self, devices: Sequence[torch.device]) -> Stretch:
-        """This stretch on the layers' devices; a layer on its device is not copied."""
+        """This stretch on the layers' devices; a layer already on its device is not copied."""
         layers = [
             {n: planes[n].to(device) for n in planes}
             for planes, device in zip(self.layers, devices, strict=True)
@@ -67,7 +67,7 @@ class Stretch:
         return Stretch(self.layers, self._tokens, {**self.marks, **marks}, self.first)
 
     def lacking(self, other: Stretch) -> Stretch:
-        """The slots of a stretch of the same tokens that this one lacks, copied."""
+        """The slots that `other`, of the same tokens, has and this stretch lacks, copied."""
         layers = []
         for own, planes in zip(self.layers, other.layers, strict=True):
             new = ~torch.isin(planes[POSITION].flatten(), own[POSITION].flatten())
@@ -75,7 +75,7 @@ class Stretch:
         return Stretch(layers, self._tokens, first=self.first)
 
     def with_slots(self, other: Stretch) -> Stretch:
-        """This stretch with the slots of `other` too, copied where it has some."""
+        """This stretch with the slots of `other` added; layers that get slots are copied."""
         pairs = zip(self.layers, other.layers, strict=True)
         layers = [_in_order(concatenated(a, b)) if slot_count(b) else a for a, b in pairs]
         return Stretch(layers, self._tokens, self.marks, self.first)
@@ -93,10 +93,10 @@ class Stretch:
         return {n: planes[n].narrow(2, start, stop - start) for n in planes}
 
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
-        """Why layer `index` cannot hold its planes from position `start` on; empty if it can."""
+        """Why the planes of layer `index` do not fit `layer` from position `start` on; empty if
+        they do."""
         planes, stop = self.layers[index], start + len(self)
-        reason = layer.why_not(planes, layer.of_row.heads, len(self))
-        if reason:
+        if reason := layer.why_not(planes, layer.of_row.heads, len(self)):
             return reason
         if not planes[POSITION].flatten().cpu().equal(torch.arange(start, stop, dtype=torch.int32)):
             return f" has positions other than {start} to {stop - 1}"
@@ -104,11 +104,11 @@ class Stretch:
 
 
 class Pieces(NamedTuple):
-    """Consecutive stretches of a text, of which parts are copied.
+    """Consecutive stretches of a text, from which parts can be copied.
 
     Args:
         stretches: in order.
-        marks: recurrent states, by numbers of the text's tokens.
+        marks: recurrent states, by number of the text's tokens.
     """
 
     stretches: Sequence[Stretch]
@@ -145,7 +145,7 @@ def _slots(planes: Planes, start: int, stop: int) -> tuple[int, int]:
 
 
 def _in_order(planes: Planes) -> Planes:
-    """Slots in ascending order of position, without empty ones, copied."""
+    """Slots in ascending order of position, without empty slots, copied."""
     position = planes[POSITION].flatten()
     order = position.argsort()[int((position < 0).sum()) :]
     return {n: planes[n].index_select(2, order.to(planes[n].device)) for n in planes}
@@ -165,10 +165,9 @@ def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
     """Why a layer does not hold the slots of all fed tokens, in order; empty if it does.
 
     Args:
-        of_window: of a layer with a sliding window, the slots that the next token sees suffice.
+        of_window: in a layer with a sliding window, the slots that the next token sees are enough.
     """
-    reason = _why_not_keepable(layer)
-    if reason:
+    if reason := why_not_keepable(layer):
         return reason
     if layer.history.embedded:
         return (
@@ -185,7 +184,7 @@ def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
                 return ""
             return (
                 f"{layer.fed} tokens were fed, and some were evicted because its sliding window "
-                f"holds {layer.window}; store only texts as short as that"
+                f"holds {layer.window}; store only texts that fit in the window"
             )
         return (
             f"{layer.fed} tokens were fed, and policy {layer.policy.name} evicted some of them; "
@@ -194,7 +193,8 @@ def why_not_whole(layer: LayerCache, *, of_window: bool = False) -> str:
     return ""
 
 
-def _why_not_keepable(layer: LayerCache) -> str:
+def why_not_keepable(layer: LayerCache) -> str:
+    """Why a layer of this spec can never be stored; empty if it can."""
     if layer.policy.ragged and layer.policy.compression is None:
         return f"policy {layer.policy.name} keeps different tokens in each head; use keep_all"
     if not layer.key_codec.rewritable:
@@ -202,36 +202,21 @@ def _why_not_keepable(layer: LayerCache) -> str:
             f"codec {layer.key_codec.name} encodes several tokens together; use int8 or int8/int4"
         )
     if layer.policy.compression is None and (layer.key_codec.centre or layer.slots.block > 1):
-        return f"codec {layer.key_codec.name} takes out the mean of a text's own keys; use keep_all"
+        return f"codec {layer.key_codec.name} encodes keys depending on their text; use keep_all"
     if not layer.storage.lasting:
-        return f"{layer.storage.name} storage keeps no slots on the device to share; use @growing"
+        return f"{layer.storage.name} storage has no slots on the device to share; use @growing"
     return ""
 
 
-def require_keepable(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache of this spec can never be stored."""
-    _require_none(cache, _why_not_keepable)
-
-
-def require_kept(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache's present tokens cannot be stored."""
-    _require_none(cache, why_not_kept)
-
-
-def require_whole(cache: Cache) -> None:
-    """Raise UnsupportedError if a cache does not hold exactly the fed tokens."""
-    _require_none(cache, why_not_whole)
-
-
-def _require_none(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
+def require_storable(cache: Cache, why_not: Callable[[LayerCache], str]) -> None:
+    """Raise UnsupportedError if there is a reason `why_not` to store some layer of a cache."""
     for index, layer in enumerate(cache.layers):
-        reason = why_not(layer)
-        if reason:
+        if reason := why_not(layer):
             raise UnsupportedError(f"layer {index} cannot be stored: {reason}")
 
 
 def stored_slots(cache: Cache, row: int = 0) -> Stretch:
-    """A row's slots for a store, without the policy's scores. See `require_kept`."""
+    """A row's slots for a store, without the policy's scores. See `why_not_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]

@@ -33,10 +33,10 @@ _MOST = 2**31 - 1  # bytes of a value; the protocol's length is a signed 32-bit 
 _PART = 2**20  # bytes received at once
 
 _LISTS = 1024  # lists of keys; each put and each lookup reads one
-_ALIKE = 16  # lists for keys with one start, so that concurrent writers rarely change the same one
+_ALIKE = 16  # lists for keys of one beginning, so that two clients rarely change the same list
 _LISTED = re.compile(r"^([0-9a-z/-]+) (\d{1,15}) (\d{1,15})$", re.MULTILINE)
 _BEGINNING = len(beginning("", "0" * 64, 0))  # characters of a key's beginning
-_TRIES = 4  # attempts to change a list that other clients change too
+_TRIES = 4  # attempts to change a list that other clients change at the same time
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
 Answer = bytes | bool | None
@@ -107,7 +107,7 @@ class LMCache(Remote):
         data = self._call(_GET, f"block {key}")
         if not isinstance(data, bytes):
             return None
-        if not data:  # deleted while another client listed it again
+        if not data:  # deleted, but another client's change has listed it again
             self.delete(key)
             return None
         return self._checked(key, data)

@@ -42,7 +42,7 @@ class Location(Files):
     `Files`. In the local filesystem, new files and directories are for their owner only.
 
     Object stores record writes, not uses, so the oldest blocks are removed first. With a budget,
-    each `put_all` lists all blocks, and concurrent processes may exceed the budget briefly. Where
+    each `put_all` lists all blocks, and concurrent processes may exceed the budget briefly. If
     listing is slow, give the budget to `gc` instead.
 
     Args:

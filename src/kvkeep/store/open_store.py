@@ -23,7 +23,7 @@ def open_store(
 
     Args:
         budget: most bytes of all blocks; None: no limit.
-        create: False: raise if no store exists there.
+        create: False: raise SpecError if no store exists at the path or URL.
         options: keyword arguments of the backend's class.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -16,7 +16,15 @@ from kvkeep.host.compress import compress, compressed_tokens, compresses
 from kvkeep.host.hooks import foreign_hooks
 from kvkeep.spec import CacheSpec
 from kvkeep.store.backend import Backend
-from kvkeep.store.beginning import begin, encodes_alike, exact_specs, observed_again, settle
+from kvkeep.store.beginning import (
+    begin,
+    beginning_of,
+    begun,
+    encodes_alike,
+    exact_specs,
+    observed_again,
+    settle,
+)
 from kvkeep.store.compressed import Compressed, CompressedText
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.identity import (
@@ -25,16 +33,14 @@ from kvkeep.store.identity import (
     flat,
     geometry_of,
     keyed,
-    require_alike,
-    require_one_adapter,
+    require_reusable,
     require_steady,
 )
-from kvkeep.store.layer_slices import require_keepable
 from kvkeep.store.stats import StoredNode
 from kvkeep.store.text_store import TextStore
 from kvkeep.store.tree import common
 
-_SHORTEST = 16  # fewest common tokens of a batch that are read in a separate forward
+_SHORTEST = 16  # fewest common tokens of a batch that are worth a separate forward
 
 
 class Reading(NamedTuple):
@@ -42,6 +48,16 @@ class Reading(NamedTuple):
 
     cache: ModelCache
     found: int
+
+
+class ReadOptions(TypedDict, total=False):
+    """How a store reads a text; see `PrefixStore.read`."""
+
+    spec: Specs
+    namespace: str
+    chunk: int | None
+    capacity: int | None
+    priority: int
 
 
 class PrefixStore(TextStore):
@@ -55,8 +71,8 @@ class PrefixStore(TextStore):
 
     Args:
         budget: most bytes held; None: no limit. When it is reached, entries are evicted: the
-            lowest priority first, then the least recently used. Entries that are locked, or that
-            are a prefix of others, stay.
+            lowest priority first, then the least recently used. Locked entries and prefixes of
+            other entries stay.
         backend: where blocks are also written, outside of this process; see
             `kvkeep.store.open_store`.
         block: tokens per block of the backend.
@@ -71,21 +87,12 @@ class PrefixStore(TextStore):
     ) -> None:
         super().__init__(budget, backend, block)
 
-    def prefill(
-        self,
-        model: Any,
-        tokens: Tensor,
-        *,
-        spec: Specs = "keep_all",
-        namespace: str = "",
-        chunk: int | None = None,
-        capacity: int | None = None,
-        priority: int = 0,
-    ) -> ModelCache:
+    def prefill(self, model: Any, tokens: Tensor, **options: Unpack[ReadOptions]) -> ModelCache:
         """`read` all tokens except the last, which `generate` or your own loop feeds.
 
         Args:
             tokens: the prompt, int64 (n,) or (1, n).
+            options: `spec`, `namespace`, `chunk`, `capacity` and `priority`, as of `read`.
 
         Raises:
             ShapeError: no tokens.
@@ -94,16 +101,7 @@ class PrefixStore(TextStore):
         tokens = flat(tokens)
         if not len(tokens):
             raise ShapeError("a prompt without tokens; give at least one")
-        return self.read(
-            model,
-            tokens[:-1],
-            prompt=tokens,
-            spec=spec,
-            namespace=namespace,
-            chunk=chunk,
-            capacity=capacity,
-            priority=priority,
-        ).cache
+        return self.read(model, tokens[:-1], prompt=tokens, **options).cache
 
     def prefill_rows(
         self,
@@ -116,7 +114,7 @@ class PrefixStore(TextStore):
         capacity: int | None = None,
     ) -> ModelCache | None:
         """A cache with a row for each prompt, which holds the common beginning of all prompts
-        (their last tokens excluded). The beginning is read once, see `read`, and shared by the
+        (without any prompt's last token). The beginning is read once, see `read`, and shared by the
         rows. None if it has fewer than 16 tokens, or does not fit in the store.
 
         For a policy that needs queries, the beginning is shorter; see
@@ -152,10 +150,7 @@ class PrefixStore(TextStore):
         text = self.read(
             model, tokens, spec=exact, namespace=namespace, chunk=chunk, capacity=capacity
         ).cache
-        if exact == cache.specs:
-            cache = text
-        else:
-            begin(cache, text)
+        cache = begun(cache, text)
         cache.freeze()
         cache.repeat(len(prompts))
         return cache
@@ -193,13 +188,13 @@ class PrefixStore(TextStore):
         """A cache of tokens. The stored prefix is shared; the rest is computed and stored.
 
         With policy `kvzip`, all tokens are compressed and stored as one text. But if the store
-        holds a compressed text that is a prefix of the tokens, at least half of them, the rest is
+        holds a compressed text that is a prefix of at least half of the tokens, the rest is
         computed, and neither compressed nor stored.
 
         A cache with a budget, with a codec that encodes blocks of tokens, or in host storage begins
         with exact slots of `keep_all`; missing exact slots are computed and stored, unless they do
-        not fit in the store. The cache is then fed the last tokens whose queries its policy needs,
-        and evicts. Which slots it keeps does not depend on the store's content.
+        not fit in the store. Then the last tokens are fed to the cache, if its policy needs their
+        queries, and the cache evicts. Which slots it keeps does not depend on the store's contents.
 
         Args:
             model: a model of a library that kvkeep knows; see `kvkeep.host.host_of`.
@@ -211,7 +206,7 @@ class PrefixStore(TextStore):
             chunk: tokens computed at once; None: all.
             capacity: see `kvkeep.Cache`.
             priority: see `insert`.
-            whole_text: use a compressed text only if it has all of the tokens.
+            whole_text: use a compressed text only if it has all tokens.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
@@ -254,8 +249,8 @@ class PrefixStore(TextStore):
         text: Keyed,
         priority: int,
     ) -> None:
-        """Feed tokens up to where the text leaves the stored ones, and store the windows there, so
-        that the next text with this beginning finds it."""
+        """Feed tokens up to `Hit.border`, where the text departs from stored texts, and store the
+        windows there, so that the next text with this beginning can begin there."""
         with self._entries.hit(*text) as hit:
             border = hit.border
         if cache.fed < border < len(tokens):
@@ -283,9 +278,11 @@ class PrefixStore(TextStore):
         """
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
-        whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
+        whole, (exact, known) = (
+            tokens if prompt is None else flat(prompt),
+            beginning_of(cache, tokens),
+        )
         if exact != cache.specs:
-            known = tokens[: max(0, len(tokens) - observed_again(cache))]
             options: dict[str, Any] = {"prompt": whole, "namespace": namespace, "fetch": fetch}
             text = self.find(model, known, spec=exact, **options)
             begin(cache, text.cache)
@@ -311,8 +308,8 @@ class PrefixStore(TextStore):
         spec: Specs = "keep_all",
         namespace: str = "",
     ) -> Future[None]:
-        """Begin to copy slots of tokens from the backend, in a thread of the store. When that is
-        done, `find` with the same arguments and `fetch=False` finds them without the backend.
+        """Begin to copy slots of tokens from the backend, in a thread of the store. Afterwards
+        `find`, with the same arguments and `fetch=False`, finds them without the backend.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
@@ -323,10 +320,9 @@ class PrefixStore(TextStore):
             return done
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec)
-        whole, exact = tokens if prompt is None else flat(prompt), exact_specs(cache.specs)
-        if exact != cache.specs:
-            tokens = tokens[: max(0, len(tokens) - observed_again(cache))]
-            cache = host.new_cache(exact)
+        whole = tokens if prompt is None else flat(prompt)
+        exact, tokens = beginning_of(cache, tokens)
+        cache = host.new_cache(exact)
         identity, keys = self._keyed(host, tokens, whole, cache, namespace)
         with self._entries.hit(identity, keys) as hit:
             if hit.length == len(keys) or compresses(cache):
@@ -337,16 +333,14 @@ class PrefixStore(TextStore):
     def _keyed(
         self, host: Host, tokens: Tensor, whole: Tensor, cache: ModelCache, namespace: str
     ) -> Keyed:
-        """The identity and keys of tokens. Sets the cache's activated adapter by the whole prompt.
+        """The identity and keys of tokens. Sets the cache's activated adapter, which depends on the
+        whole prompt.
 
         Raises:
             UnsupportedError: slots of this cache cannot be shared with other prompts.
         """
-        require_keepable(cache)
-        require_steady(host)
-        require_alike(host, cache, outside=self.backend is not None)
         cache.activation = host.activation_in(whole)
-        require_one_adapter(cache)
+        require_reusable(host, cache, outside=self.backend is not None)
         return keyed(host, tokens, cache.specs, namespace, cache.activation)
 
     def learn(
@@ -379,7 +373,7 @@ class PrefixStore(TextStore):
             return 0
         active, before = host.activation_in(flat(tokens)), cache.activation
         if active is not None and (before is None or before.adapter != active.adapter):
-            self._refused += 1  # the adapter's tokens are not known
+            self._refused += 1  # it is unknown which tokens the adapter computed
             return 0
         if not encodes_alike(cache.specs, exact_specs(cache.specs)):
             self._refused += 1  # exact slots are plain
@@ -400,9 +394,9 @@ class PrefixStore(TextStore):
         namespace: str = "",
         most: int = 256,
     ) -> list[StoredNode]:
-        """The tree of prefixes in which `find` would look for tokens, without the tokens of other
-        texts: the root and at most `most` other nodes, parents first. Nodes that `tokens` begin
-        with come first, then the most recently used. Nothing is marked as used.
+        """The tree of prefixes in which `find` looks for tokens, without the tokens of other texts:
+        the root and at most `most` other nodes, parents first. Nodes of the longest stored prefix
+        of `tokens` take precedence, then the most recently used. No node is marked as used.
 
         Args:
             tokens: int64 (n,).
@@ -424,30 +418,29 @@ class PrefixStore(TextStore):
         """Read tokens into an empty cache that begins with exact slots; see `exact_specs`. Returns
         how many tokens were found.
 
-        Missing exact slots are computed and stored. If they do not fit in the store, the cache
-        reads the missing tokens itself.
+        Missing exact slots are computed and stored. If they do not fit in the store, the missing
+        tokens are fed to the cache directly.
 
         Args:
             options: `prompt`, `namespace` and `priority` of `read`.
         """
-        exact, again = exact_specs(cache.specs), observed_again(cache)
-        known = tokens[: max(0, len(tokens) - again)]
+        exact, known = beginning_of(cache, tokens)
         if self.has_room(host, exact, known, options["namespace"]):
             text, found = self.read(host.model, known, spec=exact, chunk=chunk, **options)
         else:
             del options["priority"]
             text, found = self.find(host.model, known, spec=exact, **options)
         begin(cache, text)
-        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, again))
+        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, observed_again(cache)))
         settle(cache)
         return found
 
     def _fill_compressed(
         self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
     ) -> None:
-        """Copy the longest compressed text that is a prefix of `tokens` into an empty cache. It
-        must have all tokens if `whole`, otherwise at least half, because the rest is not
-        compressed."""
+        """Copy the longest compressed text that is a prefix of `tokens` into an empty cache. If
+        `whole`, the text must have all tokens, otherwise at least half of them, because the rest is
+        not compressed."""
         least = len(tokens) if whole else (len(tokens) + 1) // 2
         text = self._exchange.text(
             identity, tokens, least, partial(geometry_of, host, cache, tokens)

@@ -29,7 +29,7 @@ _MOST = 512 * 2**20  # bytes of a value
 _BATCH_BYTES = 32 * 2**20  # sent or requested in one round trip
 _LABELS = 16  # labels in one round trip
 _MOST_PAGES = 1 << 16  # pages of a listing, which a faulty server could make endless
-_ALIKE = 256  # most keys of one beginning in a sorted set, the newest
+_ALIKE = 256  # most keys in the sorted set of one beginning: the newest keys
 _QUARANTINE_MS = 24 * 3600 * 1000  # how long a damaged block is kept
 
 _BEGINNING = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{8,16}")  # of a block's key
@@ -105,7 +105,7 @@ class Redis(Remote):
     @contextmanager
     def as_one_call(self) -> Iterator[None]:
         """A context whose calls share one deadline. When it passes, the connections are closed;
-        otherwise a server that sends a byte now and then would keep its client waiting forever."""
+        otherwise a server that sends single bytes slowly would keep its client waiting forever."""
         if self._call.until < inf:
             yield
             return
@@ -144,8 +144,8 @@ class Redis(Remote):
         self._send([expire, ("RENAME", name, target), ("ZREM", alike, key[-DIGEST:])])
 
     def scan(self, prefix: str = "") -> Iterator[str]:
-        """Iterate over the keys that start with `prefix`; over the newest 256 if `prefix` is a
-        complete beginning."""
+        """Iterate over the keys that start with `prefix`; if `prefix` is a complete beginning, over
+        the newest 256 of them."""
         pages: Iterable[list[bytes]] = ()
         if _BEGINNING.fullmatch(prefix):
             [found] = self._send([("ZREVRANGE", self._alike + prefix, 0, -1)]) or [None]
@@ -216,7 +216,7 @@ class Redis(Remote):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks. To the server, this is a use of them."""
+        """Bytes of all blocks. The server counts this as a use of every block."""
         return sum(size or 0 for size in self._sizes([*self.scan()]))
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:

@@ -12,9 +12,9 @@ class StoredNode(NamedTuple):
     Attributes:
         parent: index of the preceding run; -1 for the root, which has no tokens.
         tokens: number of tokens.
-        nbytes: bytes of their slots.
-        locked: whether a reader has locked it.
-        shared: number of its first tokens that the given text has, too.
+        nbytes: bytes of the tokens' slots.
+        locked: whether a hit has locked the run.
+        shared: number of the run's first tokens that are also in the given text.
         left_out: number of following runs that are not listed.
     """
 

@@ -18,7 +18,7 @@ from kvkeep.store.identity import flat
 from kvkeep.store.layer_slices import (
     Pieces,
     marks_of,
-    require_kept,
+    require_storable,
     stored_slots,
     why_not_kept,
     why_not_whole,
@@ -71,8 +71,8 @@ class TextStore:
         Args:
             tokens: int64 (n,).
             geometry: returns the model's geometry, with which blocks of the backend are compared.
-                Called at most once per identity. None: do not ask the backend unless the geometry
-                is known from an earlier call or an insertion.
+                Called at most once per identity. None: read the backend only if the geometry is
+                known from an earlier call or an insertion.
         """
         tokens = flat(tokens)
         self._exchange.fetch(identity, tokens, geometry)
@@ -96,7 +96,7 @@ class TextStore:
         """Store the slots of a row's first tokens; tokens in the store are not copied again.
 
         Args:
-            tokens: int64 (n,), the first tokens fed to the row, or all of them.
+            tokens: int64 (n,), the first n tokens fed to the row.
             priority: entries of higher priority are evicted later.
             wait: wait for the backend; otherwise a thread of the store writes to it, see `flush`.
 
@@ -116,18 +116,17 @@ class TextStore:
             )
         if not len(tokens):
             return 0
-        require_kept(cache)
-        marks = marks_of(cache, row)
-        content_of = Pieces([stored_slots(cache, row)], marks)
+        require_storable(cache, why_not_kept)
+        content = Pieces([stored_slots(cache, row)], marks_of(cache, row))
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        kept = self._entries.keep(identity, tokens, content_of, marks, priority)
+        kept = self._entries.keep(identity, tokens, content, priority)
         if not any(map(why_not_whole, cache.layers)):  # a backend's blocks are whole
-            self._exchange.write(identity, tokens, content_of, geometry, marks, wait=wait)
+            self._exchange.write(identity, tokens, content, geometry, wait=wait)
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:
-        """`insert` if the cache still holds all tokens; otherwise count it as refused and return
-        0."""
+        """`insert` if the cache still holds all tokens; otherwise count the text as refused and
+        return 0."""
         if any(map(why_not_kept, cache.layers)):
             self._refused += 1
             return 0

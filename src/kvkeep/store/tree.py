@@ -24,7 +24,7 @@ _LOOKED_AT = 4096  # newest children of a node that an outline considers
 
 
 class Lock:
-    """While it is referenced, its node is not removed."""
+    """While a lock is referenced, its node is not removed."""
 
 
 class Node:
@@ -94,8 +94,8 @@ class RadixTree:
             node.used = now
         return found
 
-    def insert(self, tokens: Tensor, content_of: Pieces, priority: int = 0) -> list[Node]:
-        """Store `tokens`; `content_of(start, stop)` is called for new tokens.
+    def insert(self, tokens: Tensor, content: Pieces, priority: int = 0) -> list[Node]:
+        """Store `tokens`; new tokens are copied from `content`.
 
         Returns:
             The nodes that hold the tokens, from the root's child down.
@@ -109,7 +109,7 @@ class RadixTree:
         for node in path:
             node.priority = max(node.priority, priority)
         if length < len(tokens):
-            child = Node(tokens[length:].clone(), content_of(length, len(tokens)))
+            child = Node(tokens[length:].clone(), content(length, len(tokens)))
             child.used = path[-1].used if path else next(self._clock)
             child.priority = priority
             parent = path[-1] if path else self.root
@@ -118,15 +118,15 @@ class RadixTree:
         return path
 
     def leaves(self) -> Iterator[tuple[Node, Node]]:
-        """Nodes without children, each with its parent before it."""
+        """Nodes without children, as pairs (parent, node)."""
         return ((parent, node) for parent, node in self._edges() if not node.children)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
+        """All nodes except the root, parents first."""
         return (node for _, node in self._edges())
 
     def sequences(self) -> Iterator[Tensor]:
-        """The stored sequences that are not prefixes of other ones."""
+        """The stored sequences that are not prefixes of other stored sequences."""
         waiting = [(node, [node.tokens]) for node in self.root.children.values()]
         while waiting:
             node, parts = waiting.pop()
@@ -180,7 +180,7 @@ class RadixTree:
                 raise StateError(f"tokens {node.tokens[:4].tolist()}... are not under their parent")
 
     def _edges(self) -> Iterator[tuple[Node, Node]]:
-        """All nodes but the root, each with its parent before it; parents come first."""
+        """All nodes except the root, as pairs (parent, node); parents come first."""
         waiting = [(self.root, node) for node in self.root.children.values()]
         while waiting:
             edge = waiting.pop()

@@ -1,4 +1,4 @@
-"""Calls of torch's backward in training: in the forward's dtypes, under FSDP2 and DDP."""
+"""Calls of torch's backward: outside of autocast, and with FSDP2 and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def accumulate(ends: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
-    """`torch.autograd.backward` outside of autocast, so that it runs in the forward's dtypes."""
+    """`torch.autograd.backward`, outside of autocast, so that it keeps the forward's dtypes."""
     with torch.autocast(ends[0].device.type, enabled=False):
         torch.autograd.backward(ends, gradients)
 
@@ -24,15 +24,15 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def reduces(module: nn.Module, on: bool, *, recurse: bool = True) -> None:
-    """Set whether the backward of an FSDP2 module reduces its gradients over the processes, or
-    leaves this to a later backward. Other modules are unchanged."""
+    """Set whether the next backward of an FSDP2 module reduces gradients over the processes;
+    False: a later backward does. Any other module is unchanged."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(on, recurse=recurse)
 
 
 def average(model: nn.Module) -> None:
     """Average a DistributedDataParallel model's gradients over its processes, as its own backward
-    does; other models are unchanged."""
+    does; any other model is unchanged."""
     if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
         return
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -52,7 +52,7 @@ def sum_gradients(
     Args:
         carrier: device for exchanging tensors; None: the gradients' own device.
     """
-    for p in parameters:  # with or without a gradient, or the processes would deadlock
+    for p in parameters:  # also without a gradient: all processes must make the same calls
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         own = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
         whole = own if carrier is None else own.to(carrier)

@@ -1,4 +1,4 @@
-"""What one layer computes with for one chunk, in the forward and in the backward of training: each
+"""The attention of one layer for one chunk, in the forward and in the backward of training. Each
 class is a `ChunkStep` (see `kvkeep.host.layerwise`)."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvkeep.planes import POSITION
 from kvkeep.train.slots import HeldSlots
 
 Pair = tuple[Tensor, Tensor]
-"""Keys (B, H, n, Dk) and values (B, H, n, Dv) of a chunk, in the precision of slots."""
+"""Keys (B, H, n, Dk) and values (B, H, n, Dv) of a chunk, in the precision of slots: encoded and
+decoded by the layer's codecs."""
 
 
 class Unattending:
@@ -28,23 +29,23 @@ class Unattending:
 
     shared: Pair | None = None
     past: HeldSlots | None = None
-    """The slots before the chunk, with gradients."""
+    """The slots before the chunk, as leaves of the graph."""
     written: tuple[Tensor, ...] = ()
-    """The chunk's keys and values in the graph, if the layer writes them to its slots."""
+    """The chunk's keys and values, part of the graph, if the layer writes them to its slots."""
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Not called."""
-        raise NotImplementedError("a layer attends that its kind says does not")
+        raise NotImplementedError("a layer attends, although its kind has no attention")
 
 
 class Recorder(Unattending):
     """The forward's step. It records evictions, so that the backward can repeat them.
 
-    `before` and `after`: positions evicted before and after the chunk's attention, int32
-    (B, 1|H, c) each.
+    `before` and `after`: positions evicted before and after the chunk's attention, one int32
+    (B, 1|H, c) for each eviction.
     """
 
     def __init__(self, layer: LayerCache, states: dict[str, Tensor]) -> None:
@@ -56,7 +57,7 @@ class Recorder(Unattending):
         return self._layer.sighted(queries)
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """As `LayerCache.run`."""
+        """See `LayerCache.run`."""
         self.before = self._layer.cursor.evicted = []
         self._given = inputs.k, inputs.v
         return self._layer.run(inputs, self._attend)
@@ -67,7 +68,7 @@ class Recorder(Unattending):
         return encoded(self._layer, *self._given)
 
     def _attend(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
-        """The same operations as in `Cell`, so that both give the same bits; a separate call
+        """The same operations as in `Cell`, so that both give the same bits. So a separate call
         computes the mass."""
         self.after = self._layer.cursor.evicted = []
         mass = dispatch(q, view, options)[1] if options.need_mass else None
@@ -91,7 +92,7 @@ class Capture(Unattending):
         self._layer = layer
 
     def sighted(self, queries: Tensor) -> Sighted:
-        """See `LayerCache.sighted`; nothing is chosen here."""
+        """The chunk alone: the choice does not change the chunk's keys and values."""
         return Sighted.of(None, queries, self._layer.sight)
 
     def run(self, inputs: StepInputs) -> Tensor:
@@ -108,7 +109,7 @@ class Cell(Unattending):
         past: the slots before the chunk.
         before: the history before the chunk.
         states: see `ChunkStep`.
-        shared: the chunk's keys and values, if the layer reads those of an earlier one.
+        shared: the earlier layer's keys and values for the chunk, if the layer reads them.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Cell(Unattending):
 
 
 def encoded(layer: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """New keys and values, encoded and decoded as in slots."""
+    """New keys and values, encoded and decoded by the layer's codecs. Codecs of several tokens
+    leave them plain, because slots encode them later."""
     codecs = layer.codecs
     return (k, v) if codecs.key.block > 1 else codecs.decode(codecs.encode(k, v), k.dtype)

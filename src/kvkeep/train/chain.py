@@ -7,10 +7,8 @@ works as in one process, and the processes compute different layers at the same 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +16,10 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kvkeep.errors import KVKeepError, ShapeError, StateError
-from kvkeep.files.offload import Offload
-from kvkeep.geometry import Geometry
-from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.layer import LayerCache
+from kvkeep.errors import ShapeError, StateError
 from kvkeep.train.autograd import sum_gradients
-from kvkeep.train.slots import HeldSlots, Slots
+from kvkeep.train.messages import Message, empty
+from kvkeep.train.together import together
 
 Group = dist.ProcessGroup
 
@@ -38,8 +33,8 @@ class Chain:
         input_ids: the text, (B, T).
 
     Raises:
-        StateError: this process is not in the group; or the model is spread over several devices,
-            or sharded by FSDP2 over the group.
+        StateError: this process is not in the group; or the model is on several devices, or sharded
+            over the group by FSDP2.
         ShapeError: the processes have different texts.
     """
 
@@ -50,7 +45,7 @@ class Chain:
         if self.rank < 0:
             raise StateError(
                 f"this process is not in the group of {len(self._ranks)} that shares the text; "
-                "give each process the group that it belongs to"
+                "give each process the group to which it belongs"
             )
         self.device = next(model.parameters()).device
         gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -67,16 +62,17 @@ class Chain:
         dist.all_gather(each, own, group=self._group)
         if any(bool(x != own) for x in each):
             raise ShapeError(
-                f"the processes that share a text were given different texts, this process "
-                f"{tuple(input_ids.shape)}; give all of them the same texts, in the same order"
+                f"the processes that share a text were given different texts, this process texts "
+                f"of shape {tuple(input_ids.shape)}; give all processes the same texts, in the "
+                "same order"
             )
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def share(self, chunks: int) -> range:
-        """Divide `chunks` chunks among the processes, which sets the neighbours; return the indices
-        of this process's chunks. With fewer chunks than processes, the last processes get none."""
+        """Divide `chunks` chunks among the processes, and set this process's neighbours. Return the
+        indices of its chunks. With fewer chunks than processes, the last processes get none."""
         count = min(len(self), chunks)
         begins = [index * chunks // count for index in range(count + 1)]
         if self.rank >= count:
@@ -115,7 +111,7 @@ class Chain:
         return self._exchange(self._before, message, expects)
 
     def _exchange(self, peer: int | None, message: Message | None, expects: bool) -> Message | None:
-        """Send and receive at the same time, so that two processes that send to each other do not
+        """Send and receive at the same time, so that two processes that exchange messages do not
         deadlock."""
         assert peer is not None
         head = [] if message is None else [message.head]
@@ -123,12 +119,9 @@ class Chain:
         sizes = self._swap(peer, sizes, [empty(1, "int64")] * expects)
         heads = self._swap(peer, head, [empty(int(x), "uint8") for x in sizes])
         awaited = [Message.described(x) for x in heads]
-        given = [] if message is None else message.tensors.values()
-        taken = self._swap(peer, given, [x for one in awaited for x in one.tensors.values()])
-        for one in awaited:
-            on_device = (x.to(self.device) for x in taken)
-            return one._replace(tensors=dict(zip(one.tensors, on_device, strict=True)))
-        return None
+        given = [] if message is None else message.data
+        taken = self._swap(peer, given, [x for one in awaited for x in one.data])
+        return next((one.filled(x.to(self.device) for x in taken) for one in awaited), None)
 
     def _swap(self, peer: int, given: Iterable[Tensor], like: Iterable[Tensor]) -> list[Tensor]:
         """Send tensors, and receive tensors of the shapes and dtypes of `like`."""
@@ -141,7 +134,7 @@ class Chain:
         return taken
 
     def agreed(self, number: int) -> int:
-        """Broadcast the first process's number."""
+        """The first process's `number`, in all processes."""
         if self._group is None:
             return number
         x = torch.tensor([number], device=self._carrier)
@@ -162,9 +155,9 @@ class Chain:
 
     @contextmanager
     def summed(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """A context in which each process computes its part of the gradients. At its end they are
-        summed, and each process has the full gradients. The previous contents of `.grad`, equal in
-        all processes, are added once."""
+        """A context in which each process computes its part of the gradients. At its end the parts
+        are summed, so each process has the full gradients. The previous contents of `.grad`, equal
+        in all processes, are added once."""
         if self._group is None:
             yield
             return
@@ -188,150 +181,16 @@ def _require_whole(model: nn.Module, ranks: set[int]) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise StateError(
-            f"the model lies on {len(devices)} devices, but a process that shares a text receives "
+            f"the model is on {len(devices)} devices, but a process that shares a text receives "
             "slots on one device; move the model to one device, or give no group"
         )
     for p in model.parameters():
         if isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1:
             raise StateError(
-                "the model is sharded over the processes that share the text, which compute "
+                "the model is sharded over the processes that share the text, but these compute "
                 "different layers at the same time; shard it over the other dimension of a mesh"
             )
 
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-class PeerError(KVKeepError):
-    """The error of another process, which ends all processes of a group."""
-
-
-@contextmanager
-def together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """A context for a group of processes: if one raises in it, all raise.
-
-    Args:
-        group: the processes; None: this process alone.
-        device: device for exchanging tensors.
-
-    Raises:
-        PeerError: another process raised, with the text of its error.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    if group is not None:
-        text = "" if error is None else str(error) or type(error).__name__
-        said = bytearray(text.encode(errors="backslashreplace"))
-        own, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        failed = torch.zeros(len(ranks), dtype=torch.int64, device=device)
-        failed[own] = len(said)
-        dist.all_reduce(failed, group=group)
-        for rank in failed.nonzero().flatten().tolist()[:1]:
-            told = said if rank == own else bytearray(int(failed[rank]))
-            words = torch.frombuffer(told, dtype=torch.uint8).to(device)
-            dist.broadcast(words, ranks[rank], group)
-            if error is None:
-                raise PeerError(bytes(words.tolist()).decode())
-    if error is not None:
-        raise error
-
-
-_MEMORY = "memory"
-
-
-class Message(NamedTuple):
-    """Named tensors, and plain values that describe them."""
-
-    about: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-    @property
-    def head(self) -> Tensor:
-        """The message without the tensors' data, as bytes: uint8 (n,)."""
-        kinds = {name: [str(x.dtype), *x.shape] for name, x in self.tensors.items()}
-        text = json.dumps([self.about, kinds])
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-    @classmethod
-    def described(cls, head: Tensor) -> Message:
-        """The inverse of `head`: a message with tensors on device `meta`."""
-        about, kinds = json.loads(head.cpu().numpy().tobytes())
-        return cls(about, {name: empty(shape, dtype) for name, (dtype, *shape) in kinds.items()})
-
-
-def empty(shape: int | Sequence[int], dtype: str) -> Tensor:
-    """A tensor without data; `dtype` is named as in "torch.int64"."""
-    kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-    return torch.empty(shape, dtype=kind, device="meta")
-
-
-def of_layer(state: LayerState) -> Message:
-    """A layer's state after some chunks, from which the forward of the next chunks continues."""
-    history = state.history
-    assert history.geometry is not None
-    *sizes, dtype, _device = history.geometry
-    tensors = {
-        f"{part}.{name}": planes[name] for part, planes in state.parts.items() for name in planes
-    }
-    tensors |= {f"{_MEMORY}.{name}": x for name, x in history.memory.items()}
-    return Message({"floor": history.floor, "sizes": sizes, "dtype": str(dtype)}, tensors)
-
-
-def layer_state(message: Message, history: History) -> LayerState:
-    """The inverse of `of_layer`. `history`: the record of the columns fed, which is completed."""
-    dtype = empty(0, message.about["dtype"]).dtype
-    history.floor = message.about["floor"]
-    rows, heads, keys, values = message.about["sizes"]
-    history.geometry = Geometry(rows, heads, keys, values, dtype)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, x in message.tensors.items():
-        part, _, plane = name.rpartition(".")
-        parts.setdefault(part, {})[plane] = x
-    history.memory = parts.pop(_MEMORY, {})
-    return LayerState(history, parts)
-
-
-def of_slots(slots: Slots | None) -> Message:
-    """A layer's slots after some chunks, from which the backward of the next chunks starts; None:
-    it has none."""
-    return (
-        Message({}, {})
-        if slots is None
-        else Message({"encoded": slots.encoded}, slots.past._asdict())
-    )
-
-
-def slots_from(message: Message, store: Offload, layer: LayerCache) -> Slots:
-    """The inverse of `of_slots`."""
-    return Slots(store, layer, HeldSlots(**message.tensors), message.about["encoded"])
-
-
-def of_gradients(slots: Slots | None) -> Message:
-    """The gradients of a layer's slots: keys (B, H, S, Dk) and values (B, H, S, Dv)."""
-    found = () if slots is None else zip(("keys", "values"), slots.gradients, strict=True)
-    return Message({}, dict(found))
-
-
-_STATES = "states."
-
-
-def with_states(message: Message, states: Mapping[str, Tensor]) -> Message:
-    """A message with a layer's recurrent states, or their gradients, added."""
-    return message._replace(
-        tensors=message.tensors | {_STATES + name: x for name, x in states.items()}
-    )
-
-
-def without_states(message: Message) -> tuple[Message, dict[str, Tensor]]:
-    """The inverse of `with_states`."""
-    states = {
-        name.removeprefix(_STATES): x
-        for name, x in message.tensors.items()
-        if name.startswith(_STATES)
-    }
-    rest = {name: x for name, x in message.tensors.items() if not name.startswith(_STATES)}
-    return message._replace(tensors=rest), states

@@ -1,4 +1,4 @@
-"""`backward`: gradients of texts of any length, through the cache that will serve them."""
+"""`backward`: gradients of texts of any length, computed through a cache."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def backward(
 ) -> Tensor:
     """Add the gradients of a loss to `.grad` of all parameters that require them; return the loss.
 
-    The texts are fed through the cache chunk by chunk, as in serving. The forward decides
-    evictions; the backward repeats them as constants, and a slot's gradient flows back to the token
-    written there. A lossy codec passes gradients through unchanged (straight-through estimator).
-    `keep_all` gives the gradients of full attention. Only one layer's cache is in memory at a time,
-    so memory depends on the budget and the chunk size; layer inputs are kept in host memory or in a
-    file.
+    The texts are fed through the cache chunk by chunk, as in generation. The forward decides
+    evictions; the backward treats them as constants and repeats them, and a slot's gradient flows
+    back to the token written there. A lossy codec passes gradients through unchanged
+    (straight-through estimator). `keep_all` gives the gradients of full attention. Only one layer's
+    cache is in memory at a time, so memory depends on the budget and the chunk size; layer inputs
+    are kept in host memory or in a file.
 
     Source: keys_values (gradients through a KV cache).
 
@@ -65,31 +65,31 @@ def backward(
         input_ids: token ids (B, T), any T.
         labels: (B, T); see `TokenHead`.
         cache: cache spec; see `kvkeep.Cache`.
-        chunk: tokens computed at once; None: 1,024, or the budget or the policy's step if smaller.
+        chunk: tokens computed at once; None: 1,024, but at most the budget and the policy's step.
         attention_mask: (B, T), 0 for padding.
         loss_weights: (B, T), the weight of each label.
         num_items: divisor of the summed losses; None: the sum of the weights.
         head: a loss of hidden states, instead of labels.
-        scale: factor on the gradients, not on the returned loss, such as a GradScaler's.
+        scale: factor on the gradients, such as a GradScaler's; the returned loss is not scaled.
         on_layer: called before each layer runs on a chunk.
         decisions: a list to which each layer's evictions are appended; see `replaying`. With a
             group, only the evictions of this process's chunks.
         offload: where layer inputs are kept; None: `Offload()`.
-        group: processes that share these texts (context parallelism); each calls this function with
-            the same arguments. A process computes some chunks, keeps layer inputs for these only,
-            and calls `on_layer` and `head` for these only. All get the full loss and gradient. If
-            one raises while it computes the loss, all raise; after any other error the process must
-            exit, because the rest wait for it.
+        group: processes that share these texts (context parallelism). Each process calls this
+            function with the same arguments and computes some of the chunks: only for these it
+            keeps layer inputs and calls `on_layer` and `head`. All processes get the full loss and
+            gradients. If a process raises while it computes the loss, all raise; after any other
+            error it must exit, because the other processes wait for it.
 
     Returns:
         The loss, detached.
 
     Raises:
-        ShapeError: texts, labels, chunk and budget do not match each other, or the processes of a
-            group have different texts.
+        ShapeError: shapes of texts and labels differ, `chunk` exceeds a budget or step, or the
+            processes of a group have different texts.
         SpecError: the spec does not exist or does not fit the model.
-        LossError: the loss is not finite; no gradient was changed. Other processes of a group raise
-            PeerError.
+        LossError: the loss is not finite; no gradient was changed.
+        PeerError: another process of the group raised while it computed the loss.
         StateError: gradient checkpointing or inference mode is on, attention has dropout, or the
             model is sharded over the group.
         UnsupportedError: the model cannot be run layer by layer.
@@ -100,7 +100,7 @@ def backward(
     with _walk(model, input_ids, *way, group=group) as (decoder, walk, store):
         objective = head_for(decoder, labels, loss_weights, num_items, head)
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
-        # The shards of FSDP2's parameters, collected before any are gathered.
+        # Collected before FSDP2 gathers any parameter, so these are the shards.
         trained, outside = [*decoder.model.parameters(), *own], [*decoder.outside_layers, *own]
         walk.forward()
         if decisions is not None:

@@ -15,8 +15,8 @@ from kvkeep.host.layerwise import Layerwise
 from kvkeep.train.autograd import accumulate, is_sharded, reduces
 
 HiddenLoss = Callable[[Tensor, slice], Tensor | None]
-"""A caller's own loss: hidden states (B, n, width) after the final norm, and their columns -> the
-chunk's part of the loss, or None if it has none."""
+"""A caller's own loss: hidden states (B, n, width) after the final norm, and their columns -> their
+part of the loss; None: they have no part in it."""
 
 IGNORED = -100
 """Label of tokens that are not learned."""
@@ -32,8 +32,8 @@ class Head(Protocol):
         """The columns of a chunk that contribute to the loss, in pieces computed one by one."""
 
     def loss(self, columns: slice, hidden: Tensor) -> Tensor | None:
-        """The contribution of some columns to the loss, from the last layer's output (B, n, width);
-        None: they contribute nothing."""
+        """The part of `columns` in the loss, from the last layer's output (B, n, width); None: they
+        have no part in it."""
 
 
 class TokenHead:
@@ -43,11 +43,11 @@ class TokenHead:
         labels: (B, T), each token's own id, or -100. As in transformers, a label is predicted from
             the token before it. Padding is never learned.
         weights: (B, T), the weight of each label; None: 1 for all.
-        num_items: divisor of the sum; None: the sum of the weights. If given, a batch may have
-            nothing to learn.
+        num_items: divisor of the sum; None: the sum of the weights. With a divisor, a batch may
+            have no labels to learn.
 
     Raises:
-        ShapeError: shapes do not match the texts, or there is nothing to learn.
+        ShapeError: shapes do not match the texts, or there are no labels to learn.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenHead:
         for name, given in (("labels", labels), ("loss_weights", weights)):
             if given is not None and given.shape != shape:
                 raise ShapeError(
-                    f"{name} {tuple(given.shape)} for texts {tuple(shape)}; give one for each token"
+                    f"{name} {tuple(given.shape)} for texts {tuple(shape)}; give one per token"
                 )
         device = decoder.input_ids.device
         targets = nn.functional.pad(labels.to(device).long()[:, 1:], (0, 1), value=IGNORED)
@@ -75,9 +75,9 @@ class TokenHead:
         total = self._weights.sum() if num_items is None else torch.as_tensor(num_items)
         if num_items is None and not bool(self._weights.any()):
             raise ShapeError(
-                f"none of {labels.numel()} labels is learned: each is {IGNORED}, padding, of "
-                "weight 0, or the first of its text, which nothing predicts; label some tokens "
-                "with their ids"
+                f"none of {labels.numel()} labels is learned: each is {IGNORED}, on padding, of "
+                "weight 0, or on the first token of its text, which no token predicts; label some "
+                "tokens with their ids"
             )
         if not float(total) > 0:
             raise ShapeError(
@@ -87,7 +87,7 @@ class TokenHead:
             )
         self._total = total.to(device)
         self._decoder = decoder
-        # Processes that share a model's weights must compute the same pieces, or they deadlock.
+        # Processes that share a model's weights must compute equally many pieces, or they deadlock.
         self._all = is_sharded(decoder.model)
         self._tokens = max(1, _LOGITS // (shape[0] * decoder.vocabulary))
 
@@ -131,7 +131,8 @@ def head_for(
     """The head for labels, or for a loss of hidden states.
 
     Raises:
-        ShapeError: both or neither are given, or the labels do not match the texts.
+        ShapeError: both labels and a loss are given, or neither; or the labels do not match the
+            texts.
     """
     if function is not None and labels is None:
         return HiddenHead(decoder, function)
@@ -153,7 +154,7 @@ def loss_and_gradients(
     The gradients of the head's parameters are added to `.grad`.
 
     Args:
-        outputs: the last layer's output for each chunk; they are removed from `store`.
+        outputs: the last layer's output for each chunk; removed from `store`.
         scale: factor on the gradients; None: compute no gradients.
 
     Returns:
@@ -187,8 +188,8 @@ def loss_and_gradients(
 
 @contextmanager
 def restored_on_failure(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A context that adds new gradients to the existing ones, and restores the existing ones if it
-    raises."""
+    """A context that adds gradients to the earlier contents of `.grad`, and restores these contents
+    if its body raises."""
     once = {id(p): p for p in parameters if p.requires_grad}
     before = [(p, p.grad) for p in once.values()]
     for p, _ in before:
@@ -213,7 +214,7 @@ def _finite(loss: Tensor, chunk: int, columns: slice) -> Tensor:
     if not bool(torch.isfinite(loss)):
         raise LossError(
             f"the loss is {float(loss)} in chunk {chunk}, columns {columns.start} to "
-            f"{columns.stop}: no gradient and no optimizer was changed; look at these tokens, or "
-            "lower the learning rate"
+            f"{columns.stop}: no gradient and no optimizer state was changed; look at these "
+            "tokens, or lower the learning rate"
         )
     return loss

@@ -1,5 +1,5 @@
-"""A layer's forward through the chunks of a text: what it hands from chunk to chunk, and what it
-leaves for the backward."""
+"""A layer's forward through the chunks of a text: its state from chunk to chunk, and its records
+for the backward."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from kvkeep.files.offload import Kept, Offload
 from kvkeep.host.layerwise import Layerwise
 from kvkeep.layer.layer import LayerCache
 from kvkeep.train.cell import Cell, Recorder, Unattending
-from kvkeep.train.chain import Message, layer_state, of_layer, of_slots, slots_from
+from kvkeep.train.messages import Message, layer_state, of_layer, of_slots, slots_from
 from kvkeep.train.slots import Slots
 
 
 @dataclass
 class Trace:
-    """What a layer's forward leaves for the backward, by chunk.
+    """The records of a layer's forward for the backward, by chunk.
 
     Attributes:
-        inputs: its inputs.
+        inputs: the layer's inputs.
         marks: its recurrent states before the chunk.
-        evicted: positions evicted before the first chunk, then after each.
+        evicted: positions evicted before the first chunk, then after each chunk.
         pairs: its keys and values, if other layers read them.
-        pair_gradients: the sums of their gradients by these layers, as far as they were computed.
+        pair_gradients: the gradients of `pairs` from these layers, summed over the layers whose
+            backward has run.
     """
 
     inputs: list[Kept]
@@ -44,21 +45,21 @@ class Passing:
     """The forward of a layer that does not attend.
 
     Args:
-        states: its recurrent states before the first chunk.
+        states: the layer's recurrent states before the first chunk.
     """
 
     def __init__(self, states: dict[str, Tensor]) -> None:
         self.states = states
 
     def step(self, c: int) -> Unattending:
-        """What the layer computes chunk c with, which changes `states`."""
+        """The `ChunkStep` for chunk c; it changes `states`."""
         return Unattending(self.states)
 
     def end(self, c: int, step: Unattending) -> None:
         """Called after the layer has computed chunk c."""
 
     def message(self) -> Message:
-        """What the next process needs beside `states`, after the last chunk."""
+        """The layer's state after the last chunk, for the next process, without `states`."""
         return Message({}, {})
 
     def close(self) -> None:
@@ -70,9 +71,9 @@ class Recording(Passing):
 
     Args:
         cache: the layer's cache, empty.
-        trace: gets the evictions, and the keys and values if `read`.
+        trace: records the evictions, and if `read`, keys and values.
         states: see `Passing`.
-        read: whether other layers read them.
+        read: whether other layers read this layer's keys and values.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Recording(Passing):
         self._cache, self._trace, self._store, self._read = cache, trace, store, read
 
     def restore(self, before: Message, text: Layerwise, columns: int) -> None:
-        """Continue from the slots of an earlier process, after so many columns."""
+        """Continue from the previous process's message, after `columns` columns."""
         self._cache.cursor.evicted = []  # while evictions are recorded, rows are not parted
         self._cache.restore(layer_state(before, text.history(columns)))
 
@@ -112,13 +113,14 @@ class Recording(Passing):
 
 
 class Reading(Passing):
-    """The forward of a layer that reads the slots of an earlier one, by that layer's evictions.
+    """The forward of a layer that reads an earlier layer's slots. It repeats that layer's
+    evictions.
 
     Args:
-        cache: the earlier layer's cache, which holds nothing any more.
-        trace: what the earlier layer left.
-        text: the text, of which `chunks` are computed.
-        before: the slots after the chunks of earlier processes; None: there are none.
+        cache: the earlier layer's cache, empty again.
+        trace: the earlier layer's records.
+        text: the text, of which this process computes `chunks`.
+        before: the slots after the previous process's chunks; None: this process is the first.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ def slots_before(cache: LayerCache, trace: Trace, store: Offload, before: Messag
     """A layer's slots before the first chunk of this process.
 
     Args:
-        before: those after the chunks of earlier processes; None: there are none.
+        before: the slots after the previous process's chunks; None: this process is the first.
     """
     if before is None:
         return Slots(store, cache)

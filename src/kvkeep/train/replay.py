@@ -13,18 +13,18 @@ from kvkeep.policy import ReplayPolicy
 from kvkeep.storage import Concat
 
 Decisions = list[list[Tensor]]
-"""Each layer's evictions, call by call, as positions; see `ReplayPolicy`."""
+"""For each layer, the positions evicted by each call; see `ReplayPolicy`."""
 
 
 def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
-    """A cache that repeats recorded evictions if it is fed the same chunks. Autograd can
-    differentiate through it; the gradients equal those of `kvkeep.train.backward`, but all
-    activations stay in memory.
+    """A cache that repeats recorded evictions when it is fed the same chunks. Autograd can
+    differentiate through it, with the gradients of `kvkeep.train.backward`, but keeps all
+    activations in memory.
 
     Args:
         model: an attached model.
         spec: spec of the recorded run.
-        decisions: the list filled by `backward(decisions=...)`.
+        decisions: the list that `backward(decisions=...)` filled.
     """
     host = host_of(model)
     cache = host.new_cache([one.differentiable() for one in per_layer(spec, host.kinds)])

@@ -27,9 +27,9 @@ class HeldSlots(NamedTuple):
 class _Undo(NamedTuple):
     """How to undo a push of `tokens` tokens.
 
-    `order`: each slot's previous index, int32 (B, 1|H, S), evicted slots last (None: no slot
-    moved); `position`: the positions in that previous order. `gone`: keys and values of evicted
-    slots; `encoded`: keys and values of slots before they were encoded in blocks.
+    `order`: each slot's previous index, int32 (B, 1|H, S), evicted slots last; None: no slot moved.
+    `position`: positions in the previous order. `gone`: keys and values of evicted slots.
+    `encoded`: plain keys and values of the slots that the push encoded.
     """
 
     tokens: int
@@ -43,12 +43,12 @@ class Slots:
     """A layer's slots between chunks, in one buffer, with a gradient buffer of the same shape.
 
     In the forward, `push` writes a chunk's tokens and evicts slots, whose keys and values go to
-    `store`. In the backward, `pop` undoes this: evicted slots return with zero gradients, and the
-    gradients of the chunk's own slots are returned.
+    `store`. In the backward, `pop` undoes the push: evicted slots come back with zero gradients,
+    and `pop` returns the gradients of the chunk's tokens.
 
     Args:
-        held: the initial slots, changed in place; None: empty.
-        encoded: number of its tokens that a codec has encoded in blocks.
+        held: the initial slots, changed in place; None: no slots.
+        encoded: number of slots that are already encoded in blocks.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Slots:
         return HeldSlots(keys, values, position)
 
     def push(self, k: Tensor, v: Tensor, position: Tensor, evicted: list[Tensor]) -> None:
-        """Write n tokens, then evict, and encode full blocks.
+        """Write n tokens, evict, then encode full blocks.
 
         Args:
             k, v: (B, H, n, Dk) and (B, H, n, Dv), in the precision of slots.
@@ -87,7 +87,7 @@ class Slots:
             self._undo.append(self._encode(self._undo.pop()))
 
     def evict(self, evicted: list[Tensor]) -> None:
-        """Evict, as `push` does, without new tokens."""
+        """Evict as `push` does, without new tokens."""
         self._evict(_Undo(0), evicted)
 
     def _evict(self, undo: _Undo, evicted: list[Tensor]) -> None:
@@ -119,7 +119,7 @@ class Slots:
         return keys, values
 
     def pop(self) -> tuple[Tensor, ...]:
-        """Undo the last push; return the gradients of its tokens' keys and values, (B, H, n, D)."""
+        """Undo the last push; return the gradients of its keys and values, (B, H, n, D) each."""
         undo = self._undo.pop()
         if undo.encoded:
             plain = [self._store.take(kept) for kept in undo.encoded]
@@ -134,7 +134,7 @@ class Slots:
         return tuple(buffer[:, :, own].clone() for buffer in self._buffers[3:])
 
     def _move(self, undo: _Undo, order: Tensor, held: int, gone: Tensor | None = None) -> _Undo:
-        """Reorder the slots and keep the first `held` of them; return how to undo this."""
+        """Reorder the slots and keep the first `held` slots; return how to undo this."""
         before, kept = self.past.position.clone(), []
         for buffer in self._buffers[:2]:
             moved = buffer.gather(2, along_slots(order, buffer))
@@ -162,7 +162,7 @@ class Slots:
         self.length = length
 
     def _encode(self, undo: _Undo) -> _Undo:
-        """Encode the oldest plain tokens, as a layer with a block codec does."""
+        """Encode the oldest plain tokens, as `BlockEncoded` does."""
         codecs = self._layer.key_codec, self._layer.value_codec
         count = encoded_count(self.length - self.encoded, *codecs)
         if not count:
@@ -180,7 +180,7 @@ class Slots:
         return undo._replace(encoded=tuple(kept))
 
     def _reserve(self, slots: int, like: tuple[Tensor, ...]) -> None:
-        """Make room for `slots` slots; the first `length` keep their contents."""
+        """Make room for `slots` slots; the first `length` slots keep their contents."""
         if self._buffers and slots <= self._buffers[0].shape[2]:
             return
         capacity = max(slots, 2 * self.length)

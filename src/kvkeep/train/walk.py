@@ -21,7 +21,8 @@ from kvkeep.spec import CacheSpec
 from kvkeep.storage.allocate import give_back
 from kvkeep.train.autograd import accumulate, reduces
 from kvkeep.train.cell import Capture, Captured, Cell, Unattending
-from kvkeep.train.chain import Chain, Message, of_gradients, of_slots, with_states, without_states
+from kvkeep.train.chain import Chain
+from kvkeep.train.messages import Message, of_gradients, of_slots
 from kvkeep.train.passing import Passing, Reading, Recording, Trace, slots_before
 from kvkeep.train.replay import Decisions
 from kvkeep.train.slots import Slots
@@ -33,18 +34,17 @@ OnLayer = Callable[[int, Tensor, slice], None]
 
 
 class Walk:
-    """A forward and a backward of texts through a model: an outer loop over layers, an inner over
-    chunks.
+    """A forward and a backward of texts through a model: an outer loop over layers, an inner loop
+    over chunks.
 
-    So only one layer's cache is in memory at a time. Each layer's input for each chunk goes to
-    `store`, with the recurrent states before it, and the positions that its policy evicted to host
-    memory; all else is recomputed. A layer that reads an earlier one's slots walks through them as
-    that layer did; the earlier layer's keys and values, and their gradients by its readers, are
-    kept for each chunk. With several processes (`chain`), each has some of the chunks, and `chunks`
-    and `outputs` are its own; in the backward, a process with n processes after it holds the slots
-    of up to n + 1 layers.
+    So only one layer's cache is in memory at a time. For each layer and chunk, the input and the
+    recurrent states before it go to `store`, evicted positions to host memory; everything else is
+    recomputed. A layer that reads an earlier layer's slots repeats that layer's evictions; the
+    earlier layer's keys and values, and their gradients from its readers, are kept for each chunk.
+    With several processes (`chain`), `chunks` and `outputs` are this process's; in the backward, a
+    process with n processes after it holds the slots of up to n + 1 layers.
 
-    After `forward`, `decisions` has each layer's evictions, call by call, for `replaying`.
+    After `forward`, `decisions` has each layer's evictions for `replaying`.
 
     Raises:
         SpecError: the spec does not exist or does not fit the model.
@@ -69,13 +69,13 @@ class Walk:
         self._numbers, self.chunks = list(own), [chunks[c] for c in own]
         self._caches = host.new_cache([one.differentiable() for one in specs]).layers
         for cache in self._caches:
-            cache.readers = 0  # it settles at once: readers walk through its slots later
+            cache.readers = 0  # settle at once: `Reading` repeats the slots for readers
         self._carries = decoder.carries
         self._read = {own.reads for own in self._carries if own.reads is not None}
         self._calls: list[Any] = []
-        self._leaves: list[list[int]] = []  # by layer, tensors of its call that need gradients
+        self._leaves: list[list[int]] = []  # by layer, indices of its call's tensors with gradients
         self._call_gradients: list[dict[tuple[int, int], Kept]] = [{} for _ in self.chunks]
-        self._traces: dict[int, Trace] = {}  # by layer that gradients reach, or that they read
+        self._traces: dict[int, Trace] = {}  # of layers that gradients reach or other layers read
         self.outputs: list[Kept] = []  # outputs of the last layer, by chunk
         self.decisions: Decisions = []
         draws = any(part.training for part in decoder.model.modules())
@@ -84,7 +84,7 @@ class Walk:
         self._devices = {device for device in devices if device.type != "cpu"}
 
     def forward(self, *, trained: bool = True) -> None:
-        """Compute the last layer's outputs. `trained`: keep the inputs of `backward`."""
+        """Compute the last layer's outputs. `trained`: keep the records for `backward`."""
         self._first = self._lowest_trained() if trained else len(self._carries)
         states = []
         for c, columns in enumerate(self.chunks):
@@ -98,7 +98,7 @@ class Walk:
         self.outputs = states
 
     def _layer_forward(self, index: int, inputs: list[Kept]) -> list[Kept]:
-        """A layer's inputs -> its outputs, one per chunk."""
+        """A layer's inputs -> its outputs, by chunk."""
         trace, keeps = Trace(inputs), index >= self._first
         passing = self._passing(index, trace)
         after = []
@@ -115,7 +115,7 @@ class Walk:
             if not keeps:
                 self._store.drop(inputs[c])
         if self.chain.behind:
-            self.chain.to_next(with_states(passing.message(), passing.states))
+            self.chain.to_next(passing.message()._replace(states=passing.states))
         passing.close()
         if isinstance(passing, Recording):
             self.decisions.append([x for calls in trace.evicted for x in calls])
@@ -125,12 +125,10 @@ class Walk:
         return after
 
     def _passing(self, index: int, trace: Trace) -> Passing:
-        """How a layer passes this process's chunks."""
+        """A layer's forward through this process's chunks."""
         own, start = self._carries[index], self.chunks[0].start
         before = None if self.chain.first else self.chain.from_previous()
-        states: dict[str, Tensor] = {}
-        if before is not None:
-            before, states = without_states(before)
+        states: dict[str, Tensor] = {} if before is None else {**before.states}
         if own.slots is None:
             return Passing(states)
         cache, store, text = self._caches[own.slots], self._store, self._decoder
@@ -158,9 +156,9 @@ class Walk:
             self._embedding_backward(c, embedded, gradient, last=c == len(self.chunks) - 1)
 
     def _with_slots(self) -> Iterator[tuple[int, Carried, Message | None]]:
-        """For each layer, from the last to the first: its index, what it carries after this
-        process's chunks, and the gradients of that from later chunks. When the caller resumes, it
-        must be what the layer carries before these chunks, with its gradients.
+        """For each layer, from the last to the first: its index, its `Carried` after this process's
+        chunks, and the gradients of these slots and states from later processes. Before it resumes,
+        the caller must take `Carried` back to the state before these chunks, with its gradients.
 
         Slots are computed from the first process to the last, gradients from the last to the first.
         So a process with n processes after it computes the slots of n layers ahead. Otherwise every
@@ -168,7 +166,7 @@ class Walk:
         """
         chain = self.chain
         indices = range(len(self._carries) - 1, self._first - 1, -1)
-        to_come = 0 if chain.first else len(indices)  # messages due from the previous process
+        to_come = 0 if chain.first else len(indices)  # messages yet to receive from the previous
         arrived, waiting, ahead = deque[Message](), iter(indices), deque[Slots | None]()
 
         def compute() -> Message | None:
@@ -190,7 +188,7 @@ class Walk:
             carried = Carried(ahead.popleft())
             yield index, carried, given
             if not chain.first:
-                gradients = with_states(of_gradients(carried.slots), carried.states)
+                gradients = of_gradients(carried.slots)._replace(states=carried.states)
                 found = chain.swap_with_previous(gradients, bool(to_come))
                 if found is not None:
                     arrived.append(found)
@@ -199,13 +197,13 @@ class Walk:
     def _layer_backward(
         self, index: int, gradients: list[Kept], carried: Carried, given: Message | None
     ) -> list[Kept]:
-        """Gradients of a layer's outputs -> gradients of its inputs, one per chunk. Adds the
-        gradients of its parameters. The given gradients and the inputs are removed from `store`."""
+        """Gradients of a layer's outputs -> gradients of its inputs, by chunk. Adds the gradients
+        of its parameters. Removes the outputs' gradients and the inputs from `store`."""
         trace, slots = self._traces[index], carried.slots
         found: list[Kept] = []
         own: tuple[Tensor, ...] = ()  # gradients of the chunk's keys and values from later chunks
         if given is not None:
-            given, carried.states = without_states(given)
+            carried.states = {**given.states}
             if slots is not None:
                 slots.absorb(*given.tensors.values())
                 own = slots.pop()
@@ -242,7 +240,7 @@ class Walk:
     def _backward_step(
         self, index: int, c: int, slots: Slots | None, states: dict[str, Tensor]
     ) -> Unattending:
-        """What a layer computes a chunk with, with gradients."""
+        """The `ChunkStep` for a chunk, with gradients."""
         own, start = self._carries[index], self.chunks[c].start
         if own.slots is None or slots is None:
             return Unattending(states)
@@ -251,8 +249,8 @@ class Walk:
         return Cell(self._caches[own.slots], past, self._decoder.history(start), states, pair)
 
     def _by_readers(self, trace: Trace, c: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Gradients of a chunk's keys and values: from later chunks, and by the layers that read
-        them."""
+        """Gradients of a chunk's keys and values: `own`, from later chunks, plus the gradients from
+        the layers that read them."""
         if c not in trace.pair_gradients:
             return own
         by_readers = tuple(self._store.take(x) for x in trace.pair_gradients.pop(c))
@@ -261,8 +259,8 @@ class Walk:
     def _add_for_owner(
         self, index: int, c: int, own: tuple[Tensor, ...], shared: tuple[Tensor, Tensor]
     ) -> None:
-        """Add a reader's gradients of a chunk's keys and values to those of the layer that it
-        reads. `own`: from later chunks."""
+        """Add a reader's gradients of a chunk's keys and values to the trace of the layer that it
+        reads. `own`: gradients from later chunks."""
         read = self._carries[index].reads
         assert read is not None
         trace = self._traces[read]
@@ -272,8 +270,8 @@ class Walk:
         trace.pair_gradients[c] = tuple(map(self._store.put, sums))
 
     def _replayed(self, index: int, before: Message | None) -> Slots | None:
-        """The slots that a layer attends to after this process's chunks, or before the text's last
-        chunk, with the records that `pop` needs to undo each chunk; None: it does not attend.
+        """A layer's slots after this process's chunks, in the last process before the text's last
+        chunk, with the records by which `pop` undoes each chunk; None: the layer does not attend.
         `before`: the previous process's slots."""
         own = self._carries[index]
         if own.slots is None:
@@ -291,7 +289,7 @@ class Walk:
         return slots
 
     def _captured(self, index: int, c: int, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys, values and positions of a chunk, computed again."""
+        """The keys, values and positions of a chunk, recomputed."""
         trace = self._traces[index]
         states = {name: self._store.get(x) for name, x in trace.marks[c].items()}
         try:
@@ -303,7 +301,7 @@ class Walk:
         raise RuntimeError("a layer did not attend")
 
     def _call_with_leaves(self, index: int, c: int) -> tuple[Any, dict[int, Tensor]]:
-        """A layer's call for a chunk, and its tensors that need gradients, by their numbers."""
+        """A layer's call for a chunk, and its tensors that need gradients, by index."""
         call = self._store.get_tree(self._calls[c][index])
         flat, structure = tree_flatten(call)
         leaves = {leaf: flat[leaf].detach().requires_grad_() for leaf in self._leaves[index]}
@@ -312,8 +310,8 @@ class Walk:
     def _embedding_backward(
         self, c: int, embedded: Embedded, gradient: Tensor, *, last: bool
     ) -> None:
-        """Add the gradients of the parameters before the first layer, given those of its input and
-        of the layers' calls. `last`: no further call follows."""
+        """Add the gradients of the parameters before the first layer, given the gradients of its
+        input and of the layers' calls. `last`: no further call follows."""
         ends = [(embedded.hidden, gradient), *((x, torch.zeros_like(x)) for x in embedded.outputs)]
         for (index, leaf), kept in self._call_gradients[c].items():
             ends.append((tree_flatten(embedded.calls[index])[0][leaf], self._store.take(kept)))
@@ -323,15 +321,15 @@ class Walk:
     def _layer(
         self, index: int, c: int, hidden: Tensor, step: Unattending, call: Any = None
     ) -> Tensor:
-        # Autocast may have cached casts of the weights without gradients, or from another graph.
+        # Autocast's cache may hold casts of weights without gradients, or from another graph.
         torch.clear_autocast_cache()
         call = self._store.get_tree(self._calls[c][index]) if call is None else call
         with self._random(c, index):
             return self._decoder.layer(index, self.chunks[c], hidden, call, step)
 
     def _lowest_trained(self) -> int:
-        """Index of the first layer that gradients must reach; 0 if the embedding needs them too.
-        Finds the tensors of the layers' calls that do."""
+        """Index of the first layer that gradients must reach; 0 if parameters before the layers
+        need gradients. Also sets `_leaves`."""
         with torch.enable_grad(), self._random(0):
             embedded = self._decoder.embed(slice(0, 1))
         self._leaves = [
@@ -345,14 +343,14 @@ class Walk:
 
     @contextmanager
     def _random(self, c: int, layer: int = -1) -> Iterator[None]:
-        """A context in which this layer draws the same random numbers whenever it runs on this
-        chunk; the generators outside are unchanged."""
+        """A context in which a layer draws the same random numbers whenever it runs on chunk c. At
+        its end torch's generators are restored."""
         kind = next((device.type for device in self._devices), None)
         with torch.random.fork_rng(self._devices, enabled=self._seed is not None, device_type=kind):
             if self._seed is not None:
                 number = self._numbers[c] if self._numbers else 0
-                # torch.manual_seed also notes a seed for devices that were never used, with a
-                # traceback, which takes a millisecond.
+                # torch.manual_seed also seeds unused devices lazily, and records a traceback for
+                # that, which takes a millisecond.
                 seed = torch.manual_seed if self._devices else torch.default_generator.manual_seed
                 seed(self._seed + (layer + 1) * self._all + number)
             yield
@@ -360,15 +358,15 @@ class Walk:
 
 @dataclass
 class Carried:
-    """What a layer carries between two chunks, in the backward: its slots with their gradients, if
-    it attends, and the gradients of its recurrent states."""
+    """A layer's state between two chunks in the backward: its slots with their gradients, if it
+    attends, and the gradients of its recurrent states."""
 
     slots: Slots | None
     states: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _accumulate(ends: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Accumulate the gradients of tensors where they are required."""
+    """Accumulate the gradients `g` of the tensors x that require them, for pairs (x, g)."""
     found = [(x, g.to(x.dtype)) for x, g in ends if x.requires_grad]
     if found:
         accumulate([x for x, _ in found], [g for _, g in found])
@@ -379,8 +377,8 @@ def _needs_gradient(x: Any) -> bool:
 
 
 def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
-    """Tokens per chunk: `chunk`, or by default the smallest of 1,024, the budgets and the steps. A
-    chunk is one step, so that its attention is computed at once.
+    """Tokens per chunk: `chunk`; None: the smallest of 1,024, all budgets and all steps. A chunk is
+    one step, so that its attention is computed at once.
 
     Raises:
         ShapeError: `chunk` is not a whole number of at least 1, or exceeds a budget or step.
@@ -400,7 +398,7 @@ def fitting(chunk: int | None, specs: list[CacheSpec]) -> int:
         )
     if chunk > step:
         raise ShapeError(
-            f"a chunk of {chunk} tokens for {stepped}, which makes steps of {step}; gradients take "
-            f"one step for each chunk: use chunk={step} or less, or step={chunk}"
+            f"a chunk of {chunk} tokens for {stepped}, which makes steps of {step}; for gradients "
+            f"each chunk is one step: use chunk={step} or less, or step={chunk}"
         )
     return int(chunk)

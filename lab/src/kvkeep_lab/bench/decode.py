@@ -111,51 +111,20 @@ def run(
         UnsupportedError: llama.cpp is not installed, or cannot run this model.
     """
     place = device_named(device)
-    on_cpu = place.type == "cpu"
     contexts = contexts or ((2048, 8192, 32768, 131072) if model in RANDOM else (128, 2048, 7936))
     require_host(host)
-    others: Sequence[str] = OTHERS
-    all_ways: Sequence[str] = WAYS
-    defaults: tuple[Sequence[str], Sequence[str]]
-    if host == LITGPT:
-        others, all_ways = (LITGPT,), (PLAIN, EAGER)
-        defaults = all_ways if on_cpu else (PLAIN,), others
-    elif on_cpu:
-        defaults = (PLAIN, FUSED), (DYNAMIC,)
-    else:
-        defaults = (PLAIN, GRAPH, COMPILED), OTHERS[:2]
-    ways, against = ways or defaults[0], defaults[1] if against is None else against
+    ways, against = _chosen(host, place, ways, against)
     for spec in specs:
         parse_specs(spec)
-    require_known("system", against, others)
-    require_known("way", ways, all_ways)
-    if host == LITGPT and model in RANDOM:
-        raise UnsupportedError(f"{model} has no tokenizer; with LitGPT give a model that has one")
+    _require_tokens(model, host, against)
     if weights is not None and host == LITGPT:
         raise UnsupportedError("weights are quantised with transformers only; leave out litgpt")
     limits = Limits(place, seconds)
     loaded, tokenizer = model_named(model, dtype, place)
-    if LLAMA_CPP in against:
-        if model in RANDOM:
-            raise UnsupportedError(
-                f"llama.cpp needs a prompt, but {model} has no tokenizer; leave out one of them"
-            )
-        from kvkeep_lab.bench import llama_cpp  # noqa: PLC0415 (it needs packages that may be missing)
-
-        llama_cpp.require(loaded)
     table = _Table(limits, against, turns, burst)
     rates, work = [bandwidth(place)], Work(progress, 2 * sum(contexts))
     with TemporaryDirectory() as directory:
-        if weights is not None:
-            if LLAMA_CPP in against:
-                llama_cpp.write_quantised(loaded, weights, Path(directory))
-            quantise(loaded, weights)
-        systems: Systems | LitGPTSystems
-        if host == LITGPT:
-            litgpt_systems = import_module("kvkeep_lab.bench.litgpt_systems")
-            systems = litgpt_systems.LitGPTSystems(loaded, specs, ways, against)
-        else:
-            systems = Systems(loaded, specs, ways, against, Path(directory))
+        systems = _prepared(loaded, host, weights, specs, ways, against, Path(directory))
         for context in contexts:
             work.stage(f"{context} tokens", context)
             ids = None
@@ -180,6 +149,60 @@ def run(
         bandwidth_floor_us_per_token=bytes_per_token(loaded) / rate / 1e3,
         **{rates[0][0]: rate},
     )
+
+
+def _chosen(
+    host: str, place: torch.device, ways: Sequence[str] | None, against: Sequence[str] | None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """The ways and the other systems to measure, with the defaults of a host and a device."""
+    on_cpu = place.type == "cpu"
+    known: tuple[Sequence[str], Sequence[str]] = WAYS, OTHERS
+    default: tuple[Sequence[str], Sequence[str]]
+    if host == LITGPT:
+        known = (PLAIN, EAGER), (LITGPT,)
+        default = known if on_cpu else ((PLAIN,), (LITGPT,))
+    elif on_cpu:
+        default = (PLAIN, FUSED), (DYNAMIC,)
+    else:
+        default = (PLAIN, GRAPH, COMPILED), OTHERS[:2]
+    ways, against = ways or default[0], default[1] if against is None else against
+    require_known("system", against, known[1])
+    require_known("way", ways, known[0])
+    return ways, against
+
+
+def _require_tokens(model: str, host: str, against: Sequence[str]) -> None:
+    """Raise UnsupportedError if a random model is measured with systems that read a prompt."""
+    reading = [name for name in (host, *against) if name in (LITGPT, LLAMA_CPP)]
+    if model in RANDOM and reading:
+        raise UnsupportedError(
+            f"{reading[0]} needs a prompt, but {model} has no tokenizer; leave out one of them"
+        )
+
+
+def _prepared(
+    model: Any,
+    host: str,
+    weights: str | None,
+    specs: Sequence[str],
+    ways: Sequence[str],
+    against: Sequence[str],
+    directory: Path,
+) -> Systems | LitGPTSystems:
+    """The systems to measure, with the weights of a model, which are quantised first."""
+    if LLAMA_CPP in against:
+        from kvkeep_lab.bench import llama_cpp  # noqa: PLC0415 (it needs packages that may be missing)
+
+        llama_cpp.require(model)
+        if weights is not None:
+            llama_cpp.write_quantised(model, weights, directory)
+    if weights is not None:
+        quantise(model, weights)
+    if host == LITGPT:
+        litgpt_systems = import_module("kvkeep_lab.bench.litgpt_systems")
+        found: LitGPTSystems = litgpt_systems.LitGPTSystems(model, specs, ways, against)
+        return found
+    return Systems(model, specs, ways, against, directory)
 
 
 class _Table:

@@ -22,12 +22,13 @@ from kvkeep_lab.cli.bench_options import (
     SpecList,
     Turns,
     Ways,
+    measured,
     names,
     numbers,
     show,
 )
 from kvkeep_lab.cli.bench_serve import serve
-from kvkeep_lab.cli.plot import PlotFile, check_plot
+from kvkeep_lab.cli.plot import PlotFile
 from kvkeep_lab.cli.plot import plot as draw
 
 bench = typer.Typer(
@@ -63,19 +64,10 @@ def append(
     json: JsonFlag = False,
 ) -> None:
     """Append one token: concatenation against writing in place (8 heads, width 128)."""
-    check_plot(plot)
     held, rows = numbers(tokens, "--tokens"), numbers(batches, "--batches")
-    with Working("append") as working:
-        from kvkeep_lab.bench.append import run
-
-        result = run(
-            held,
-            device=device,
-            batches=rows,
-            layouts=names(layouts),
-            turns=turns,
-            progress=working,
-        )
+    result = measured(
+        "append", held, device=device, batches=rows, layouts=names(layouts), turns=turns
+    )
     show("Append one token; ratios are concat / growing", result, plot, json)
 
 
@@ -105,24 +97,22 @@ def memory(
     It is compared with the live bytes in them and with transformers' DynamicCache. The prompt is
     fed at once and in chunks.
     """
-    check_plot(plot)
     if prompt >= tokens:
         raise typer.BadParameter(f"--prompt {prompt} must be below --tokens {tokens}")
     if chunk >= prompt:
         raise typer.BadParameter(f"--chunk {chunk} must be below --prompt {prompt}")
-    with Working("memory") as working:
-        from kvkeep.spec import split_specs
-        from kvkeep_lab.bench.memory import SPECS, run
+    from kvkeep.spec import split_specs
+    from kvkeep_lab.bench.memory import SPECS
 
-        result = run(
-            model,
-            dtype=dtype,
-            tokens=tokens,
-            prompt=prompt,
-            chunk=chunk,
-            specs=SPECS if specs is None else split_specs(specs),
-            progress=working,
-        )
+    result = measured(
+        "memory",
+        model,
+        dtype=dtype,
+        tokens=tokens,
+        prompt=prompt,
+        chunk=chunk,
+        specs=SPECS if specs is None else split_specs(specs),
+    )
     show(f"Memory after {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
@@ -167,30 +157,27 @@ def op(
     json: JsonFlag = False,
 ) -> None:
     """The attention operation alone, on every backend and in other libraries."""
-    check_plot(plot)
     held = numbers(lengths, "--lengths")
     if heads % kv_heads:
         raise typer.BadParameter(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     news = whole_numbers(queries, "--queries")
-    with Working("op") as working:
-        from kvkeep.host.placement import dtype_named
-        from kvkeep_lab.bench.op import run
+    from kvkeep.host.placement import dtype_named
 
-        result = run(
-            device=device,
-            dtype=dtype_named(dtype),
-            rows=rows,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            queries=news,
-            lengths=held,
-            codecs=names(codecs),
-            masses=None if mass is None else [mass],
-            against=names(against),
-            turns=turns,
-            progress=working,
-        )
+    result = measured(
+        "op",
+        device=device,
+        dtype=dtype_named(dtype),
+        rows=rows,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        queries=news,
+        lengths=held,
+        codecs=names(codecs),
+        masses=None if mass is None else [mass],
+        against=names(against),
+        turns=turns,
+    )
     title = f"Attention of {queries} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; "
     reads = result.get("read_gb_per_s")
     does = f"reads at {reads:.0f}" if reads else f"copies at {result['copy_gb_per_s']:.0f}"
@@ -216,19 +203,13 @@ def linear(
     json: JsonFlag = False,
 ) -> None:
     """Linear layers of few rows on the CPU, by kvkeep's kernel and by torch."""
-    check_plot(plot)
     sizes, counts = _shapes(shapes), numbers(rows, "--rows")
-    with Working("linear") as working:
-        from kvkeep.host.placement import dtype_named
-        from kvkeep_lab.bench.linear import ROWS, SHAPES, run
+    from kvkeep.host.placement import dtype_named
+    from kvkeep_lab.bench.linear import ROWS, SHAPES
 
-        result = run(
-            shapes=sizes or SHAPES,
-            rows=counts or ROWS,
-            dtype=dtype_named(dtype),
-            turns=turns,
-            progress=working,
-        )
+    result = measured(
+        "linear", shapes=sizes or SHAPES, rows=counts or ROWS, dtype=dtype_named(dtype), turns=turns
+    )
     reads = f"memory reads at {result['read_gb_per_s']:.0f} GB/s"
     show(f"Linear layers of few rows, {dtype}; {reads}", result, plot, json)
 
@@ -262,7 +243,6 @@ def decode(
     json: JsonFlag = False,
 ) -> None:
     """Decode steps of a whole model at several contexts, and their time per token held."""
-    check_plot(plot)
     held = numbers(contexts, "--contexts")
     busy = numbers(beside, "--beside", least=0)
     if busy is not None:
@@ -274,23 +254,21 @@ def decode(
             result = others.run(model, dtype=dtype, ways=names(ways), beside=busy, progress=working)
         show(f"Generating with {model}, {dtype}, beside others", result, plot, json)
         return
-    with Working("decode") as working:
-        from kvkeep.spec import split_specs
-        from kvkeep_lab.bench.decode import run
+    from kvkeep.spec import split_specs
 
-        result = run(
-            model,
-            host=host,
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            contexts=held,
-            specs=split_specs(specs),
-            ways=names(ways),
-            against=names(against),
-            turns=turns,
-            progress=working,
-        )
+    result = measured(
+        "decode",
+        model,
+        host=host,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        contexts=held,
+        specs=split_specs(specs),
+        ways=names(ways),
+        against=names(against),
+        turns=turns,
+    )
     show(f"One decode step of {model}, {dtype}", result, plot, json)
     floor = f"{result['bandwidth_floor_us_per_token']:.2f} to read the token's slots once"
     slopes = result["slope_us_per_token"].items()
@@ -309,12 +287,8 @@ def prefill(
     json: JsonFlag = False,
 ) -> None:
     """A whole prompt in one forward, compared with transformers and sdpa."""
-    check_plot(plot)
     fed = whole_numbers(lengths, "--lengths")
-    with Working("prefill") as working:
-        from kvkeep_lab.bench.prefill import run
-
-        result = run(model, dtype=dtype, lengths=fed, turns=turns, progress=working)
+    result = measured("prefill", model, dtype=dtype, lengths=fed, turns=turns)
     show(f"Prefill of {model}, {dtype}", result, plot, json)
 
 
@@ -332,20 +306,17 @@ def save(
     json: JsonFlag = False,
 ) -> None:
     """Saving a cache compared with copying its file, and loading it compared with a prefill."""
-    check_plot(plot)
-    with Working("save") as working:
-        from kvkeep.spec import split_specs
-        from kvkeep_lab.bench.save import run
+    from kvkeep.spec import split_specs
 
-        result = run(
-            model,
-            dtype=dtype,
-            tokens=tokens,
-            specs=split_specs(specs),
-            turns=turns,
-            directory=directory,
-            progress=working,
-        )
+    result = measured(
+        "save",
+        model,
+        dtype=dtype,
+        tokens=tokens,
+        specs=split_specs(specs),
+        turns=turns,
+        directory=directory,
+    )
     show(f"The cache of {tokens} tokens, {model}, {dtype}", result, plot, json)
 
 
@@ -362,20 +333,9 @@ def fork(
     json: JsonFlag = False,
 ) -> None:
     """Forks of one prompt: their memory, and a step of a batch with and without sharing."""
-    check_plot(plot)
-    with Working("fork") as working:
-        from kvkeep_lab.bench.fork import run
-
-        result = run(
-            model,
-            dtype=dtype,
-            tokens=tokens,
-            forks=forks,
-            new=new,
-            rows=rows,
-            turns=turns,
-            progress=working,
-        )
+    result = measured(
+        "fork", model, dtype=dtype, tokens=tokens, forks=forks, new=new, rows=rows, turns=turns
+    )
     show(f"A batch that continues {tokens} tokens, {model}, {dtype}", result, plot, json)
     if not json:
         held, ratio = result["forks"]["bytes"], result["forks"]["ratio"]
@@ -401,23 +361,19 @@ def reuse(
     json: JsonFlag = False,
 ) -> None:
     """Reuse of stored documents: time to the first token, and the loss of quality."""
-    check_plot(plot)
     if shortest > longest:
         raise typer.BadParameter(f"--shortest {shortest} must be at most --longest {longest}")
-    with Working("reuse") as working:
-        from kvkeep_lab.bench.reuse import run
-
-        result = run(
-            model,
-            dtype=dtype,
-            documents=documents,
-            shortest=shortest,
-            longest=longest,
-            answer=answer,
-            redis=redis,
-            turns=turns,
-            progress=working,
-        )
+    result = measured(
+        "reuse",
+        model,
+        dtype=dtype,
+        documents=documents,
+        shortest=shortest,
+        longest=longest,
+        answer=answer,
+        redis=redis,
+        turns=turns,
+    )
     if not any(row["mode"] == "redis" for row in result["rows"]):
         typer.echo("redis-server is not installed, so the redis mode is left out", err=True)
     title = f"{documents} documents and a question, {result['tokens']} tokens, {model}, {dtype}"
@@ -453,25 +409,21 @@ def train(
 
     It is the gradient with respect to all weights.
     """
-    check_plot(plot)
     lengths, chosen = whole_numbers(tokens, "--tokens"), listed(methods, ",")
     shared = whole_numbers(processes, "--processes")
     if not chosen:
         raise typer.BadParameter("--methods is empty; give at least one, e.g. kvkeep")
-    with Working("train") as working:
-        from kvkeep_lab.bench.train import run
-
-        result = run(
-            model,
-            host=host,
-            tokens=lengths,
-            methods=chosen,
-            cache=cache,
-            chunk=chunk,
-            check=check,
-            processes=shared,
-            progress=working,
-        )
+    result = measured(
+        "train",
+        model,
+        host=host,
+        tokens=lengths,
+        methods=chosen,
+        cache=cache,
+        chunk=chunk,
+        check=check,
+        processes=shared,
+    )
     title = f"One gradient of {model}, float32, {cache}"
     if plot is not None:
         shown = ("method", "processes", "tokens", "peak_bytes", "seconds")

@@ -16,13 +16,15 @@ def draw(
     records: Annotated[
         list[Path], typer.Argument(help="Files, each with the --json output of a benchmark.")
     ],
-    plot: Annotated[Path, typer.Option("--plot", help="A .png, .svg or .pdf file to write.")],
+    plot: Annotated[
+        Path,
+        typer.Option("--plot", help="A .png, .svg or .pdf file to write.", callback=check_plot),
+    ],
     columns: Annotated[
         str | None, typer.Option(help="The figures to draw, comma-separated; all by default.")
     ] = None,
 ) -> None:
     """Draw recorded results side by side, with a line for each system."""
-    check_plot(plot)
     from kvkeep_lab.bench.record import read
 
     found = [read(path) for path in records]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from kvkeep.cli.complete import devices, models, one_of, specs
 from kvkeep.cli.output import listed, print_json, print_table, whole_numbers
+from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.plot import plot as draw
 
 Model = Annotated[
@@ -78,6 +80,14 @@ def numbers(text: str | None, option: str, least: int = 1) -> list[int] | None:
 def names(text: str | None) -> list[str] | None:
     """Parse comma-separated names; None without text."""
     return None if text is None else listed(text, ",")
+
+
+def measured(benchmark: str, *given: Any, **options: Any) -> dict[str, Any]:
+    """The result of a benchmark of `kvkeep_lab.bench`, whose progress is shown."""
+    with Working(benchmark) as working:
+        run = import_module(f"kvkeep_lab.bench.{benchmark}").run
+        result: dict[str, Any] = run(*given, **options, progress=working)
+        return result
 
 
 def show(title: str, result: dict[str, Any], plot: Path | None, json: bool) -> None:

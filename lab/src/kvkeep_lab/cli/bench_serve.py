@@ -9,7 +9,7 @@ import typer
 from kvkeep.cli.output import JsonFlag, whole_numbers
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.bench_options import Device, Dtype, ModelOrRandom, SpecList, names, show
-from kvkeep_lab.cli.plot import PlotFile, check_plot
+from kvkeep_lab.cli.plot import PlotFile
 
 
 def serve(
@@ -70,7 +70,6 @@ def serve(
     json: JsonFlag = False,
 ) -> None:
     """Many sequences at once: throughput, delays and memory."""
-    check_plot(plot)
     if shortest > longest:
         raise typer.BadParameter(f"--shortest {shortest} must be at most --longest {longest}")
     if cpu_time and interrupt is not None:

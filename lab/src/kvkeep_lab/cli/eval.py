@@ -26,7 +26,7 @@ from kvkeep.cli.output import (
 )
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.html import HtmlFile, check_html
-from kvkeep_lab.cli.plot import PlotFile, check_plot, plot_tradeoff
+from kvkeep_lab.cli.plot import PlotFile, plot_tradeoff
 from kvkeep_lab.evals.names import PRESSES, TASKS
 
 AGAINST = ("kvpress", "llama.cpp")
@@ -126,7 +126,6 @@ def evaluate(
     The figures on a text are perplexity and divergence. Each spec is fed the context, then the
     true continuation one token at a time.
     """
-    check_plot(plot)
     check_html(html)
     if setup_kvpress is not None:
         with Working("kvpress") as working:

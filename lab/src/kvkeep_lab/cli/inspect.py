@@ -24,7 +24,7 @@ from kvkeep.cli.output import (
 )
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.html import HtmlFile, check_html
-from kvkeep_lab.cli.plot import PlotFile, check_plot, plot_kept
+from kvkeep_lab.cli.plot import PlotFile, plot_kept
 
 BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 DOTTED = "dots are tokens that fewer than half of the heads keep"
@@ -57,7 +57,6 @@ def inspect(
 
     The prompt is fed without a chat template.
     """
-    check_plot(plot)
     check_html(html)
     model = model_for(model, adapter)
     from kvkeep.spec import parse_specs

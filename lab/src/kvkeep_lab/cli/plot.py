@@ -13,27 +13,33 @@ from kvkeep.errors import MissingPackageError
 from kvkeep_lab.cli.html import check_file
 from kvkeep_lab.extras import needed_by
 
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Also draw the result, in a .png, .svg or .pdf file.")
-]
-
 _AXES = ("length", "context", "tokens")
 
 
-def check_plot(file: Path | None) -> None:
-    """Check, before anything is measured, that `file` can be written afterwards.
+def check_plot(file: Path | None) -> Path | None:
+    """Check, before anything is measured, that `file` can be written afterwards; returns it.
 
     Raises:
         BadParameter: matplotlib is missing or does not support the format, or the file cannot be
             written; see `check_file`.
     """
-    if file is None:
-        return
-    try:
-        formats = _figure().canvas.get_supported_filetypes()
-    except MissingPackageError as error:
-        raise typer.BadParameter(str(error)) from error
-    check_file("--plot", file, sorted(formats))
+    if file is not None:
+        try:
+            formats = _figure().canvas.get_supported_filetypes()
+        except MissingPackageError as error:
+            raise typer.BadParameter(str(error)) from error
+        check_file("--plot", file, sorted(formats))
+    return file
+
+
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        help="Also draw the result, in a .png, .svg or .pdf file.",
+        callback=check_plot,
+    ),
+]
 
 
 def plot(

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from kvkeep_lab.evals.answers import Answer
 from kvkeep_lab.evals.intervals import of_scores
 from kvkeep_lab.evals.prompts import Prompt
+from kvkeep_lab.evals.samples import Record
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A text on which systems are compared at one context.
+
+    Args:
+        text: token ids (windows, context + N), on the CPU.
+        prompts: of each task.
+        record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
+        full: the full cache's N predictions (windows, V), as soon as they are known.
+    """
+
+    model: Any
+    tokenizer: Any
+    text: Tensor
+    context: int
+    prompts: Mapping[str, Sequence[Prompt]]
+    record: Record
+    full: list[Tensor] = field(default_factory=list)
 
 
 def in_figures(

@@ -14,17 +14,15 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.progress import Progress, silent
 from kvkeep_lab.checks import require_known
 from kvkeep_lab.evals.answers import scored
-from kvkeep_lab.evals.figures import in_figures
+from kvkeep_lab.evals.figures import Measured, in_figures
 from kvkeep_lab.evals.names import PRESSES
-from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
-from kvkeep_lab.evals.samples import Record, row_of
+from kvkeep_lab.evals.samples import row_of
 
 REQUIREMENT = "kvpress==0.5.5"
 
@@ -104,46 +102,29 @@ class Kvpress:
         with tempfile.TemporaryDirectory() as name:
             self._run(model, Path(name), {"presses": []}, silent)
 
-    def rows(
-        self,
-        model: Any,
-        tokenizer: Any,
-        text: Tensor,
-        context: int,
-        prompts: Mapping[str, Sequence[Prompt]],
-        full: Sequence[Tensor],
-        record: Record = lambda row: None,
-        progress: Progress = silent,
-    ) -> list[dict[str, Any]]:
+    def rows(self, asked: Measured, progress: Progress = silent) -> list[dict[str, Any]]:
         """A row for each press, of the figures that `kvkeep_lab.evals.run.evaluate` has for a spec.
-
-        Args:
-            text: token ids (windows, context + N).
-            prompts: of each task; the question is fed after the text was compressed.
-            full: the full cache's N predictions (windows, V).
-            record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
-        """
+        The questions of prompts are fed after the text was compressed."""
         request = {
             "presses": list(self.presses),
             "kept": self.kept,
-            "context": context,
-            "windows": text.tolist(),
+            "context": asked.context,
+            "windows": asked.text.tolist(),
             "prompts": [
                 {"ids": one.ids[0].tolist(), "text": one.text, "steps": one.steps}
-                for some in prompts.values()
+                for some in asked.prompts.values()
                 for one in some
             ],
-            "end": tokenizer.eos_token_id,
+            "end": asked.tokenizer.eos_token_id,
         }
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             try:
-                answers = self._run(model, folder, request, progress)
+                answers = self._run(asked.model, folder, request, progress)
             except UnsupportedError as error:  # kvkeep's own figures are not lost
-                return [{"spec": "kvpress", "context": context, "failed": str(error)}]
+                return [{"spec": "kvpress", "context": asked.context, "failed": str(error)}]
             return [
-                self._row(one, folder, tokenizer, text[:, context:], context, prompts, full, record)
-                | {"versions": answers["versions"]}
+                self._row(one, folder, asked) | {"versions": answers["versions"]}
                 for one in answers["rows"]
             ]
 
@@ -162,32 +143,22 @@ class Kvpress:
         answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
         return answers
 
-    def _row(
-        self,
-        found: Mapping[str, Any],
-        folder: Path,
-        tokenizer: Any,
-        ids: Tensor,
-        context: int,
-        prompts: Mapping[str, Sequence[Prompt]],
-        full: Sequence[Tensor],
-        record: Record,
-    ) -> dict[str, Any]:
-        spec = f"kvpress {found['press']}"
-        name = {"spec": spec, "context": context}
+    def _row(self, found: Mapping[str, Any], folder: Path, asked: Measured) -> dict[str, Any]:
+        spec, context, prompts = f"kvpress {found['press']}", asked.context, asked.prompts
+        name, ids = {"spec": spec, "context": context}, asked.text[:, context:]
         if "failed" in found:
             return name | {"failed": found["failed"]}
         logits = load_file(folder / f"{found['press']}.safetensors")["logits"]
-        mine = compare(logits.unbind(1), full, ids)
-        same = compare(full, full, ids).perplexity
+        mine = compare(logits.unbind(1), asked.full, ids)
+        same = compare(asked.full, asked.full, ids).perplexity
         left = iter(found["answers"])
         answers = {
-            task: [scored(tokenizer, one, next(left)) for one in some]
+            task: [scored(asked.tokenizer, one, next(left)) for one in some]
             for task, some in prompts.items()
         }
         for task, some in prompts.items():
             for sample, (prompt, answer) in enumerate(zip(some, answers[task], strict=True)):
-                record(row_of(spec, context, task, sample, prompt, answer))
+                asked.record(row_of(spec, context, task, sample, prompt, answer))
         step = found["step_s"]
         held = {"bytes": found["bytes"], "kept": found["kept"]}
         ratio = {"perplexity_ratio": mine.perplexity / same}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.host.progress import Progress, silent
-from kvkeep_lab.evals.figures import in_figures
-from kvkeep_lab.evals.prompts import Prompt
+from kvkeep_lab.evals.figures import Measured, in_figures
 from kvkeep_lab.evals.quality import compare
-from kvkeep_lab.evals.samples import Record
 from kvkeep_lab.extras import needed_by
 
 _TYPES = {"q8_0": (8, 34), "q5_1": (7, 24), "q4_0": (2, 18)}
@@ -39,25 +36,12 @@ class LlamaCpp:
 
         require(model)
 
-    def rows(
-        self,
-        model: Any,
-        tokenizer: Any,
-        text: Tensor,
-        context: int,
-        prompts: Mapping[str, Sequence[Prompt]],
-        full: Sequence[Tensor],
-        record: Record = lambda row: None,
-        progress: Progress = silent,
-    ) -> list[dict[str, Any]]:
-        """A row for each type, of the figures that `kvkeep_lab.evals.run.evaluate` has for a spec.
-
-        Args:
-            text: token ids (windows, context + N).
-            full: the full cache's N predictions (windows, V).
-        """
+    def rows(self, asked: Measured, progress: Progress = silent) -> list[dict[str, Any]]:
+        """A row for each type, of the figures that `kvkeep_lab.evals.run.evaluate` has for a
+        spec."""
         from kvkeep_lab.bench.llama_cpp import TYPES, write_gguf
 
+        model, text, context, full = asked.model, asked.text, asked.context, asked.full
         own = str(model.dtype).removeprefix("torch.")
         types = {own: (int(TYPES[model.dtype]), 32 * model.dtype.itemsize), **_TYPES}
         config, ids = model.config, text[:, context:]

@@ -112,13 +112,11 @@ def _key_sizes(model: Any, layers: list[Any]) -> list[float]:
     def note(module: nn.Module, given: Any, keys: Tensor) -> None:
         sizes.append(float(keys.float().pow(2).mean().sqrt()))
 
-    hooks = [layer.k_proj.register_forward_hook(note) for layer in layers]
-    try:
-        tokens = torch.arange(64, device=model.device) * 97 % model.config.vocab_size
+    tokens = torch.arange(64, device=model.device) * 97 % model.config.vocab_size
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.k_proj.register_forward_hook(note))
         model(tokens[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return sizes
 
 

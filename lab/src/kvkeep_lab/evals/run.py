@@ -19,7 +19,7 @@ from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.bench.timing import interleaved
 from kvkeep_lab.evals.answers import Answer, answered
-from kvkeep_lab.evals.figures import in_figures
+from kvkeep_lab.evals.figures import Measured, in_figures
 from kvkeep_lab.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep_lab.evals.kvpress import Kvpress
 from kvkeep_lab.evals.llama_cpp import LlamaCpp
@@ -181,22 +181,13 @@ def evaluate(
     work = Work(progress, sum(costs) * len(distinct))
     with host.attach(BASELINE):
         for context, text, some in zip(contexts, texts, asked, strict=True):
-            ids = text.to(host.device)
-            one = _Context(host, tokenizer, ids, context, chunk, some, late_question, record, work)
+            measured = Measured(model, tokenizer, text, context, some, record)
+            one = _Context(host, measured, chunk, late_question, work)
             found = one.rows(distinct)
             baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
             if against is not None:
-                others += against.rows(
-                    model,
-                    tokenizer,
-                    text,
-                    context,
-                    some,
-                    one.full,
-                    record,
-                    progress,
-                )
+                others += against.rows(measured, progress)
     compared = {} if against is None else {"against": others}
     return {
         "continuation": continuation,
@@ -241,25 +232,15 @@ def _asked(
 
 
 class _Context:
-    """All specs at one context; `text` is (windows, context + continuation), a window in each
-    row."""
+    """All specs at one context."""
 
     def __init__(
-        self,
-        host: Host,
-        tokenizer: Any,
-        text: Tensor,
-        context: int,
-        chunk: int | None,
-        prompts: Mapping[str, Sequence[Prompt]],
-        late: bool,
-        record: Record,
-        work: Work,
+        self, host: Host, asked: Measured, chunk: int | None, late: bool, work: Work
     ) -> None:
-        self.host, self.tokenizer, self.record, self.work = host, tokenizer, record, work
-        self.past, self.ids = text[:, :context], text[:, context:]
-        self.context, self.chunk, self.prompts, self.late = context, chunk, prompts, late
-        self.full: list[Tensor] = []  # the full cache's predictions
+        self.host, self.asked, self.work = host, asked, work
+        self.context, self.chunk, self.late = asked.context, chunk, late
+        text = asked.text.to(host.device)
+        self.past, self.ids = text[:, : asked.context], text[:, asked.context :]
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
 
     def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
@@ -292,26 +273,29 @@ class _Context:
         self._held[spec] = deepcopy(cache)
         self._held[spec].select([0])
         logits = follow(self.host, cache, first, self.ids, self.work.tick)
-        if not self.full:
-            self.full = [x.cpu() for x in logits]
-            logits = iter(self.full)
-        return held | vars(compare(logits, self.full, self.ids))
+        full = self.asked.full
+        if not full:
+            full += [x.cpu() for x in logits]
+            logits = iter(full)
+        return held | vars(compare(logits, full, self.ids))
 
     def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers: dict[str, list[Answer]] = {}
-        for task, some in self.prompts.items():
+        for task, some in self.asked.prompts.items():
             self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
             answers[task] = []
             for sample, prompt in enumerate(some):
                 answer = self._answered(spec, prompt)
-                self.record(row_of(name, self.context, task, sample, prompt, answer))
+                self.asked.record(row_of(name, self.context, task, sample, prompt, answer))
                 answers[task].append(answer)
-        return in_figures(self.prompts, answers)
+        return in_figures(self.asked.prompts, answers)
 
     def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
         cache = _cache(self.host, spec, self.context, prompt.steps)
         tick, late = self.work.tick, self.late
-        return answered(self.host.model, self.tokenizer, cache, prompt, self.chunk, tick, late=late)
+        return answered(
+            self.host.model, self.asked.tokenizer, cache, prompt, self.chunk, tick, late=late
+        )
 
     def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, with the specs interleaved."""

@@ -13,11 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.attention import Attend
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import own_implementation
-from kvkeep.hf.forward.masks import MaskRequest
+from kvkeep.hf.forward.masks import MaskRequest, masked
 from kvkeep.hf.forward.unserved import require_hooked
 from kvkeep.hf.forward.weights import explicit_step
 from kvkeep.hf.handover import Handed, ModelLayer, ReadLayer
-from kvkeep.hf.kinds.indexed import masked
 from kvkeep.layer.step import StepInputs
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -26,9 +25,9 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 def attention_over(original: str) -> AttentionFunction:
     """An attention function for models whose attention was `original` when they were attached.
 
-    For keys from a kvkeep cache it runs a step of their layer. All other keys, such as those of a
-    training forward or of another cache, go to the model's own implementation: `original`, or the
-    one that was set since.
+    For keys from a kvkeep cache, it runs a step of their layer. For all other keys, such as in a
+    training forward or with another cache, it calls the model's own implementation: `original`, or
+    the implementation that was set since.
     """
 
     def attention(
@@ -37,24 +36,35 @@ def attention_over(original: str) -> AttentionFunction:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        dropout: float = 0.0,  # by position in libraries that wrap attention functions
+        dropout: float = 0.0,  # libraries that wrap attention functions pass it by position
         scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
-        asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
+        if handed is None and with_values is None and not _is_positions(attention_mask):
+            if not torch.compiler.is_compiling():
+                require_hooked(module)
+            if kwargs.get("indices") is not None and attention_mask is not None:
+                attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
+            return _original(_own(module, original), module)(
+                *(module, query, key, value, attention_mask),
+                scaling=scaling,
+                dropout=dropout,
+                **kwargs,
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if handed is not None and handed.absorbed is not None and handed is with_values:
             absorbed, handed.absorbed = handed.absorbed, None
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            given: dict[str, Any] = {"scaling": scale, "softcap": softcap, "s_aux": s_aux}
             q = absorbed.queries(query)
             out, weights = attention(
-                module, q, key, value, attention_mask, dropout, **given, **kwargs
+                module, q, key, value, attention_mask, dropout, scale, **kwargs
             )
             return absorbed.results(out), weights
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        chosen = kwargs.get("indices")
+        inputs = StepInputs(query, key, value, None, scale, softcap, sinks, chosen=chosen)
+        asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         if (  # a decode step, where nothing else can be wrong
             handed is not None
             and handed is with_values
@@ -62,69 +72,46 @@ def attention_over(original: str) -> AttentionFunction:
             and asked.position is not None
             and query.shape[2] == 1
             and handed.plain
-            and not (handed.taken or dropout or handed.weights or s_aux is not None)
+            and not (handed.taken or dropout or handed.weights or sinks is not None)
             and (handed.versions is None or handed.versions == (key._version, value._version))
             and asked.window == handed.layer.window
             and kwargs.get("position_bias") is None
             and not torch.is_autocast_enabled(query.device.type)
         ):
             handed.taken = True
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            inputs = StepInputs(query, key, value, asked.position, scale, softcap)
-            inputs = inputs._replace(until=asked.until, chosen=kwargs.get("indices"))
-            found = handed.layer.run(inputs)
-            return found.transpose(1, 2).contiguous(), None
-        if handed is None and with_values is None and not _is_positions(attention_mask):
-            if not torch.compiler.is_compiling():
-                require_hooked(module)
-            if softcap is not None:
-                kwargs["softcap"] = softcap
-            if s_aux is not None:
-                kwargs["s_aux"] = s_aux
-            if kwargs.get("indices") is not None and attention_mask is not None:
-                attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
-            return _original(_own(module, original), module)(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=scaling,
-                dropout=dropout,
-                **kwargs,
-            )
-        _require_tagged(module, handed, with_values, asked, (key, value, attention_mask))
-        assert handed is not None
-        assert attention_mask is not None
-        if query.shape[2] > 1 and not _is_causal(_own(module, original), module, kwargs):
-            raise UnsupportedError(
-                f"{_named(module)} lets tokens attend to later ones; use the cache with "
-                "kvkeep.detach(model)"
-            )
-        if kwargs.get("position_bias") is not None:
-            raise UnsupportedError(
-                f"{_named(module)} adds a position bias of its own to scores, which a kvkeep cache "
-                "does not; use the cache with kvkeep.detach(model)"
-            )
-        explicit = explicit_step(handed, dropout)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        chosen = kwargs.get("indices")
-        inputs = StepInputs(query, key, value, None, scale, softcap, s_aux, chosen=chosen)
-        out = _stepped(handed, inputs, explicit, attention_mask)
-        weights = None if explicit is None else explicit.weights
-        return out.transpose(1, 2).contiguous(), weights
+            inputs = inputs._replace(position=asked.position, until=asked.until)
+            return handed.layer.run(inputs).transpose(1, 2).contiguous(), None
+        tagged = _require_tagged(module, handed, with_values, inputs, attention_mask)
+        _require_supported(module, inputs, kwargs, _own(module, original))
+        explicit = explicit_step(tagged, dropout)
+        assert attention_mask is not None  # `_unfit`
+        out = _stepped(tagged, inputs, explicit, attention_mask)
+        return out.transpose(1, 2).contiguous(), None if explicit is None else explicit.weights
 
     return attention
 
 
+def _require_supported(
+    module: nn.Module, inputs: StepInputs, options: dict[str, Any], original: str
+) -> None:
+    """Raise UnsupportedError if a module asks for attention that no step computes."""
+    asks = ""
+    if inputs.q.shape[2] > 1 and not _is_causal(original, module, options):
+        asks = "lets tokens attend to later ones"
+    elif options.get("position_bias") is not None:
+        asks = "adds a position bias of its own to scores, which a kvkeep cache does not"
+    if asks:
+        raise _refused(module, asks)
+
+
 def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The positions of a mask that kvkeep made, int32 (1|B, n), and those until which the tokens
-    see, if some see later ones."""
+    """The positions in a mask made by kvkeep, int32 (1|B, n); and `until`, the newest position that
+    each token sees, or None if no token sees later tokens."""
     return (mask.flatten(1), None) if mask.shape[2] == 1 else (mask[:, 0, 0], mask[:, 0, 1])
 
 
 def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: Tensor) -> Tensor:
-    """Run the step of the layer that tagged the keys, or, after it, a reading."""
+    """Run the step of the layer that tagged the keys, or a reading if the step was made already."""
     again, handed.taken = handed.taken, True
     if again and torch.compiler.is_compiling():
         handed.reads += 1
@@ -148,8 +135,8 @@ def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: 
 def _in_own_dtype(
     run: Callable[..., Tensor], inputs: StepInputs, explicit: Attend | None
 ) -> Tensor:
-    """Run a layer's step, or a reading. Under autocast, which does not cast rotated keys, it runs
-    in the dtype that autocast uses for torch's own attention."""
+    """Run a layer's step, or a reading. Autocast does not cast rotated keys, so under autocast they
+    are cast to the dtype that it uses for torch's own attention."""
     attend = () if explicit is None else (explicit,)
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
@@ -161,16 +148,16 @@ def _in_own_dtype(
 
 
 def _confirmed(position: Tensor, layer: ModelLayer, rows: int) -> Tensor:
-    """Verify positions (1|B, n) that arrived without the mask request they were made for.
+    """Check positions (1|B, n) that arrived without their `MaskRequest`.
 
     Raises:
-        UnsupportedError: they are not the layer's next positions, so not made by kvkeep.
+        UnsupportedError: they are not the layer's next positions, so kvkeep did not make them.
     """
     real = position >= 0
     expected = layer.next_positions(position.shape[1], position.device, real)
     if not expected.expand_as(position).equal(position):
         raise UnsupportedError(
-            "an int32 mask of four axes is not one of kvkeep's; give a mask (B, columns), or use "
+            "an int32 mask of four axes was not made by kvkeep; give a mask (B, columns), or use "
             "the cache with kvkeep.detach(model)"
         )
     return position if len(position) == rows else position[0]
@@ -180,37 +167,30 @@ def _require_tagged(
     module: nn.Module,
     handed: Handed | None,
     with_values: Handed | None,
-    asked: MaskRequest | None,
-    given: tuple[Tensor, Tensor, Tensor | None],
-) -> None:
-    """Raise UnsupportedError unless keys, values and mask form one step of a layer, or a reading of
-    one, as they are."""
-    key, value, mask = given
-    reason = _unfit(handed, with_values, asked, mask)
-    if not reason and handed is not None:
-        reason = _misused(handed, key, value)
-    if reason:
-        raise UnsupportedError(
-            f"{_named(module)} {reason}; use the cache with kvkeep.detach(model)"
-        )
-
-
-def _named(module: nn.Module) -> str:
-    """The attention of a module by the type of its model, as a user knows it."""
-    config: Any = getattr(module, "config", None)
-    name = getattr(config, "model_type", None)
-    return f"{name}'s attention" if name else type(module).__name__
-
-
-def _unfit(
-    handed: Handed | None,
-    with_values: Handed | None,
-    asked: MaskRequest | None,
+    inputs: StepInputs,
     mask: Tensor | None,
-) -> str:
+) -> Handed:
+    """The tag of the keys. Raise UnsupportedError unless keys, values and mask form one step of a
+    layer, or a reading of one, as they are."""
+    reason = _unfit(handed, with_values, mask)
+    if not reason and handed is not None:
+        reason = _misused(handed, inputs.k, inputs.v)
+    if reason or handed is None:
+        raise _refused(module, reason)
+    return handed
+
+
+def _refused(module: nn.Module, reason: str) -> UnsupportedError:
+    """The error for the attention of a module, by the type of its model, as a user knows it."""
+    name = getattr(getattr(module, "config", None), "model_type", None)
+    named = f"{name}'s attention" if name else type(module).__name__
+    return UnsupportedError(f"{named} {reason}; use the cache with kvkeep.detach(model)")
+
+
+def _unfit(handed: Handed | None, with_values: Handed | None, mask: Tensor | None) -> str:
     """Why keys, values and mask do not form one step of a layer; empty if they do.
 
-    A mask that was moved to a layer's device is a copy, which lacks the request it was made for.
+    A mask that was moved to a layer's device is a copy, which lacks its `MaskRequest`.
     """
     if handed is None:
         return "changes its keys after the cache"
@@ -218,40 +198,39 @@ def _unfit(
         return "changes its values after the cache"
     if not _is_positions(mask):
         return "uses a mask of its own"
+    asked: MaskRequest | None = getattr(mask, "kvkeep", None)
     if asked is not None and asked.window != handed.layer.window:
-        return (
-            f"masks a window of {asked.window} tokens where its config says {handed.layer.window}"
-        )
+        return f"masks a window of {asked.window} tokens, but its config says {handed.layer.window}"
     return ""
 
 
 def _is_positions(mask: Tensor | None) -> bool:
-    """Whether a mask has the form of those that kvkeep's mask function returns."""
+    """Whether a mask has the form of the results of kvkeep's mask function."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32:
         return False
     return mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] in (1, 2)  # see `_parts`
 
 
 def _misused(handed: Handed, key: Tensor, value: Tensor) -> str:
-    """Why these are not the tensors as the cache returned them, used for the first time, or as
-    often as layers share them; empty if they are."""
+    """Why keys and values are not the cache's result, unchanged and used no more often than layers
+    share them; empty if they are."""
     if handed.taken and not _is_read(handed):
-        return "attends more than once to what it gave to the cache"
+        return "attends more than once to the keys that it gave to the cache"
     if handed.versions is not None and handed.versions != (key._version, value._version):
         return "changes its keys or values in place after the cache"
     return ""
 
 
 def _is_read(handed: Handed) -> bool:
-    """Whether another layer may read the layer after the step that was made."""
+    """Whether another layer may still read the layer's slots after its step."""
     if torch.compiler.is_compiling():
         return handed.traced is not None and handed.reads < handed.traced.readers
     return isinstance(handed.layer, ReadLayer) and handed.layer.unread > 0
 
 
 def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a token attends to those before it only. Where transformers leaves out a causal mask,
-    which it does not for "eager", its attention functions are causal by this flag."""
+    """Whether tokens attend to earlier tokens only. If transformers leaves out a causal mask (never
+    for "eager"), the flag `is_causal` tells its attention functions to be causal."""
     flag = kwargs.get("is_causal")
     return original == "eager" or bool(getattr(module, "is_causal", True) if flag is None else flag)
 

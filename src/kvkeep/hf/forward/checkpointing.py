@@ -1,5 +1,6 @@
-"""Gradient checkpointing in forwards through a cache: it takes the cache from a model's layers, in
-training mode. Without gradients it saves nothing, so it is paused for the forward."""
+"""Gradient checkpointing in forwards through a cache. In training mode, transformers' checkpointing
+removes the cache from the arguments of a model's layers. Without gradients checkpointing has no
+use, so it is paused for the forward."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ _PAUSED = "kvkeep_paused"
 
 
 def pause(decoder: nn.Module) -> None:
-    """Let a decoder's layers use the cache that they are given, until `resume`.
+    """Turn off a decoder's gradient checkpointing until `resume`, so that its layers use the cache.
 
     Raises:
-        UnsupportedError: gradients are enabled, and their backward needs the checkpointing.
+        UnsupportedError: gradients are enabled, so checkpointing is needed.
     """
     if not decoder.training:
         return
@@ -24,8 +25,8 @@ def pause(decoder: nn.Module) -> None:
         return
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            f"gradient checkpointing of {type(decoder).__name__} in training takes the cache from "
-            "its layers, which are computed again without it; call "
+            f"gradient checkpointing of {type(decoder).__name__} in training removes the cache "
+            "from its layers' arguments, because the backward recomputes layers without it; call "
             "model.gradient_checkpointing_disable() or model.eval(), use torch.no_grad(), or give "
             "no cache"
         )
@@ -35,6 +36,6 @@ def pause(decoder: nn.Module) -> None:
 
 
 def resume(decoder: nn.Module) -> None:
-    """Undo `pause`; after a forward that was interrupted, before the next one."""
+    """Undo `pause`: after the forward, or, if it was interrupted, before the next forward."""
     for part in decoder.__dict__.pop(_PAUSED, ()):
         part.gradient_checkpointing = True

@@ -1,7 +1,7 @@
-"""Experts that models of transformers compute in a loop over the experts that tokens chose.
+"""Experts of transformers models that loop over the experts which tokens have chosen.
 
-The number of these experts depends on data, so the loop fits no graph. In a graph, tokens are
-ordered by expert instead, and each product with the experts' weights is one operation.
+The length of this loop depends on data, so graphs cannot contain it. In a graph, tokens are sorted
+by expert instead, and one operation computes the products with all experts' weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _dbrx(module: Any, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _longcat(module: Any, x: Tensor, ends: Tensor) -> Tensor:
-    """The last experts return their inputs."""
+    """The last experts are identities: they return their inputs."""
     count = module.num_routed_experts
     if not count:
         return x
@@ -42,11 +42,11 @@ _EXPERTS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "DbrxExperts": (_dbrx, "num_experts"),
     "LongcatFlashExperts": (_longcat, "total_experts"),
 }
-"""How a module computes tokens ordered by expert, and the attribute with the number of experts."""
+"""By class: a function of tokens sorted by expert, and the attribute that counts experts."""
 
 
 def gathering(module: nn.Module) -> Handle | None:
-    """Let a module of experts order tokens in graphs; None: it is another module."""
+    """Let a module of experts sort tokens by expert in graphs; None: an unknown class."""
     known = _EXPERTS.get(type(module).__name__)
     if known is None:
         return None

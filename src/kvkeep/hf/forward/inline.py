@@ -1,11 +1,11 @@
-"""Attention that models of transformers compute inline, in their own modules, brought to kvkeep.
+"""Attention that modules of transformers models compute inline, routed to kvkeep.
 
-Such a module calls no function by the name in its config. While a model is attached, kvkeep sets
-forwards of its own in the place of these modules': they compute the same, and hand queries, keys
-and values to the attention function as other models do. Calls with another cache, or none, run the
+Such a module does not call the attention function that its config names. While a model is attached,
+kvkeep replaces the forwards of these modules by its own, which compute the same results but call
+the attention function, as other models do. Calls with another cache, or without a cache, run the
 module's own forward.
 
-Linear biases (ALiBi) are not computed here: they belong to the layers of the cache, see
+Linear biases (ALiBi) are not computed here: they belong to the layers of the cache; see
 `kvkeep.hf.kinds.biased`.
 """
 
@@ -36,12 +36,17 @@ from kvkeep.hf.kinds.latent import absorbed
 Output = tuple[Tensor, Tensor | None]
 _CACHES = ("cache", "layer_past", "past_key_values")
 _ACCELERATED = "_old_forward"
-"""Where accelerate keeps a module's forward, around which it moves weights."""
+"""The attribute in which accelerate keeps a module's original forward, when it moves weights."""
 
 
 class Attention(NamedTuple):
-    """The attention of a module in a forward: an implementation's name, the module, and the cache
-    that gets new keys and values; None: they come from the cache."""
+    """The attention of a module in a forward.
+
+    Args:
+        name: the attention implementation.
+        module: the module.
+        cache: the cache that gets new keys and values; None: they come from the cache already.
+    """
 
     name: str
     module: Any
@@ -56,8 +61,8 @@ class Attention(NamedTuple):
         scaling: float,
         dropout: nn.Dropout | float,
     ) -> Output:
-        """Attention to what the cache holds and to k and v, (B, n, Hq, D), and its weights if they
-        are asked for. q, k, v: (B, H, n, D)."""
+        """Attention to the cache's slots and to k and v, (B, n, Hq, D), and its weights if they
+        were requested. q, k, v: (B, H, n, D)."""
         module = self.module
         if self.cache is not None:
             k, v = self.cache.update(k, v, module.layer_idx)
@@ -134,7 +139,7 @@ def _falcon(
     if not module.config.alibi:
         rotate: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
         q, k = rotate(q, k, *position_embeddings)
-    dropout = module.attention_dropout if module.config.alibi else 0.0  # as in its own forward
+    dropout = module.attention_dropout if module.config.alibi else 0.0  # as in Falcon's forward
     out, weights = attend(q, k, v, attention_mask, module.inv_norm_factor, dropout)
     return module.dense(out.flatten(2)), weights
 
@@ -165,7 +170,8 @@ def _jetmoe(
     position_embeddings: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """Each expert has queries of its own for every kv head; its module repeats keys and values."""
+    """Each expert has its own queries for every kv head. JetMoE's module repeats keys and values;
+    here the queries are regrouped instead."""
     shape, top = hidden_states.shape[:-1], module.top_k
     made, router, routed = module.experts.map(hidden_states)
     mixed = (made, *module.kv_proj(hidden_states).chunk(2, dim=-1))
@@ -181,7 +187,8 @@ def _jetmoe(
 
 
 def _regrouped(x: Tensor, outer: int) -> Tensor:
-    """(B, heads, ...), whose heads are `outer` groups, with the first of each group first."""
+    """x (B, heads, ...), whose heads form `outer` groups, with heads reordered: the first of each
+    group, then the second of each group, and so on."""
     grouped = x.reshape(len(x), outer, x.shape[1] // outer, *x.shape[2:])
     return grouped.transpose(1, 2).flatten(1, 2)
 
@@ -197,18 +204,18 @@ def _neo(
     module: Any, attend: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any = None
 ) -> Output:
     asked: MaskRequest | None = getattr(mask, "kvkeep", None)
-    if module.attention_type == "local" and asked is not None:  # one mask is made for all layers
+    if module.attention_type == "local" and asked is not None:  # GPT-Neo makes one mask for all
         mask = mask.view_as(mask)
         mask.kvkeep = asked._replace(window=module.config.window_size)
     out, weights = attend(q, k, v, mask, 1.0, module.attn_dropout)
     return out.transpose(1, 2), weights
 
 
-# -- decoders, which change what the mask function returns ------------------------------------
+# -- decoders that change the result of the mask function -------------------------------------
 
 
 class _Unchanged:
-    """A mask that stays as it is where a decoder would convert it."""
+    """A mask that a decoder cannot convert to another dtype."""
 
     def __init__(self, mask: Any) -> None:
         self._mask = mask
@@ -219,16 +226,16 @@ class _Unchanged:
 
 
 class Rebound(NamedTuple):
-    """The forward of a class, in which names of its source file have other values."""
+    """The forward of a class, with some global names of its source file rebound."""
 
     forward: Any
 
     @classmethod
     def of(cls, kind: type[nn.Module], names: Callable[[Any], dict[str, Any]]) -> Rebound:
-        """`names`: the other values, by name, given the source file's module."""
+        """`names`: returns the new values by name, given the module of the source file."""
         own: Any = inspect.unwrap(kind.forward)
         known = {**own.__globals__, **names(sys.modules[kind.__module__])}
-        del known["__name__"]  # by which torch's compiler would find the file's own values
+        del known["__name__"]  # torch's compiler would use it to find the original values
         made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
         made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
         return cls(made)
@@ -262,27 +269,28 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "MptAttention": _mpt,
 }
 _CORES = {"GPTNeoXJapaneseAttention": _neox, "GPTNeoSelfAttention": _neo}
-"""What takes the place of a method `_attn`, to which a module hands what its cache returns."""
+"""Replacements of a method `_attn`, which a module calls with its cache's result."""
 
 _DECODERS = {"FalconModel": _falcon_decoder, "MptModel": _mpt_decoder}
 
 
 def is_inline(decoder: PreTrainedModel) -> bool:
-    """Whether kvkeep knows how the decoder computes attention inline."""
+    """Whether the decoder has modules with inline attention that kvkeep can replace."""
     return any(_known(module) in {*_FORWARDS, *_CORES} for module in decoder.modules())
 
 
 def route_inline(decoder: PreTrainedModel, name: str) -> Sequence[Handle]:
-    """Let the attention implementation of a name compute what a decoder computes inline.
+    """Let the attention implementation `name` compute a decoder's inline attention.
 
     Returns:
-        What `detach` removes.
+        The changes, which `detach` removes.
     """
     return list(_changes(decoder, name))
 
 
 def _known(module: nn.Module) -> str:
-    """The name of a class of transformers; empty for others, which may compute something else."""
+    """The name of a module's class, if it comes with transformers; otherwise empty, because a class
+    of the same name may compute something else."""
     kind = type(module)
     return kind.__name__ if kind.__module__.startswith("transformers.models.") else ""
 
@@ -293,7 +301,7 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
         if known in _FORWARDS:
             place = _ACCELERATED if _ACCELERATED in vars(module) else place
             own = getattr(module, place)
-            if "config" in vars(module):  # by whose implementation its own forward decides
+            if "config" in vars(module):  # its own forward branches on the config's implementation
                 module.config = cast(Any, unrouted(vars(module)["config"]))
             forward = partial(_forward, own, _FORWARDS[known], name, module)
             yield Replaced(module, place, update_wrapper(forward, own))
@@ -331,7 +339,7 @@ def _cache_of_kvkeep(kwargs: Mapping[str, Any]) -> Cache | LayersCache | None:
 
 
 def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Bloom's bias; none where positions are given in place of a mask, see `masks`."""
+    """Bloom's bias; None if positions are given instead of a mask, see `masks`."""
     return own(mask, *args, **kwargs) if mask.dim() == 2 else None
 
 

@@ -1,7 +1,7 @@
-"""Try which layers of a transformers model rotate their keys, and how.
+"""Finds, by trying, which layers of a transformers model rotate their keys, and how.
 
-Configs do not say it: some models rotate in layers with a sliding window only. A token that is
-alone in its text attends to itself, so its keys at two positions differ by the rotation only.
+Configs do not say it: some models rotate only in layers with a sliding window. A token that is
+alone in its text attends only to itself, so its keys at two positions differ only by the rotation.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _AT, _RELATIVE = 3, 1e-4
 _REMEDY = "use the policy snapkv or h2o instead, and a PrefixStore for texts"
 
 _BASE = 10_000.0
-"""Of the frequencies of models whose config and buffers name none (GPT-J)."""
+"""The base of the frequencies of models whose config and buffers name none (GPT-J)."""
 
 _known: WeakKeyDictionary[PreTrainedModel, tuple[str, list[Rotary | None]]] = WeakKeyDictionary()
-"""How layers rotate their keys, and the config with which that was found."""
+"""For a decoder, its config as text, and how layers rotate their keys under that config."""
 
 
 def as_applied(
     model: PreTrainedModel, rotaries: Sequence[Rotary | None] | None
 ) -> list[Rotary | None]:
-    """The rotary embeddings of a model's layers, without those that a layer does not apply.
+    """The rotary embedding of each attention layer; None for a layer that does not rotate keys.
 
     Args:
-        rotaries: those that were found in the model's code, for each layer that attends; None: they
-            are found by trying the frequencies among its buffers.
+        rotaries: the rotary embeddings found in the model's code, one for each attention layer;
+            None: try all frequencies among the model's buffers.
 
     Raises:
-        UnsupportedError: a layer changes its keys with their position in another way.
+        UnsupportedError: a layer's keys depend on their position in another way.
     """
     if rotaries is not None and not any(rotaries):
         return list(rotaries)
@@ -86,15 +86,16 @@ def _applied(
         found.append(rotary)
         if rotary is None and not _alike(x, y):
             raise UnsupportedError(
-                f"layer {place} of {decoder.config.model_type} changes its keys with their "
-                "position otherwise than by its rotary embedding, which is needed to move them "
-                f"and to predict queries; {_REMEDY}"
+                f"the keys of layer {place} of {decoder.config.model_type} depend on their "
+                "position in another way than by its rotary embedding, so kvkeep cannot move keys "
+                f"or predict queries; {_REMEDY}"
             )
     return found
 
 
 def _possible(decoder: PreTrainedModel, first: int) -> list[Rotary]:
-    """The rotary embeddings, from a dimension on, of all frequencies among a decoder's buffers."""
+    """The rotary embeddings, from dimension `first` on, that a decoder's layers may apply: with all
+    frequencies among its buffers."""
     text = decoder_config(decoder.config)
     some = [x for name, x in decoder.named_buffers() if name.endswith("inv_freq")]
     width = getattr(text, "rotary_dim", None)
@@ -109,7 +110,7 @@ def _possible(decoder: PreTrainedModel, first: int) -> list[Rotary]:
 
 
 def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
-    """The keys (1, H, 1, D) of a token at a position, in each layer that has some."""
+    """The keys (1, H, 1, D) of a token at position `at`, by index of the layers that have keys."""
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
     with placed(place):

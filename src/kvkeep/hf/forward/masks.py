@@ -1,6 +1,6 @@
 """The mask function of attached models, which returns the new tokens' positions instead of a mask.
 
-The positions have a mask's four axes, so that transformers passes them on unchanged, even where it
+The positions have a mask's four axes, so that transformers passes them on unchanged, even if it
 creates masks before the forward, as it does for caches that it may compile.
 """
 
@@ -25,20 +25,25 @@ from kvkeep.hf.handover import MaskLength, ModelLayer
 from kvkeep.planes import Chunks
 
 _AT_ONCE = 1 << 22
-"""Most elements of a mask that are checked at once."""
+"""The most elements of masks that are compared at once."""
 
 
 class MaskRequest(NamedTuple):
-    """The tag of a tensor of positions: the window of the requested mask (None: causal)."""
+    """The tag of a tensor of positions.
+
+    Args:
+        window: the window of the requested mask; None: causal.
+        position, until: see `LayerCache.extend`; None while tracing.
+    """
 
     window: int | None
-    position: Tensor | None = None  # in the shape that a layer's step takes; None while tracing
-    until: Tensor | None = None  # likewise
+    position: Tensor | None = None
+    until: Tensor | None = None
 
 
 def as_mask(position: Tensor, window: int | None, until: Tensor | None = None) -> Tensor:
-    """Positions, int32 (n,) or (B, n), with the axes of a mask and the tag of a request. If tokens
-    see later ones, the third axis has their positions, then those `until` which they see."""
+    """Positions, int32 (n,) or (B, n), with the axes of a mask and a `MaskRequest` as tag. If
+    tokens see later tokens, the third axis has `position`, then `until`."""
     found: Any = position.view(-1, 1, 1, position.shape[-1])
     if until is not None:
         later = until.to(found.dtype).reshape(-1, 1, 1, until.shape[-1])
@@ -53,19 +58,16 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
 
     With a kvkeep cache it returns the positions of the chunk's tokens, int32 (1, 1, 1, n) if all
     rows have the same, otherwise (B, 1, 1, n) with -1 for padding; together with the slots'
-    positions they replace a mask. With any other cache, or none, it calls the mask function of
-    the model's own implementation: `original`, or the one that was set since.
+    positions they replace a mask. With any other cache, or without a cache, it calls the mask
+    function of the model's own implementation: `original`, or the implementation that was set
+    since.
     """
 
     def mask(
         *,
         q_length: int,
         kv_length: int,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
         allow_is_causal_skip: bool = True,
-        use_vmap: bool = False,
-        device: torch.device | str = "cpu",
         **request: Any,
     ) -> Tensor | None:
         if not isinstance(kv_length, MaskLength):
@@ -73,11 +75,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             passed_on: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[now](
                 q_length=q_length,
                 kv_length=kv_length,
-                attention_mask=attention_mask,
-                local_size=local_size,
                 allow_is_causal_skip=allow_is_causal_skip,
-                use_vmap=use_vmap,
-                device=device,
                 **request,
             )
             return passed_on
@@ -85,30 +83,31 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
             raise UnsupportedError(
                 "the cache was built for another model; build it as kvkeep.Cache(model)"
             )
-        layer = kv_length.layer
-        newest: Tensor | None = None
+        layer, newest = kv_length.layer, None
+        asked: dict[str, Any] = {"use_vmap": False, "device": "cpu"} | request
+        attention_mask: Tensor | None = request.get("attention_mask")
+        local_size: int | None = request.get("local_size")
+        device = torch.device(asked["device"])
         # transformers does not skip the mask of a single token for a cache that it may compile.
         plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
-        if use_vmap or not plain:
+        if asked["use_vmap"] or not plain:
             local_size = layer.window if local_size is None else local_size
             if torch.compiler.is_compiling():
                 raise UnsupportedError(
-                    "the model asks for a mask of its own making, which a compiled step cannot "
-                    "compare with causal attention; call the model uncompiled"
+                    "the model makes its own mask, which a compiled step cannot compare with "
+                    "causal attention; call the model uncompiled"
                 )
-            asked = request | {"use_vmap": use_vmap, "device": device}
             own = _own_mask(local_size, layer, attention_mask, asked)
             newest = _Asked(q_length, int(kv_length), asked).newest(own)
         if torch.compiler.is_compiling():
             real = None if attention_mask is None else attention_mask[:, -q_length:].bool()
             assert kv_length.traced is not None
-            place = torch.device(device)
-            found: Any = kv_length.traced.next_positions(q_length, place, real)[:, None, None]
+            found: Any = kv_length.traced.next_positions(q_length, device, real)[:, None, None]
             found.kvkeep = MaskRequest(local_size)
         else:
-            position = _positions(kv_length, q_length, attention_mask, torch.device(device))
+            position = _positions(kv_length, q_length, attention_mask, device)
             until = None
-            if newest is not None:  # padding there is at the position of the token before it
+            if newest is not None:  # here padding has the position of the token before it
                 real = position.expand(len(newest), -1).cummax(dim=1).values
                 until = real.gather(1, newest - int(request["q_offset"]))
             found = as_mask(position, local_size, until)
@@ -118,7 +117,7 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
 
 
 class _Asked(NamedTuple):
-    """A request for the mask of n new tokens, as transformers makes it."""
+    """A request of transformers for the mask of n new tokens."""
 
     n: int
     columns: int
@@ -137,7 +136,7 @@ class _Asked(NamedTuple):
         *,
         use_vmap: bool = False,
     ) -> Tensor:
-        """What a mask function shows, bool (B, queries, columns)."""
+        """The mask of a mask function, bool (B, queries, columns): True where it shows a column."""
         mask = sdpa_mask(
             self.request["batch_size"],
             len(queries),
@@ -152,17 +151,17 @@ class _Asked(NamedTuple):
         return cast(Tensor, mask)[:, 0]
 
     def at_once(self, queries: range, columns: range) -> Iterator[range]:
-        """The queries in blocks whose masks are small enough to compare."""
+        """The queries in ranges whose masks are small enough to compare at once."""
         some = max(1, _AT_ONCE // max(1, self.request["batch_size"] * len(columns)))
         return (queries[at : at + some] for at in range(0, len(queries), some))
 
     def newest(self, own: Callable[..., Any]) -> Tensor | None:
-        """The last column that each new token sees, int64 (B, n), where the mask function shows
-        what `own` does and the columns up to that one; None if that is each token's own.
+        """The last column that each new token sees, int64 (B, n); None: each token's own column.
+        The requested mask must show exactly the columns that `own` shows, and later columns up to
+        the last one.
 
         Raises:
-            UnsupportedError: the function shows anything else; or tokens that were fed before would
-                have seen the new ones.
+            UnsupportedError: it does not; or earlier tokens would have to see the new tokens.
         """
         function, use_vmap = self.request["mask_function"], self.request["use_vmap"]
         new, first = range(self.fed, self.fed + self.n), int(self.request["kv_offset"])
@@ -177,17 +176,18 @@ class _Asked(NamedTuple):
             if not asked.equal(self.shown(own, some, held) | later):
                 raise UnsupportedError(
                     "the model asks for a mask that is not causal, sliding, chunked or padding, "
-                    "also apart from tokens that see those up to a later one, as in an image "
-                    "(packed sequences, ...); use the cache with kvkeep.detach(model)"
+                    "even if tokens may see later tokens, as within an image (packed sequences, "
+                    "...); use the cache with kvkeep.detach(model)"
                 )
             found.append(last[:, :, 0])
         before = range(self.fed)
         for some in self.at_once(before, new):
             if self.shown(function, some, new, use_vmap=use_vmap).any():
                 raise UnsupportedError(
-                    "tokens that see each other, such as those of an image, begin before column "
-                    f"{self.fed} and end after it, but those before it were fed already and did "
-                    "not see the rest; reset() the cache and feed them in one chunk"
+                    "tokens that see each other, such as the tokens of an image, begin before "
+                    f"column {self.fed} and end after it, but the tokens before it were fed "
+                    "already and did not see the rest; reset() the cache and feed all of them in "
+                    "one chunk"
                 )
         newest = torch.cat(found, dim=1)
         own_column = torch.arange(new.start, new.stop, device=newest.device)
@@ -197,7 +197,7 @@ class _Asked(NamedTuple):
 def _own_mask(
     window: int | None, layer: ModelLayer, attention_mask: Tensor | None, request: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The mask function of causal attention within a layer's own window."""
+    """The mask function of causal attention within `window`, the layer's own window."""
     if window is None:
         return causal_mask_function
     if not isinstance(layer.window, Chunks):
@@ -236,3 +236,13 @@ def _was_fed(layer: ModelLayer, real: Tensor) -> bool:
         return False
     kinds = layer.history.kinds
     return kinds is None or (kinds == 0).equal(real[:, : kinds.shape[1]].to(kinds.device))
+
+
+def masked(mask: Tensor, columns: Tensor, slots: int) -> Tensor:
+    """A mask (B, 1, n, S) of a model, bool or added to scores, that shows only the columns which
+    an indexer chose, (B, n, c)."""
+    hidden = torch.ones(*columns.shape[:2], slots, dtype=torch.bool, device=columns.device)
+    hidden = hidden.scatter(2, columns.long(), False)[:, None]
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

@@ -18,24 +18,24 @@ from kvkeep.hf.forward.placing import Placed, takes_positions
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.interface.layers_cache import LayersCache
-from kvkeep.hf.interface.model_layers import ByPlace
+from kvkeep.hf.interface.model_layers import ModelLayers
 from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
 from kvkeep.host import ModelCache
-from kvkeep.host.packed import Packed
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
-from kvkeep.layer.recurrent import NoStates, RecurrentStates
+from kvkeep.layer.packed_states import PackedStates
+from kvkeep.layer.recurrent import RecurrentStates
 from kvkeep.layer.step import StepInputs
 
 
 def unpackable(model: PreTrainedModel) -> str:
-    """Why a forward of the model cannot compute tokens of several sequences; empty if it can."""
+    """Why packed forwards do not support a model, as a clause; empty if they do."""
     text = decoder_config(model.config)
     changing = next(iter(changing_ropes(model.config)), "")
     if changing:
         return (
-            f"the frequencies of its rotary embedding ({changing}) follow the longest text of a "
+            f"the frequencies of its rotary embedding ({changing}) depend on the longest text of a "
             "forward"
         )
     if not is_routed(text):
@@ -55,12 +55,11 @@ def unpackable(model: PreTrainedModel) -> str:
 
 def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> None:
     """Raise UnsupportedError, or StateError for a cache that is not the model's, unless
-    `PackedCache` can serve a forward of these sequences."""
-    reason = unpackable(model)
-    if reason:
+    `LaidCache` can serve a forward of these sequences."""
+    if reason := unpackable(model):
         raise UnsupportedError(
             f"{type(model).__name__} cannot compute several sequences in one forward: {reason}; "
-            "feed them one by one, or to a kvkeep.generate.Batch, which does so"
+            "feed them one by one, as kvkeep.generate.Batch does"
         )
     for cache in caches:
         if not isinstance(cache, Cache):
@@ -87,14 +86,23 @@ def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, Model
 
 
 class LaidCache(LayersCache):
-    """The `cache` argument of a forward of one row, whose attention the given layers compute."""
+    """The `cache` argument of a forward of one row, whose attention the given layers compute.
 
-    _handed: Handed | None = None
+    Args:
+        states: the recurrent states of the sequences in the row.
+    """
 
-    @property
-    def handed(self) -> Handed | None:
-        """The tag of the last keys given."""
-        return self._handed
+    handed: Handed | None = None
+    """The tag of the last keys given."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttendingLayer],
+        model_layers: ModelLayers,
+        states: PackedStates = KeepsStates.packed_states,
+    ) -> None:
+        super().__init__(layers, model_layers)
+        self.packed_states = states
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
         """Tag new keys and values (1, H, n, D) with their layer."""
@@ -103,31 +111,17 @@ class LaidCache(LayersCache):
                 f"a packed forward has one row, but layer {place} is given {len(keys)}"
             )
         self.require_attended()
-        self._handed = super().tag(keys, values, place)
-        return self._handed
+        self.handed = super().tag(keys, values, place)
+        return self.handed
 
     def require_attended(self) -> None:
         """Raise UnsupportedError if the last keys that `update` returned did not reach the
         attention function."""
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise UnsupportedError(
-                "the model attends to other keys than those it gave to the cache, so its sequences "
+                "the model attends to other keys than it gave to the cache, so its sequences "
                 "cannot be packed; feed them one by one"
             )
-
-
-class PackedCache(KeepsStates, ByPlace, LaidCache):
-    """The `cache` argument of a packed forward.
-
-    Args:
-        tokens: the tokens of all sequences, with their layers and states.
-        cache: the cache of any sequence.
-    """
-
-    def __init__(self, tokens: Packed, cache: Cache) -> None:
-        super().__init__(tokens.layers)
-        self.carried, self.packed_states = NoStates(), tokens.states
-        self.model_layers = cache.model_layers
 
 
 NUMBERS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -142,11 +136,11 @@ def numbers_up_to(sequences: int) -> list[int]:
 
 
 class RowsOf(AttendingLayer):
-    """The steps of one layer of several sequences. Its inputs have a row for each sequence, and
-    spare rows behind them: q (rows, Hq, 1, D).
+    """The steps of one layer of several sequences. The inputs have a row for each sequence, then
+    padding rows: q (rows, Hq, 1, D).
 
     Args:
-        window: the layer's own sliding window, in tokens; None if it has none.
+        window: the layer's own sliding window, in tokens; None: no window.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -158,7 +152,7 @@ class RowsOf(AttendingLayer):
         self._layer = layer
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """Zeros: the model is given the positions, and the layers know them."""
+        """Zeros, which are not used: the model and the layers know the positions."""
         return torch.zeros(1, n, dtype=torch.int32, device=device)
 
     def prepare(self) -> ReadyTogether | None:
@@ -167,7 +161,7 @@ class RowsOf(AttendingLayer):
         return self._layer.prepared()
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Attention of all rows: (rows, Hq, 1, Dv); 0 in spare rows."""
+        """Attention of all rows: (rows, Hq, 1, Dv); 0 in padding rows."""
         layer = self._layer
         assert layer is not None
         position = layer.next_positions(len(layer), inputs.q.device)
@@ -186,7 +180,7 @@ class RowsOf(AttendingLayer):
         return out
 
 
-class RowsCache(KeepsStates, ByPlace, LayersCache):
+class RowsCache(LayersCache):
     """The `cache` argument of a compiled step of several sequences.
 
     Args:
@@ -197,18 +191,16 @@ class RowsCache(KeepsStates, ByPlace, LayersCache):
         layers = [RowsOf(layer.window) for layer in like.layers]
         pairs = zip(layers, like.layers, strict=True)
         own = [Ticket(ref(layer), one.readers) for layer, one in pairs]
-        super().__init__(layers, with_readings(own))
-        self.carried: RecurrentStates = NoStates()
-        self.model_layers = like.model_layers
+        super().__init__(layers, like.model_layers, with_readings(own))
 
     def use(self, layers: Sequence[PackedLayer | None], states: RecurrentStates) -> None:
-        """See `RowsOf.use`. `states`: of all rows."""
+        """Set the layers of the next step, see `RowsOf.use`, and the states of all rows."""
         self.carried = states
         for own, layer in zip(self.layers, layers, strict=True):
             own.use(layer)
 
 
 def _several(inputs: StepInputs, count: int) -> StepInputs:
-    """The first `count` rows as tokens that lie side by side: q (1, Hq, count, D)."""
+    """The first `count` rows, side by side as the tokens of one row: q (1, Hq, count, D)."""
     q, k, v = (x[:count].transpose(0, 2) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)

@@ -1,4 +1,4 @@
-"""Refuse rows in which several texts follow each other, which a cache would compute as one text."""
+"""Refuses rows that contain several texts, which a cache would compute as one text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def require_one_text(given: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if the arguments of a forward, or of `generate()`, name more than one
-    text in a row: by positions that restart, by the texts' lengths, or by a number for each token.
-    """
+    """Raise UnsupportedError if the arguments of a forward, or of `generate()`, describe several
+    texts in a row: by positions that restart, by lengths of texts, or by a text index of each
+    token."""
     for name in _BOUNDARIES:
         lengths = given.get(name)
         if isinstance(lengths, Tensor) and lengths.numel() > 2:
@@ -36,15 +36,15 @@ def require_one_text(given: Mapping[str, Any]) -> None:
 
 def _packed(found: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{found}, but a row of a kvkeep cache is one text; give each text a row of its own, or "
+        f"{found}, but a row of a kvkeep cache is one text; give each text its own row, or "
         "use_cache=False"
     )
 
 
 def _restarts(position: Tensor, mask: Any) -> Tensor | None:
-    """Which tokens begin another text, bool (B, n), by positions (B, n) or (parts, B, n); None: no
-    token does. Padding does not count. The parts of an image's positions may fall, but only the
-    first token of a text is at 0 in all of them."""
+    """Which tokens begin another text, bool (B, n), judged by positions (B, n) or (parts, B, n);
+    None: no token does. Padding does not count. Within an image, some parts of a position may
+    decrease, but only the first token of a text has 0 in all parts."""
     if position.dim() == 2 and bool((position.diff(dim=1) == 1).all()):
         return None
     parts = position.reshape(-1, *position.shape[-2:])
@@ -58,7 +58,7 @@ def _restarts(position: Tensor, mask: Any) -> Tensor | None:
             real = mask[:, 0, 0] >= 0
         elif mask.dim() == 2 and mask.shape[1] >= n:
             real = mask[:, -n:] != 0
-        else:  # refused elsewhere
+        else:  # other code refuses this mask
             return None
         real = real.to(position.device)
     begun = real.cumsum(dim=1) > 1

@@ -1,15 +1,15 @@
-"""Positions of tokens for models that count them by themselves, from the columns of a cache.
+"""Positions of tokens for models that compute them from the number of columns in a cache.
 
-Some decoders (BART, Whisper) take no positions, but the module that embeds them does. In a packed
-forward that module is told the positions. Others (RoBERTa) take positions that begin behind the
-padding token's id.
+Some decoders (BART, Whisper) take no positions, but their module that embeds positions does. In a
+packed forward, kvkeep gives the positions to that module. Positions of other decoders (RoBERTa)
+begin after the padding token's id.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvkeep.context import within
 from kvkeep.hf.config import decoder_of
 from kvkeep.hf.kinds.base import Handle, Replaced
 
@@ -27,22 +28,20 @@ _first: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 class Placed(Replaced):
-    """A module that embeds the positions of its context; see `placed`."""
+    """A module that embeds the positions of the context `placed`."""
 
 
-@contextmanager
-def placed(positions: Tensor) -> Iterator[None]:
+def placed(positions: Tensor) -> AbstractContextManager[None]:
     """Within this context, modules that count positions by themselves embed these, int64 (1, n)."""
-    token = _PLACED.set(positions[0])
-    try:
-        yield
-    finally:
-        _PLACED.reset(token)
+    return within(_PLACED, positions[0])
 
 
 def placing(module: nn.Module) -> Handle | None:
-    """Let a module that embeds positions embed those of its context; None: it is another module."""
-    if not type(module).__name__.endswith("PositionalEmbedding") or not takes_positions(module):
+    """Let a module that embeds positions embed those of its context; None: it is another module, or
+    one whose first argument is the positions, which its model takes (XGLM)."""
+    if not type(module).__name__.endswith("PositionalEmbedding"):
+        return None
+    if "position_ids" not in _parameters(type(module).forward)[2:]:
         return None
     return Placed(module, "forward", partial(_forward, module.forward))
 
@@ -51,12 +50,12 @@ def _forward(own: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         positions = _PLACED.get()
         return own(*args, **kwargs if positions is None else kwargs | {"position_ids": positions})
-    # Computed from the columns that the cache holds, which are a tensor in a graph.
+    # In a graph, the number of columns in the cache is a tensor.
     names = _parameters(type(own.__self__).forward)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
     text = given[names[0]]
     if given.get("position_ids") is None and text is not None:
-        whole = isinstance(text, Tensor)  # or its shape
+        whole = isinstance(text, Tensor)  # otherwise its shape
         device = text.device if whole else own.__self__.weight.device
         count = text.shape[1] if whole else text[1]
         start = given.get("cache_length", 0)
@@ -70,15 +69,20 @@ def takes_positions(module: nn.Module) -> bool:
 
 
 @cache
-def _parameters(forward: Callable[..., Any]) -> list[str]:  # packed forwards ask in each step
+def _parameters(forward: Callable[..., Any]) -> list[str]:  # cached for packed forwards
     return [*inspect.signature(forward).parameters]
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """The position of the first token of a text: 0, or that behind the padding token's id."""
+    """The position of the first token of a text: 0, or the padding token's id + 1."""
     known = _first.get(model)
     if known is None:
         name = "create_position_ids_from_input_ids"
         parts: list[Any] = [x for x in decoder_of(model).modules() if hasattr(x, name)]
         known = _first[model] = max((int(part.padding_idx) + 1 for part in parts), default=0)
     return known
+
+
+def as_counted(model: PreTrainedModel, position: Tensor) -> Tensor:
+    """The positions of tokens, any shape, as the model's forward takes them, int64."""
+    return position.to(torch.int64) + first_position(model)

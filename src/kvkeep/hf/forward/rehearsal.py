@@ -1,8 +1,7 @@
 """A rehearsal checks, before a model's first forward, whether its attention can use a cache.
 
-A copy of the decoder without weights (`weightless.py`) is a model of the same kind, so what it
-computes through a cache, chunk by chunk, can be compared with what it computes without one. The
-model itself is not changed.
+It compares the results of a copy of the decoder without weights (`weightless.py`) with a cache,
+chunk by chunk, and without a cache. The model itself is not changed.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
 _ROWS, _CHUNKS = 3, (2, 1)
-_OWN_CHUNKS, _OWN_WINDOW = (2, 2, 1), 2  # so that the texts are longer than the window
+_OWN_CHUNKS, _OWN_WINDOW = (2, 2, 1), 2  # texts must be longer than the window
 _SDPA = "sdpa"
 _RELATIVE = 1e-3
-"""Largest difference of results that rounding explains, as a part of the largest result."""
+"""The largest difference of results that rounding explains, relative to the largest result."""
 
 _passed: WeakKeyDictionary[type[PreTrainedModel], set[str]] = WeakKeyDictionary()
-"""The configs of the decoders of a class that have passed a rehearsal. Copies without weights
-depend on nothing else."""
+"""The configs with which decoders of a class have passed a rehearsal. Copies without weights depend
+only on class and config."""
 
 
 def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
-    """The reason why a decoder cannot use a kvkeep cache; empty if it can. None: unknown, because
-    the copy without weights does not run with transformers' own cache either.
+    """The reason why a decoder cannot use a kvkeep cache; empty if it can; None: unknown, because
+    the copy without weights fails with transformers' own cache too.
 
     Args:
         implementation: the attention implementation that the decoder will get.
@@ -50,7 +49,7 @@ def rehearse(decoder: PreTrainedModel, implementation: str) -> str | None:
     def fault() -> str | None:
         try:
             copied = without_weights(decoder)
-        except Exception:  # a constructor's error says nothing about the attention
+        except Exception:  # a failing constructor does not show that attention would fail
             return None
         return _fault(copied, implementation)
 
@@ -64,7 +63,8 @@ def rehearse_own(decoder: PreTrainedModel) -> str:
 
 
 def _once(decoder: PreTrainedModel, way: str, fault: Callable[[], str | None]) -> str | None:
-    """The fault of a decoder in a rehearsal, which is left out if one of its kind has passed."""
+    """The fault of a decoder in a rehearsal; no rehearsal if one has passed with this class and
+    config."""
     described = f"{way} {decoder.config.to_dict()}"
     passed = _passed.setdefault(type(decoder), set())
     if described in passed:
@@ -99,7 +99,7 @@ def _own_fault(decoder: PreTrainedModel) -> str:
     if not bool(expected.isfinite().all()):
         return "its results without weights are not finite"
     if float((found - expected).abs().max()) > _RELATIVE * float(expected.abs().max()):
-        return "its results through a cache are others than without one"
+        return "its results with a cache differ from its results without a cache"
     return ""
 
 
@@ -144,7 +144,7 @@ class _CountingCache(Cache):
         place, layer_idx = layer_idx, self.model_layers.indices.get(layer_idx, -1)
         if layer_idx < 0:
             raise UnsupportedError(f"it has more layers than the {len(self.layers)} in its config")
-        if self._handed is not None and not self._handed.taken:
+        if self.handed is not None and not self.handed.taken:
             raise _elsewhere(layer_idx - 1)
         self._given[layer_idx] += 1
         found = super().update(key_states, value_states, place, *args, **kwargs)
@@ -162,8 +162,8 @@ class _CountingCache(Cache):
         return found
 
     def require_complete(self) -> None:
-        """Raise UnsupportedError unless a forward fed each layer, and attended in it, exactly
-        once, and layers that reuse its keys attended to them as its config says."""
+        """Raise UnsupportedError unless a forward fed each layer and attended in it exactly once,
+        and the number of layers that reuse its keys is as the config says."""
         for index in range(len(self.layers)):
             given, attended = self._given[index], self._attended[index]
             if given != 1:
@@ -174,7 +174,7 @@ class _CountingCache(Cache):
             read, readers = self._read[index], self.layers[index].readers
             if read != readers:
                 raise UnsupportedError(
-                    f"{read} layers reuse the keys of layer {index} where its config says {readers}"
+                    f"{read} layers reuse the keys of layer {index}, but its config says {readers}"
                 )
         kept = {int(name.partition(".")[0]) for name in self.carried.tensors()}
         for place in sorted(self.carried.places - kept):
@@ -224,7 +224,7 @@ class _CheckedLayer:
 
     def _checked(self, run: Callable[..., Tensor], inputs: StepInputs) -> Tensor:
         q, k, v = inputs[:3]
-        if not all(  # beside a key there may be the one of an index
+        if not all(  # behind a key there may be the key of an index
             bool(x[..., : y.shape[-1]].isclose(y, rtol=0, atol=0, equal_nan=True).all())
             for x, y in zip((k, v), self._given, strict=True)
         ):
@@ -244,7 +244,7 @@ def _outputs(decoder: PreTrainedModel, chunks: Iterable[Tensor], cache: Any) -> 
     for ids in chunks:
         given = {"input_ids": ids, "use_cache": True, **as_cache(decoder, cache)}
         if isinstance(cache, _CountingCache):
-            for kind in cache.kinds:  # which may change what is given
+            for kind in cache.kinds:  # may change `given`
                 kind.begin(cache, decoder, given)
         yield decoder(**given)[0]
         if isinstance(cache, _CountingCache):

@@ -1,8 +1,8 @@
 """Routes the attention of one model to kvkeep.
 
 transformers chooses the attention and the masks of a module by `module.config`, and several models
-may share a config. So the modules of an attached model have a view of their config: it has the same
-attributes, in the same dictionary, except for the name of the attention implementation.
+may share a config. So the modules of an attached model get a view of their config: it shares the
+config's dictionary of attributes, but names another attention implementation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ROUTING, _IMPLEMENTATION = "_kvkeep_routing", "_attn_implementation_internal"
 
 
 class Routing:
-    """What a view changes in a config.
+    """The differences between a view and its config.
 
     Args:
-        config: the config that the model had.
-        name: the attention implementation by which kvkeep computes attention; None: the config's
-            own, in the config of a model around the decoder.
-        text: the view of the decoder's config, in the config of a model around it.
+        config: the model's original config.
+        name: kvkeep's attention implementation; None: the config's own implementation, for the
+            config of a model that contains the decoder.
+        text: the view of the decoder's config, for the config of a model that contains the decoder.
     """
 
     def __init__(self, config: PreTrainedConfig, name: str | None, text: Any = None) -> None:
@@ -43,7 +43,8 @@ class Routing:
 
 
 def registered(original: str) -> str:
-    """The name of the implementation that uses kvkeep's caches, and `original` for all else."""
+    """The name of the implementation that uses kvkeep's caches, and calls `original` for other
+    keys."""
     # transformers treats a name that contains "flash" as a kernel to import.
     name = ATTENTION_PREFIX + original.replace("flash", "fa")
     AttentionInterface.register(name, attention_over(original))
@@ -52,8 +53,8 @@ def registered(original: str) -> str:
 
 
 def route_attention(model: PreTrainedModel, name: str) -> None:
-    """Give the modules of a model views of their configs, by which the decoder's attention is the
-    implementation of this name."""
+    """Give the modules of a model views of their configs, which name `name` as the decoder's
+    attention implementation."""
     text, outer = decoder_config(model.config), model.config
     views = {id(text): _view(text, Routing(text, name))}
     if outer is not text:
@@ -64,7 +65,8 @@ def route_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def unroute_attention(model: PreTrainedModel) -> None:
-    """Undo `route_attention`. Whoever still holds a view finds the config's own implementation."""
+    """Undo `route_attention`. Views that other objects still hold then name the config's own
+    implementation."""
     for module, config in _configs(model):
         routing: Routing | None = getattr(config, _ROUTING, None)
         if routing is not None:
@@ -92,7 +94,8 @@ def _with(base: Any, keys: Iterable[str], values: dict[str, Any], routing: Routi
 
 @cache
 def _view_class(base: Any, *keys: str) -> Any:
-    """The class of views of configs of a class, whose attributes `keys` are the decoder's."""
+    """The class of views of configs of class `base`; its attributes `keys` hold the decoder's
+    config."""
 
     def implementation(view: Any) -> Any:
         routing = view._kvkeep_routing
@@ -100,7 +103,7 @@ def _view_class(base: Any, *keys: str) -> Any:
 
     def set_implementation(view: Any, value: Any) -> None:
         routing = view._kvkeep_routing
-        if value != routing.name:  # which somebody may have read and now puts back
+        if value != routing.name:  # code may save and restore the name
             routing.original = value
             view.__dict__[_IMPLEMENTATION] = value
 
@@ -129,7 +132,7 @@ def _view_class(base: Any, *keys: str) -> Any:
 
 
 def _copied(base: Any, keys: Iterable[str], values: dict[str, Any], routing: Routing) -> Any:
-    """A copy of a view, with attributes of its own."""
+    """A copy of a view, with its own dictionary of attributes."""
     if routing.name is not None:
-        registered(routing.original)  # another process may read a pickle
+        registered(routing.original)  # a pickle may be read in another process
     return _with(base, keys, values, routing)

@@ -1,4 +1,5 @@
-"""Attached models that run without the cache that kvkeep supplies: an error at the first step."""
+"""Raises an error at the first step of an attached model that does not use the cache that kvkeep
+supplies."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from kvkeep.context import within
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.forward.packed import LaidCache
@@ -20,8 +22,8 @@ from kvkeep.version import TESTED
 
 @dataclass
 class _Supplied:
-    """A call of `generate()` whose cache kvkeep supplies, and whether the decoder's hook has run in
-    it."""
+    """A call of `generate()` whose cache kvkeep supplies, and whether the decoder's hook has run
+    during the call."""
 
     model: PreTrainedModel
     hooked: bool = False
@@ -32,23 +34,20 @@ _SUPPLIED: ContextVar[_Supplied | None] = ContextVar("supplied", default=None)
 
 @contextmanager
 def supplying(model: PreTrainedModel | None) -> Iterator[None]:
-    """Within this context, steps of an attached model without kvkeep's cache are errors.
+    """A context in which steps of an attached model without kvkeep's cache raise.
 
     Args:
-        model: the model of a call of `generate()` whose cache kvkeep supplies; None: a call that
-            brings a cache, or asks for one of transformers' kinds.
+        model: the model of a call of `generate()` whose cache kvkeep supplies; None: the call has
+            its own cache, or asks for one of transformers' caches.
     """
-    token = _SUPPLIED.set(None if model is None else _Supplied(model))
-    try:
+    with within(_SUPPLIED, None if model is None else _Supplied(model)):
         yield
-    finally:
-        _SUPPLIED.reset(token)
 
 
 def leaves_the_cache_to_kvkeep(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a call of `generate()` without a cache leaves its choice to the model."""
+    """Whether a call of `generate()` without a cache leaves the choice of cache to the model."""
     given = [x for x in (*args, kwargs.get("generation_config")) if isinstance(x, GenerationConfig)]
 
     def option(name: str) -> Any:
@@ -61,10 +60,10 @@ def leaves_the_cache_to_kvkeep(
 
 
 def require_supplied(model: PreTrainedModel, cache: Any) -> None:
-    """Check the cache of a forward of an attached model, or the one that `generate()` built for it.
+    """Check the cache of a forward of an attached model, or the cache that `generate()` built.
 
     Raises:
-        UnsupportedError: it is another one where kvkeep supplies it.
+        UnsupportedError: kvkeep supplies the cache, but this is another cache.
     """
     call = _SUPPLIED.get()
     if call is None or call.model is not model:
@@ -75,10 +74,10 @@ def require_supplied(model: PreTrainedModel, cache: Any) -> None:
 
 
 def require_hooked(module: nn.Module) -> None:
-    """Called where an attached model's attention gets keys that are not from kvkeep's cache.
+    """Called when an attached model's attention gets keys that are not from a kvkeep cache.
 
     Raises:
-        UnsupportedError: kvkeep supplies the cache, and the decoder's hook has not run.
+        UnsupportedError: kvkeep supplies the cache, but the decoder's hook has not run.
     """
     call = _SUPPLIED.get()
     if call is not None and not call.hooked and module in {*call.model.modules()}:
@@ -89,7 +88,7 @@ def not_served(model: nn.Module, seen: str) -> UnsupportedError:
     """The error for a step of an attached model that did not use kvkeep's cache.
 
     Args:
-        seen: what was found instead, as a clause.
+        seen: the fault, as a clause.
     """
     return UnsupportedError(
         f"{type(model).__name__} is attached, but this step did not run through kvkeep's cache: "

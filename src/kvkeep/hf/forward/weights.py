@@ -24,10 +24,10 @@ COMPILED = "{} in a compiled or graphed step, which does not support it; call th
 
 def ask_for_weights(decoder: PreTrainedModel, cache: Cache, options: dict[str, Any]) -> None:
     """Record in a forward's cache whether attention weights are requested, by an option or by the
-    config. Many models do not pass that option on to their attention modules.
+    config, because many models do not pass the option on to their attention modules.
 
     Raises:
-        UnsupportedError: they are requested, but some layer cannot return them. Nothing was fed.
+        UnsupportedError: weights are requested, but a layer cannot return them. No token was fed.
     """
     asked = options.get("output_attentions")
     wanted = bool(getattr(decoder.config, "output_attentions", False) if asked is None else asked)
@@ -67,10 +67,10 @@ def drops_weights(model: PreTrainedModel) -> bool:
 
 
 class Explicit:
-    """One layer's attention for one step, computed with all its weights at once.
+    """One layer's attention for one step, which computes all attention weights at once.
 
-    `weights` are then (B, Hq, n, S) in the queries' dtype, after dropout, over the tokens held in
-    the order of their positions, the chunk's own last.
+    Afterwards `weights` are (B, Hq, n, S) in the queries' dtype, after dropout, over the slots in
+    the order of positions, the chunk's tokens last.
     """
 
     weights: Tensor | None = None
@@ -82,7 +82,7 @@ class Explicit:
         """See `kvkeep.attention.Attend`."""
         moved = self._layer.moved
         out, mass, weights = explicit.run(q, view, options, moved=moved, dropout=self._dropout)
-        if self.weights is not None:  # of drafts before these, which see fewer tokens
+        if self.weights is not None:  # weights of earlier pieces (drafts), over fewer slots
             before = pad(self.weights, (0, weights.shape[3] - self.weights.shape[3]))
             weights = torch.cat([before, weights], dim=2)
         self.weights = weights

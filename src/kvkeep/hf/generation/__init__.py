@@ -1,1 +1,1 @@
-"""`generate()` of attached models: what fills its cache, and what its call asks for."""
+"""`generate()` of attached models: its calls, and how its cache is filled."""

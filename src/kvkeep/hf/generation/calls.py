@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 
 from kvkeep.blocks.recompute_option import Recompute
+from kvkeep.context import within
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generation.continuing import Fed
 from kvkeep.hf.kinds.multimodal import holds_tensors
@@ -39,13 +42,13 @@ class PromptStore(Protocol):
     def prefill(
         self, model: PreTrainedModel, tokens: Tensor, **options: Unpack[ReadOptions]
     ) -> ModelCache:
-        """A cache that holds all tokens (n,) but the last."""
+        """A cache that holds all tokens (n,) except the last."""
 
     def prefill_rows(
         self, model: PreTrainedModel, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
-        """A cache with a row for each prompt (n,), of the tokens with which all begin; None: there
-        are too few."""
+        """A cache with a row for each prompt (n,), which holds the common beginning of all prompts;
+        None: it is too short."""
 
     def learn(
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
@@ -70,7 +73,7 @@ class BlockPrompt(Protocol):
         namespace: str,
         capacity: int | None,
     ) -> tuple[ModelCache, Any]:
-        """A cache that holds all tokens but the last, and a report."""
+        """A cache that holds all tokens except the last, and a report."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +89,16 @@ class Settings:
 
 @dataclass
 class Call:
-    """A call of a model's `generate()`: the columns of its prompt, the prompt (1, n) if it has one
-    row, the prompt with blocks if there is one, the token ids of all rows (B, n), the cache from a
-    store or blocks, if any, the cache that records drafts, if any, the cache whose columns are
-    others than those of the token ids, if any, and the cache whose last token is fed again, if any.
+    """A call of a model's `generate()`: the token ids of its prompt, (B, n), if it has some, the
+    prompt with blocks if there is one, the cache from a store or blocks, if any, the cache that
+    records drafts, if any, the cache whose columns are others than those of the token ids, if any,
+    and the cache whose last token is fed again, if any.
     `fed` is what the call feeds, if that is known; `replay` are its steps as a CUDA graph, if they
     may be. `adapt` sets the number of threads by the load, see `kvkeep.threads`."""
 
     model: PreTrainedModel
-    columns: int
-    ids: Tensor | None
-    blocks: BlockPrompt | None
     rows: Tensor | None
+    blocks: BlockPrompt | None
     cache: Cache | None = None
     recording: Cache | None = None
     moved: Cache | None = None
@@ -105,6 +106,16 @@ class Call:
     fed: Fed | None = None
     replay: Replay | None = None
     adapt: Callable[[], None] = lambda: None
+
+    @property
+    def columns(self) -> int:
+        """The columns of the prompt; 0 if it has no token ids."""
+        return 0 if self.rows is None else self.rows.shape[1]
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The token ids, (1, n), of a prompt of one row."""
+        return self.rows if self.rows is not None and len(self.rows) == 1 else None
 
     def close(self) -> None:
         """Make the call's cache ordinary again. Called when `generate()` ends, also by an error."""
@@ -119,47 +130,85 @@ _OTHER: ContextVar[tuple[PreTrainedModel, Settings] | None] = ContextVar("other"
 _OF_TEXT = ("attention_mask", "position_ids", "mm_token_type_ids")
 
 
-@contextmanager
-def settings_of_calls(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
+def settings_of_calls(model: PreTrainedModel, settings: Settings) -> AbstractContextManager[None]:
     """A context in which calls of an attached model's `generate()` use `settings` in place of the
     settings of `attach`. Tasks and threads started in the context inherit them."""
-    token = _OTHER.set((model, settings))
-    try:
-        yield
-    finally:
-        _OTHER.reset(token)
+    return within(_OTHER, (model, settings))
 
 
 def in_force(model: PreTrainedModel, settings: Settings) -> Settings:
-    """The settings of the current call: those of `settings_of_calls`, or with which the model was
-    attached."""
+    """The settings of the current call: from `settings_of_calls`, or else from `attach`."""
     other = _OTHER.get()
     return other[1] if other is not None and other[0] is model else settings
 
 
-def plain_call(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Call | None:
-    """The current call, if its prompt may be read outside of `generate`: one row of token ids, with
-    nothing else that changes the result."""
-    call = CALL.get()
-    if call is None or call.ids is None or not is_plain(model, call, model_kwargs):
-        return None
-    place = model_kwargs.get("position_ids")
-    if model_kwargs.get("attention_mask") is not None:  # a mask of ones was removed before
-        return None
-    return call if place is None or _counts(place, call.ids.shape[1]) else None
+@dataclass(frozen=True)
+class Start:
+    """A call of `generate()` that is about to read its prompt.
 
+    Args:
+        config, inputs: its generation config, and the arguments of the model's forwards; both may
+            change.
+        mode: the way of generating.
+        columns: the most columns that its cache will hold.
+    """
 
-def is_plain(model: PreTrainedModel, call: Call, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a call is one of this model, and nothing but its token ids, their mask and their
-    positions changes the result."""
-    types = model_kwargs.get("mm_token_type_ids")
-    return call.model is model and not (
-        brings_tensors(model_kwargs, beside=_OF_TEXT)
-        or (types is not None and bool(types.any()))  # 0: a token of text
-        or model.training
-        or names_adapters(model)
-        or learned_tokens(model)
-    )
+    model: PreTrainedModel
+    settings: Settings
+    config: Any
+    inputs: dict[str, Any]
+    mode: Any
+    columns: int
+
+    @property
+    def call(self) -> Call | None:
+        """The current call; None: it is another model's."""
+        call = CALL.get()
+        return call if call is not None and call.model is self.model else None
+
+    @cached_property
+    def learned(self) -> int:
+        """Tokens that PEFT learned and puts before the prompt."""
+        return learned_tokens(self.model)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the model verifies drafts."""
+        return bool(self.mode == GenerationMode.ASSISTED_GENERATION)
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the model drafts for another one."""
+        return bool(self.config.is_assistant)
+
+    @property
+    def several(self) -> int:
+        """Rows of the cache for each prompt."""
+        return int(max(self.config.num_beams, self.config.num_return_sequences))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but token ids, their mask and their positions changes the result."""
+        types = self.inputs.get("mm_token_type_ids")
+        return self.call is not None and not (
+            brings_tensors(self.inputs, beside=_OF_TEXT)
+            or (types is not None and bool(types.any()))  # 0: a token of text
+            or self.model.training
+            or names_adapters(self.model)
+            or self.learned
+        )
+
+    @property
+    def plain_ids(self) -> Tensor | None:
+        """The token ids, (1, n), of a prompt that may be read outside of `generate`: one row, with
+        nothing else that changes the result."""
+        ids = None if self.call is None else self.call.ids
+        if ids is None or not self.is_plain:
+            return None
+        if self.inputs.get("attention_mask") is not None:  # a mask of ones was removed before
+            return None
+        place = self.inputs.get("position_ids")
+        return ids if place is None or _counts(place, ids.shape[1]) else None
 
 
 def _counts(place: Tensor, tokens: int) -> bool:
@@ -169,11 +218,11 @@ def _counts(place: Tensor, tokens: int) -> bool:
 
 
 def brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has tensors whose names are not in `beside`, such as images, or the features
-    that transformers computed from images before it asked for a cache."""
+    """Whether a call has tensors whose names are not in `beside`, such as images, or features that
+    transformers computed from images before it asked for a cache."""
     return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 
 def counted(real: Tensor) -> Tensor:
-    """Positions of columns, (B, n), as transformers counts them where a mask is given."""
+    """Positions of columns, (B, n), as transformers computes them from the mask `real`."""
     return (real.cumsum(dim=1) - 1).masked_fill(real == 0, 0)

@@ -1,7 +1,7 @@
-"""How the prompt of a `generate()` continues what its cache holds.
+"""How the prompt of a `generate()` call continues its cache.
 
-transformers feeds the columns of the prompt that follow the cache's if the attention mask is as
-long as the prompt, and the whole prompt if the mask is longer: then these are the new tokens.
+If the attention mask is as long as the prompt, the prompt is the whole text, and transformers feeds
+the columns that the cache lacks. If the mask is longer, the prompt has new tokens only.
 """
 
 from __future__ import annotations
@@ -17,31 +17,36 @@ from kvkeep.errors import StateError
 from kvkeep.hf.cache import Cache
 
 _ANSWERS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""The ways of generating after which a cache holds what was said, but its last token."""
+"""Modes of generation after which the cache holds prompt and answer, except the last token."""
 
 _PROMPTS = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
     GenerationMode.ASSISTED_GENERATION,
 )
-"""Those after which it holds the prompt, and may hold something else after it."""
+"""Modes after which the cache holds the prompt, but the tokens after it are unknown."""
 
 
 @dataclass(frozen=True)
 class Fed:
-    """What a call of `generate()` feeds to its cache: its token ids are those after the first
-    `after` columns. `mode` is the way of generating."""
+    """The tokens that a call of `generate()` feeds to its cache.
+
+    Args:
+        cache: the cache.
+        after: number of columns in the cache before the first token id of the call.
+        mode: the mode of generation.
+    """
 
     cache: Cache
     after: int
     mode: Any
 
     def note(self, ids: Tensor, said: Any) -> None:
-        """Record in the cache the token ids that it was fed.
+        """Record in the cache the token ids that were fed.
 
         Args:
             ids: the prompt, int64 (B, n).
-            said: the output, int64 (rows, n'), or something else.
+            said: the output, int64 (rows, n'); ignored if it is no tensor.
         """
         cache = self.cache
         if self.mode in _PROMPTS:
@@ -55,7 +60,7 @@ class Fed:
 
 
 def gives_whole_text(given: Mapping[str, Any], columns: int, generation_config: Any) -> bool:
-    """Whether a prompt of so many columns has those that the cache holds too.
+    """Whether a prompt of `columns` columns is the whole text, including the cache's tokens.
 
     Args:
         given: the arguments of the model's forwards.
@@ -69,27 +74,27 @@ def gives_whole_text(given: Mapping[str, Any], columns: int, generation_config: 
 
 
 def feeds_last_again(cache: Cache, columns: int) -> bool:
-    """Whether a whole text of so many columns has none to feed after those that the cache holds, so
-    that the last one must be taken back and fed again.
+    """Whether the cache already holds all `columns` columns of a whole text, so that the last one
+    must be removed and fed again.
 
     Raises:
-        StateError: it has fewer; or the last one cannot be taken back exactly.
+        StateError: the cache holds more; or its last column cannot be removed exactly.
     """
     fed = cache.fed
     if columns > fed:
         return False
     if columns == fed and cache.returns_to(fed - 1):
         return True
-    last = "" if columns < fed else ", and it cannot take back the last one to feed it again"
+    last = "" if columns < fed else " and cannot remove the last one to feed it again"
     raise StateError(
-        f"the prompt has {columns} tokens, and the cache holds {fed} already{last}; give the whole "
+        f"the prompt has {columns} tokens, but the cache already holds {fed}{last}; give the whole "
         f"text, of more than {fed} tokens, or reset() the cache"
     )
 
 
 def require_same_beginning(cache: Cache, ids: Tensor, mask: Tensor | None) -> None:
-    """Raise StateError if a prompt, int64 (B, n), begins with other tokens than those that the
-    cache was fed, as far as these are known. Columns that the mask hides do not count."""
+    """Raise StateError if a prompt, int64 (B, n), begins with other tokens than the cache was fed,
+    as far as these are known. Columns that the mask hides do not count."""
     known, rows = cache.tokens, len(ids)
     if known is None or len(known) % rows:
         return

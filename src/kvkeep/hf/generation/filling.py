@@ -1,5 +1,5 @@
-"""Fills the cache of a `generate()` from a store, from blocks or by compression, before the first
-forward."""
+"""Fills the cache of a `generate()` call from a store, from blocks or by compression, before the
+first forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.forward.unserved import supplying
-from kvkeep.hf.generation.calls import CALL, Settings, counted, is_plain, plain_call
+from kvkeep.hf.generation.calls import CALL, Start, counted
 from kvkeep.hf.loading.fingerprint import activation_in
 from kvkeep.host import Activation, host_of
 from kvkeep.host.adapters import names_adapters
@@ -23,26 +23,22 @@ from kvkeep.host.hooks import foreign_hooks
 
 
 @supplying(None)  # forwards of stores and blocks bring caches of their own
-def filled(
-    model: PreTrainedModel,
-    settings: Settings,
-    model_kwargs: dict[str, Any],
-    chunk: int | None,
-    capacity: int,
-) -> Cache | None:
+def filled(start: Start) -> Cache | None:
     """A cache that holds the prompt but its last token, from the store or from blocks; None if they
     would not give the result of a plain `generate`."""
-    call = plain_call(model, model_kwargs)
-    if call is None or call.ids is None or (settings.store is None and call.blocks is None):
+    model, settings, call, ids = start.model, start.settings, start.call, start.plain_ids
+    if call is None or ids is None or (settings.store is None and call.blocks is None):
         return None
-    place: Any = {"spec": settings.spec, "namespace": settings.namespace, "capacity": capacity}
+    place: Any = {"spec": settings.spec, "namespace": settings.namespace, "capacity": start.columns}
     try:
         if call.blocks is not None:
             place |= {"store": settings.store, "recompute": settings.recompute}
             found: Any = call.blocks.prefill(model, **place)[0]
         else:
             assert settings.store is not None
-            found = settings.store.prefill(model, call.ids[0], chunk=chunk, **place)
+            found = settings.store.prefill(
+                model, ids[0], chunk=start.config.prefill_chunk_size, **place
+            )
     except UnsupportedError as error:
         _tell_of_hooks(model, error)
         return None
@@ -51,30 +47,23 @@ def filled(
 
 
 def _tell_of_hooks(model: PreTrainedModel, error: UnsupportedError) -> None:
-    """Say, once, that hooks keep a model from its store; other reasons are in the documents."""
+    """Warn, once, if hooks are the reason why a store is not used; other reasons are documented."""
     if foreign_hooks(model):
         warnings.warn(f"this prompt is computed without the store: {error}", stacklevel=2)
 
 
 @supplying(None)
-def begun_alike(
-    model: PreTrainedModel,
-    settings: Settings,
-    model_kwargs: dict[str, Any],
-    several: int,
-    chunk: int | None,
-    capacity: int,
-) -> Cache | None:
+def begun_alike(start: Start) -> Cache | None:
     """A cache that holds the tokens with which all rows of the prompt begin, from the store; None
     if it serves no row, or would not give the result of a plain `generate`.
 
-    Columns before a row's first token move behind those tokens, where the mask names them as
-    padding: the cache has the same tokens in all rows, and each column keeps its token.
+    The cache has the common tokens in the first columns of all rows. So padding columns, which were
+    in front of a row's first token, move behind the common tokens, and the mask and the positions
+    are changed accordingly.
     """
-    call, mask = CALL.get(), model_kwargs.get("attention_mask")
-    if call is None or call.rows is None or settings.store is None:
-        return None
-    if not is_plain(model, call, model_kwargs):
+    settings, call, several = start.settings, start.call, start.several
+    mask = start.inputs.get("attention_mask")
+    if call is None or call.rows is None or settings.store is None or not start.is_plain:
         return None
     ids = call.rows.cpu()
     columns = torch.arange(ids.shape[1])
@@ -82,22 +71,22 @@ def begun_alike(
     pads = (1 - real).sum(dim=1, keepdim=True)
     if real.shape != ids.shape or not real.equal((columns >= pads).long()):
         return None  # padded on the right, or within
-    place = model_kwargs.get("position_ids")
+    place = start.inputs.get("position_ids")
     if place is not None and not (place.cpu() == counted(real).repeat_interleave(several, 0)).all():
         return None
     try:
         cache: Any = settings.store.prefill_rows(
-            model,
+            start.model,
             [row[pad:] for row, pad in zip(ids, pads.flatten().tolist(), strict=True)],
             spec=settings.spec,
             namespace=settings.namespace,
-            chunk=chunk,
-            capacity=capacity,
+            chunk=start.config.prefill_chunk_size,
+            capacity=start.columns,
         )
     except ShapeError:
         return None
     except UnsupportedError as error:
-        _tell_of_hooks(model, error)
+        _tell_of_hooks(start.model, error)
         return None
     found: Cache | None = cache
     if found is None or mask is None:
@@ -107,37 +96,35 @@ def begun_alike(
     call.moved = found
     for layer in found.layers:
         if layer.cursor.holes_after is not None:
-            layer.cursor.holes_after = found.fed  # what follows stands for padding in front
+            layer.cursor.holes_after = found.fed  # the moved padding counts as padding in front
     real = ((columns < found.fed) | (columns >= found.fed + pads)).long()
     real = real.repeat_interleave(several, dim=0)
-    model_kwargs["attention_mask"] = real.to(mask)
+    start.inputs["attention_mask"] = real.to(mask)
     if place is not None:
-        model_kwargs["position_ids"] = counted(real).to(place)
+        start.inputs["position_ids"] = counted(real).to(place)
     return found
 
 
 @supplying(None)
-def compress_prompt(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], cache: Cache, chunk: int | None
-) -> None:
+def compress_prompt(start: Start, cache: Cache) -> None:
     """Read the prompt but its last token, and compress it.
 
     Raises:
         UnsupportedError: the call's prompt is not one row of token ids without padding.
     """
-    call = plain_call(model, model_kwargs)
-    if call is None or call.ids is None:
+    ids = start.plain_ids
+    if ids is None:
         raise UnsupportedError(
-            "kvzip compresses a prompt of token ids in one row, without padding; give such a "
-            "prompt, or a cache that compress() was called on"
+            "kvzip compresses a prompt only if it is one row of token ids without padding; give "
+            "such a prompt, or a cache on which compress() was called"
         )
-    if call.ids.shape[1] > 1:
-        read(host_of(model), cache, call.ids[:, :-1], chunk)
+    if ids.shape[1] > 1:
+        read(host_of(start.model), cache, ids[:, :-1], start.config.prefill_chunk_size)
 
 
 def activate_later(model: PreTrainedModel, cache: Cache) -> None:
-    """Set the cache's activation if the prompt invokes an activated adapter after the tokens that
-    the cache holds."""
+    """Set the cache's activation if the prompt invokes an activated adapter after the cache's
+    tokens."""
     call = CALL.get()
     if cache.activation is not None and call is not None and call.ids is not None:
         found = activation_in(model, call.ids[0].cpu())
@@ -145,12 +132,12 @@ def activate_later(model: PreTrainedModel, cache: Cache) -> None:
             cache.activation = found
 
 
-def invoked(model: PreTrainedModel) -> Activation | None:
+def invoked(start: Start) -> Activation | None:
     """Where an activated adapter starts to compute in the current call's prompt, if it has one row.
     None leaves that to PEFT, which tells only a model that is in a `PeftModel`."""
-    call = CALL.get()
-    if call is None or call.model is not model or call.ids is None or names_adapters(model):
+    ids = None if start.call is None else start.call.ids
+    if ids is None or names_adapters(start.model):
         return None
     with suppress(UnsupportedError):  # other adapters are active beside it
-        return activation_in(model, call.ids[0].cpu())
+        return activation_in(start.model, ids[0].cpu())
     return None

@@ -1,4 +1,4 @@
-"""Prompts and prefixes that PEFT learned, in an attached model's `generate()`."""
+"""Prompts and prefixes learned by PEFT, in an attached model's `generate()`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _METHOD = "prepare_inputs_for_generation"
 
 @contextmanager
 def prepared_by_peft(model: PreTrainedModel, prepare: Prepare) -> Iterator[None]:
-    """Within this context, PEFT puts its learned tokens, or keys and values, before a prompt once,
-    and kvkeep's cache holds them.
+    """A context in which PEFT puts its learned tokens, or keys and values, before the prompt once,
+    and they are moved to kvkeep's cache.
 
-    PEFT looks for a cache under the name of transformers before 5.24, and puts a learned prefix
-    into a cache of its own.
+    PEFT uses the cache argument's name of transformers before 5.24, and puts a learned prefix into
+    its own cache.
 
     Args:
-        prepare: kvkeep's method in place of the model's `prepare_inputs_for_generation`.
+        prepare: kvkeep's replacement of the model's `prepare_inputs_for_generation`.
     """
     peft = prompt_learner(model)
     if peft is None:

@@ -1,4 +1,4 @@
-"""Replaying: the forward of an attached model on a GPU, whose `generate()` replays CUDA graphs."""
+"""Replaying: the forward of an attached model on a GPU; in `generate()` it replays CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvkeep.hf.steps.replaced_forward import ReplacedForward
 from kvkeep.host.hooks import foreign_hooks
 
 _LEAST = 16
-"""Tokens still to be generated for which a graph is captured: the capture takes a step or two."""
+"""The fewest tokens to generate for which a graph is captured: capturing takes a step or two."""
 
 _CACHE = name_in(CausalLMOutputWithPast) or OF_GENERATE
 
@@ -29,24 +29,25 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def replays(model: PreTrainedModel) -> bool:
-    """Whether a model's `generate()` may replay its steps: all of it is on one GPU, its forward is
-    its class's, and kvkeep's hooks run within that forward."""
+    """Whether a model's `generate()` may replay its steps: the whole model is on one GPU, its
+    forward is its class's, and kvkeep's hooks run within that forward."""
     devices = set(getattr(model, "hf_device_map", {"": model.device}).values())
     own = "forward" not in vars(model) and decoder_of(model) is not model
     return own and on_gpu(model) and len(devices) == 1
 
 
 def on_gpu(model: PreTrainedModel) -> bool:
-    """Whether a model is on a device that has graphs."""
+    """Whether a model is on a device that supports graphs."""
     return model.device.type == "cuda"
 
 
 class Replaying(ReplacedForward):
     """The `forward` of an attached model on a GPU.
 
-    In a `generate()` that samples or is greedy, steps of one token a row run as `Graphed` steps,
-    with growing storage too. The cache is an ordinary one again when the call ends, or as soon as
-    anybody needs its layers. A model or a cache that needs the host in a step is called as always.
+    In a `generate()` call in greedy or sampling mode, steps of one token a row run as `Graphed`
+    steps, with growing storage too. The cache becomes ordinary again when the call ends, or as soon
+    as its layers are needed. If a model or a cache needs the host in a step, the model's own
+    forward runs.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -57,15 +58,15 @@ class Replaying(ReplacedForward):
         return Replaying, (self.model,)
 
     def plan(self, call: Call, cache: Cache, config: Any, mode: Any, columns: int) -> None:
-        """Let a call of `generate()` replay its steps, if they can be. transformers then compiles
-        none of them.
+        """Let a call of `generate()` replay its steps, if possible. transformers then does not
+        compile them.
 
         Args:
             call: the current call.
-            cache: what its steps use.
+            cache: the cache of its steps.
             config: its generation config.
             mode: its generation mode.
-            columns: the most tokens that its cache will hold, padding included.
+            columns: the most columns that its cache will hold.
         """
         if (
             self._possible
@@ -90,7 +91,7 @@ class Replaying(ReplacedForward):
                 logits = replay.step(self.model, given["input_ids"], given.get("position_ids"))
             except UnsupportedError:  # the token was not fed
                 self._possible = False
-            except CapacityError:  # nor was it here: the cache may have room of its own
+            except CapacityError:  # the token was not fed: the ordinary cache may have room
                 pass
         if logits is None:
             replay.close()

@@ -1,1 +1,1 @@
-"""What transformers and its users ask of a cache, under transformers' names."""
+"""The members of a cache that transformers and its users expect, under transformers' names."""

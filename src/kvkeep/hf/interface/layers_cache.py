@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import Tensor
 
 from kvkeep.graph.custom_ops import Ticket
 from kvkeep.hf.handover import Handed, MaskLength, ModelLayer, hand_over, taggable
+from kvkeep.hf.interface.model_layers import ModelLayers, TellsLayers
+from kvkeep.hf.kinds import KeepsStates
+from kvkeep.layer.recurrent import NoStates, RecurrentStates
 
 
-class LayersCache(transformers.Cache):
+class LayersCache(KeepsStates, TellsLayers, transformers.Cache):
     """A `cache` argument that stores nothing: it tags new keys and values (B, H, n, D) with their
     layer, for kvkeep's attention.
 
     Args:
-        layers: a layer for each layer of the model; the model's attention is kvkeep's.
+        layers: a layer for each layer of the model that attends; its attention is kvkeep's.
+        model_layers: all layers of the model.
         tickets: the layers' tickets, for a compiled forward.
     """
 
@@ -26,8 +30,11 @@ class LayersCache(transformers.Cache):
     is_croppable = False
     offset = None
 
-    def __init__(self, layers: Sequence[Any], tickets: Sequence[Ticket] = ()) -> None:
+    def __init__(
+        self, layers: Sequence[Any], model_layers: ModelLayers, tickets: Sequence[Ticket] = ()
+    ) -> None:
         self.layers: list[Any] = list(layers)
+        self.model_layers, self.carried = model_layers, cast(RecurrentStates, NoStates())
         self.tickets = list(tickets)
 
     def __len__(self) -> int:
@@ -42,14 +49,14 @@ class LayersCache(transformers.Cache):
         return key_states, value_states
 
     def tag(self, keys: Tensor, values: Tensor, place: int) -> Handed:
-        """Tag new keys and values with a layer, by its place among all layers of the model."""
+        """Tag new keys and values with layer `place` of the model."""
         index = self.index(place)
         layer: ModelLayer = self.layers[index]
         return hand_over(keys, values, layer, self.tickets[index] if self.tickets else None)
 
     def index(self, place: int) -> int:
         """The index in `layers` of a layer of the model; 0 if the layer does not attend."""
-        return place
+        return self.model_layers.indices.get(place, 0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns before the chunk."""
@@ -59,7 +66,7 @@ class LayersCache(transformers.Cache):
         """Length and first column of the keys that `update` will return for this layer."""
         index = self.index(layer_idx)
         layer: ModelLayer = self.layers[index]
-        # While tracing, a symbol cannot be of this subclass; compiled chunks are of one token.
+        # A symbol of torch's tracer cannot be a MaskLength; compiled chunks have one token.
         length = MaskLength(1 if self.tickets else layer.fed + query_length)
         length.layer, length.traced = layer, self.tickets[index] if self.tickets else None
         length.routed, length.compileable = True, False
@@ -68,15 +75,3 @@ class LayersCache(transformers.Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no limit."""
         return -1
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [layer.window is not None for layer in self.layers]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False] * len(self.layers)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * len(self.layers)

@@ -1,4 +1,4 @@
-"""What a kvkeep cache has in common with transformers' DynamicCache, and how it continues one."""
+"""Members that a kvkeep cache shares with transformers' DynamicCache, and how it continues one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import RecurrentStates
 
 Pairs = Iterable[Sequence[Tensor | None]]
-"""For each layer, its keys and values (B, H, n, D), and maybe more, which is not read."""
+"""For each layer, its keys and values (B, H, n, D); further elements are ignored."""
 
 
 class LikeDynamic:
-    """The methods of `Cache` that code for a `DynamicCache` uses, and the constructor from one."""
+    """The members of `Cache` that code for a `DynamicCache` uses, and conversion from it."""
 
     config: PreTrainedConfig
     layers: list[LayerCache]
@@ -39,13 +39,13 @@ class LikeDynamic:
     kinds: tuple[Kind, ...]
 
     def __len__(self) -> int:
-        """The layers of the model, those included that do not attend; `layers` has those that
-        attend."""
+        """Number of layers of the model, including layers that do not attend; `layers` has only
+        attention layers."""
         return max(int(self.config.num_hidden_layers), len(self._layers))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """For each layer of the model, its keys and values, (B, H, S, D), and its sliding window,
-        int64 (), as a `DynamicCache` gives them; None where there is none."""
+        int64 (), like a `DynamicCache`; None for each that the layer lacks."""
         for place in range(len(self)):
             index = self.model_layers.indices.get(place)
             held = None if index is None else self.layers[index].held()
@@ -68,28 +68,28 @@ class LikeDynamic:
     ) -> Self:
         """A cache that continues a `DynamicCache`, or keys and values computed elsewhere.
 
-        They are copied, and count as one chunk that was just fed: the next forward sees all of
-        them, and after it the policy evicts down to its budget. Stores and `compress` refuse such
-        a cache, because they could not tell what it was fed.
+        Keys and values are copied, and count as one chunk that was just fed: the next forward sees
+        all of them, and then the policy evicts down to its budget. Stores and `compress` refuse
+        such a cache, because they do not know its tokens.
 
         Args:
             model: the model, attached or not.
-            cache: a `DynamicCache` that the model filled; or for each layer of the model, or for
-                each that attends, its keys and values (B, H, n, D), rotated for the positions
-                0, 1, 2, ... A layer with a sliding window may have its newest tokens only.
+            cache: a `DynamicCache` that the model filled; or keys and values (B, H, n, D), rotated
+                for the positions 0, 1, 2, ..., for each layer of the model, or for each attention
+                layer. A layer with a sliding window may have its newest tokens only.
             spec, capacity: see the class.
-            attention_mask: the mask (B, n) of what was fed, where rows are padded on the left.
+            attention_mask: the mask (B, n) of the tokens, if rows are padded on the left.
 
         Raises:
-            ShapeError: keys, values and mask do not fit each other, or a layer lacks tokens that
-                the next one sees.
+            ShapeError: the shapes of keys, values and mask disagree, or a layer lacks tokens that
+                the next token sees.
             UnsupportedError: `cache` is of another class, or holds images whose tokens share
-                positions; or the model has recurrent layers, of which pairs do not tell the states.
+                positions; or pairs are given for a model with recurrent layers.
         """
         if shares_positions(model):
             raise UnsupportedError(
-                f"{type(model).__name__} has images whose tokens share positions, which keys and "
-                "values do not tell; feed the tokens to kvkeep.Cache(model)"
+                f"{type(model).__name__} has images whose tokens share positions, which cannot be "
+                "found from keys and values; feed the tokens to kvkeep.Cache(model)"
             )
         build: Any = cls
         made: Self = build(model, spec, capacity=capacity)
@@ -97,13 +97,13 @@ class LikeDynamic:
         return made
 
     def begin_with(self, cache: Any, mask: Tensor | None = None) -> None:
-        """Make this empty cache continue another, as `from_dynamic` does."""
+        """Make this empty cache continue another cache, as `from_dynamic` does."""
         given = self._pairs_of(cache)
         for one, layer in zip(given, self.layers, strict=True):
             check_tokens(layer, *one)
         rows = {len(one.keys) for one in given}
         if len(rows) > 1:
-            raise ShapeError(f"layers have keys of {sorted(rows)} rows; give as many of each")
+            raise ShapeError(f"layers have keys of {sorted(rows)} rows; give equally many rows")
         columns = _columns(cache, given, self._kinds, mask)
         real = None if mask is None else _checked_mask(mask, len(given[0].keys), columns)
         for one, kind in zip(given, self._kinds, strict=True):
@@ -112,7 +112,7 @@ class LikeDynamic:
             if not least <= held <= columns:
                 raise ShapeError(
                     f"layer {kind.place} has {held} tokens of {columns}; give "
-                    + (f"{columns}" if least == columns else f"the newest {least} at least")
+                    + (f"{columns}" if least == columns else f"at least the newest {least}")
                 )
         for one, layer in zip(given, self.layers, strict=True):
             begin_with_tokens(layer, *one, columns, real)
@@ -120,7 +120,7 @@ class LikeDynamic:
             self.carried.restore(states_in(cache), columns)
 
     def _pairs_of(self, cache: Any) -> list[_Pair]:
-        """The keys and values of each layer that attends."""
+        """The keys and values of each attention layer."""
         if isinstance(cache, DynamicCache):
             listed = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in cache.layers]
         elif reason := self.carried.lacks.get(Feature.PAIRS):
@@ -144,7 +144,7 @@ class LikeDynamic:
         if len(found) != len(self.layers):
             raise ShapeError(
                 f"keys and values of {len(found)} layers for a model in which {len(self.layers)} "
-                f"of {len(self)} layers attend; give those of each"
+                f"of {len(self)} layers attend; give keys and values of each of these"
             )
         return found
 
@@ -157,7 +157,7 @@ class _Pair(NamedTuple):
 def _columns(
     cache: Any, given: Sequence[_Pair], kinds: Sequence[LayerKind], mask: Tensor | None
 ) -> int:
-    """How many columns were fed."""
+    """The number of columns that were fed."""
     if isinstance(cache, DynamicCache):
         attending = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
         return max(int(layer.get_seq_length()) for layer in attending)
@@ -167,8 +167,8 @@ def _columns(
     most = max(n for n, _ in held)
     if all(window is not None and n >= window - 1 for n, window in held):
         raise ShapeError(
-            f"all layers have sliding windows, so {most} keys may be the last of more; give "
-            "attention_mask, (B, n) with a column for each token that was fed"
+            f"all layers have sliding windows, so more than the {most} tokens with keys may have "
+            "been fed; give attention_mask, (B, n), with a column for each token that was fed"
         )
     return most
 
@@ -183,7 +183,7 @@ def _checked_mask(mask: Tensor, rows: int, columns: int) -> Tensor | None:
         )
     if bool((real[:, :-1] & ~real[:, 1:]).any()) or not bool(real[:, -1].all()):
         raise ShapeError(
-            "an attention mask with padding between or behind tokens; a cache continues keys of "
-            "rows that are padded on the left only"
+            "an attention mask with padding between or behind tokens; a cache can continue only "
+            "rows that are padded on the left"
         )
     return None if bool(real.all()) else real

@@ -1,4 +1,4 @@
-"""ModelLayers: the layers of a model, as transformers asks a cache for them."""
+"""ModelLayers: the types of a model's layers, as transformers asks a cache for them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvkeep.host import LayerKind
 
 
 class ModelLayers(NamedTuple):
-    """What the layers of a model are.
+    """The types of a model's layers.
 
     Args:
-        indices: by the place of a layer that attends among all layers, its index among those that
-            do.
-        sliding, linear, dummy: for each layer, whether it has a window, is recurrent only, or is
-            neither and does not attend.
+        indices: for an attention layer, by its index among all layers, its index among attention
+            layers.
+        sliding, linear, dummy: for each layer, whether it has a sliding window; whether it is
+            recurrent and does not attend; whether it is neither recurrent nor attends.
     """
 
     indices: Mapping[int | None, int]
@@ -25,11 +25,11 @@ class ModelLayers(NamedTuple):
 
     @classmethod
     def of(cls, attending: Sequence[LayerKind], recurrent: Collection[int], count: int) -> Self:
-        """Those of a model with `count` layers.
+        """The types of the layers of a model with `count` layers.
 
         Args:
-            attending: the layers that attend.
-            recurrent: the places of the layers with states.
+            attending: the attention layers.
+            recurrent: indices of the layers with states, among all layers.
         """
         indices = {kind.place: at for at, kind in enumerate(attending)}
         windows = {kind.place for kind in attending if kind.window is not None}
@@ -39,7 +39,7 @@ class ModelLayers(NamedTuple):
 
 
 class TellsLayers:
-    """The properties by which a cache of transformers says what the layers of its model are."""
+    """The properties by which a cache tells transformers the types of its model's layers."""
 
     model_layers: ModelLayers
 
@@ -54,12 +54,3 @@ class TellsLayers:
     @property
     def is_dummy(self) -> list[bool]:
         return [*self.model_layers.dummy]
-
-
-class ByPlace(TellsLayers):
-    """A cache with a layer for each layer of its model that attends."""
-
-    def index(self, place: int) -> int:
-        """The index of the layer at a place in the model; 0 where the model's layer does not
-        attend."""
-        return self.model_layers.indices.get(place, 0)

@@ -1,5 +1,4 @@
-"""The members of a cache under transformers' names, and drafts, of which rejected ones are taken
-back."""
+"""The members of a cache under transformers' names, and the removal of rejected drafts."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from kvkeep.layer.history import Prompt
 
 @contextmanager
 def layers_restored(model: Any) -> Iterator[None]:
-    """At the end of this context a model's config has the number of layers that it had before.
-    transformers changes it for drafts by the first layers, and leaves it so after an error."""
+    """A context after which a model's config has the same number of layers as before. transformers
+    changes it while the first layers make drafts, and does not restore it after an error."""
     text = decoder_config(base_config(model))
     before = text.num_hidden_layers
     try:
@@ -36,23 +35,24 @@ def layers_restored(model: Any) -> Iterator[None]:
 
 
 class TransformersNames(TellsLayers, ModelCache):
-    """The members of `Cache` that only transformers' own code uses: its names, and the part that
-    takes rejected drafts back.
+    """The members of `Cache` that only transformers' own code uses: its names, and the removal of
+    rejected drafts.
 
     Attributes:
-        drafting: whether the cache is a draft model's: several forwards come before each crop.
-        prompt: the columns that are certain once drafts are recorded.
+        drafting: whether the cache belongs to a draft model, which makes several forwards before
+            each crop.
+        prompt: the columns that are no drafts, for the next recording.
     """
 
     config: PreTrainedConfig
-    written_out = False  # whether a `generate()` needs what no graph computes, such as dropout
+    written_out = False  # whether `generate()` needs a feature that graphs lack, such as dropout
     drafting = False
     prompt = Prompt()
     _feeding: tuple[int, int] | None = None
-    """The thread that started the last forward, and the columns that are fed when it ends."""
+    """The thread that started the last forward, and the columns fed at the forward's end."""
 
-    fed_since: Forwards  # since recording began, or the last crop
-    _uncropped = False  # whether a forward came since recording began, or the last crop
+    fed_since: Forwards  # forwards since recording began, or since the last crop
+    _uncropped = False  # whether a forward ran since recording began, or since the last crop
     _fixed: bool
     _traced: list[Traced]
 
@@ -63,16 +63,16 @@ class TransformersNames(TellsLayers, ModelCache):
             return self._traced[self.model_layers.indices[layer_idx]].fed  # type: ignore[return-value]
         if self.lent is not None:
             return self.fed
-        # A forward feeds one layer after another.
+        # During a forward, earlier layers have been fed more columns than later layers.
         return self._layers[self.model_layers.indices.get(layer_idx, 0)].cursor.history.columns
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and first column of the keys that `update` will return for this layer."""
-        # It is asked of layer 0 also if that does not attend.
+        # transformers asks about layer 0 even if it does not attend.
         index = self.model_layers.indices.get(layer_idx, 0)
         layer = self._layers[index] if not self.lent else self.layers[index]
         if torch.compiler.is_compiling():
-            kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be of this subclass
+            kept, fed, length = 0, 0, MaskLength(1)  # a traced symbol cannot be a MaskLength
         else:
             self._end_recording()
             kept, fed = layer.sight.reachable(layer.cursor), layer.cursor.history.columns
@@ -83,7 +83,7 @@ class TransformersNames(TellsLayers, ModelCache):
         return length, fed - kept
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Most tokens that fit, -1 when there is no limit."""
+        """The most tokens that fit; -1: no limit."""
         limit = self.token_limit(layer_idx)
         return -1 if limit is None else limit
 
@@ -102,7 +102,7 @@ class TransformersNames(TellsLayers, ModelCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile the model with this cache: slots are allocated once, and
-        the model is attached. A compiled graph serves all caches, so while tracing the answer
+        the model is attached. A compiled graph is used with all caches, so while tracing the answer
         depends on the model only."""
         return self._may_compile(is_routed(self.config))
 
@@ -126,19 +126,19 @@ class TransformersNames(TellsLayers, ModelCache):
         return self.rows or -1
 
     def activate_past_recording(self) -> None:
-        """Free no slot until the next crop, which may need it. The columns that `prompt` counts now
-        are never taken back. Recording ends with `end_recording`, or when two forwards run without
-        a crop between them, except for a draft model's cache.
+        """Record drafts: free no slot until the next crop, which may restore it. The columns of
+        `prompt` are no drafts and are never removed. Recording ends with `end_recording`, or when
+        two forwards run without a crop between them, except for a draft model's cache.
 
         Raises:
-            UnsupportedError: a policy decides after each token, and the model is not attached, or
-                of a kind that computes all drafts before a decision.
+            UnsupportedError: a policy decides after each token, but the model is not attached, or
+                is of a kind that computes all drafts before a decision.
         """
         require_recordable(self, routed=is_routed(self.config))
         self._record_past(True)
 
     def end_recording(self) -> None:
-        """Undo `activate_past_recording`; all tokens are certain from now on."""
+        """Undo `activate_past_recording`: all tokens become certain."""
         self.prompt = Prompt()
         self._record_past(False)
 
@@ -160,7 +160,7 @@ class TransformersNames(TellsLayers, ModelCache):
             cursor.prompt, cursor.record_past = self.prompt, on
             if recorded and not on:
                 layer.settle()
-        self.prompt = Prompt()  # of the next recording
+        self.prompt = Prompt()  # for the next recording
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `kvkeep.cache.Cache.crop`. Assisted generation calls this after every step."""
@@ -173,14 +173,14 @@ class TransformersNames(TellsLayers, ModelCache):
         self._uncropped, self._feeding = False, None
 
     def _replay(self, columns: int) -> None:
-        """Return to the point after `columns` columns: to the last mark before it, from which the
-        tokens that follow are read again."""
+        """Return to the point after `columns` columns: return to the last mark before it, and feed
+        the tokens after the mark again."""
         least = self.fed - min(layer.rollback_limit for layer in self.layers)
         again = self.fed_since.again(columns, least)
         if again[0].start >= least:
             super().crop(again[0].start - self.fed)
-        else:  # of a prompt from which tokens were evicted
-            core.Cache.reset(self)  # the activation stays
+        else:  # tokens of the prompt were evicted, so feed it again
+            core.Cache.reset(self)  # keeps the activation
         self._forget_forwards()
         for one in again:
             self._uncropped = False

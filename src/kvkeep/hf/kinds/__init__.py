@@ -1,7 +1,6 @@
-"""The kinds of models, and what the config of a model says by them.
+"""The kinds of models, and the properties of a model's layers that follow from its kinds.
 
-A new kind is a module here, with a class that overrides what differs from `Kind`, and its name in
-`_KINDS`.
+To add a kind, add a module here with a subclass of `Kind`, and an instance of it to `_KINDS`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from kvkeep.hf.kinds.biased import Biased
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
-from kvkeep.hf.kinds.plain import Plain
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
 from kvkeep.hf.kinds.shared import Shared
@@ -31,7 +29,7 @@ from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.states import PassedStates as PassedStates
 from kvkeep.hf.kinds.states import states_in as states_in
 from kvkeep.hf.kinds.states_alone import StatesAlone
-from kvkeep.hf.kinds.windows import Local, Windows, type_of_all
+from kvkeep.hf.kinds.windows import Local, Plain, Windows, type_of_all
 from kvkeep.host import LayerKind
 
 _KINDS: tuple[Kind, ...] = (
@@ -51,20 +49,20 @@ _KINDS: tuple[Kind, ...] = (
 
 
 def kinds_of(model: Any) -> tuple[Kind, ...]:
-    """The special kinds of a model, or of the model with this config; empty if it has none."""
+    """The kinds of a model, or of the model with this config."""
     text = decoder_config(base_config(model))
     return tuple(kind for kind in _KINDS if kind.has(text))
 
 
 def why_not(kinds: Iterable[Kind], feature: Feature) -> str:
-    """Why a model of these kinds lacks a feature, as a clause about it; empty if it has it."""
+    """Why a model of these kinds lacks a feature, as a clause about the model; empty if it does
+    not."""
     return next((kind.lacks[feature] for kind in kinds if feature in kind.lacks), "")
 
 
 def require(model: Any, feature: Feature, remedy: str) -> None:
     """Raise UnsupportedError if a model, or the model with this config, lacks a feature."""
-    reason = why_not(kinds_of(model), feature)
-    if reason:
+    if reason := why_not(kinds_of(model), feature):
         name = decoder_config(base_config(model)).model_type
         raise UnsupportedError(f"{name} {reason}; {remedy}")
 
@@ -84,19 +82,19 @@ def from_slots(kinds: Iterable[Kind], k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
-    """The kind of each layer of a model that attends to keys and values of its own.
+    """The kind of each layer of a model that has its own keys and values.
 
     Raises:
-        UnsupportedError: some layer caches something else than keys and values or a recurrent
-            state, or no layer attends.
+        UnsupportedError: a layer caches something other than keys and values or a recurrent state,
+            or no layer attends.
     """
     text = decoder_config(config)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise refused(
-            text, "it is an encoder-decoder, whose cross attention has a cache of its own"
+            text, "it is an encoder-decoder, whose cross attention needs a separate cache"
         )
     if getattr(text, "cross_attention_layers", None):
-        raise refused(text, "some of its layers attend to images and cache those")
+        raise refused(text, "some of its layers attend to images and cache them")
     count = getattr(text, "num_hidden_layers", None)
     if count is None:
         raise refused(text, "its config does not say how many layers it has")
@@ -112,7 +110,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
             text, f"its layers of type {', '.join(unknown)} do not cache plain keys and values"
         )
     found = [types[name] for name in names]
-    for kind in _KINDS:
+    for kind in kinds_of(config):
         found = list(kind.arranged(text, names, found))
     layers = [replace(one, place=place) for place, one in enumerate(found) if one is not None]
     if not layers:
@@ -121,11 +119,11 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
 
 
 def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geometry]:
-    """Heads, widths and dtype of each layer's keys and values, of one row.
+    """Heads, widths and dtype of each layer's keys and values, for one row.
 
     Args:
-        processes: among which the heads are split; see `kvkeep.hf.parallel.head_processes`.
-
+        processes: number of processes among which heads are split; see
+            `kvkeep.hf.parallel.head_processes`.
     """
     text = decoder_config(config)
     own = text.dtype

@@ -1,4 +1,4 @@
-"""Models whose scores have a linear bias by distance (ALiBi) in place of position embeddings."""
+"""Models whose scores have a linear bias by distance (ALiBi) instead of position embeddings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvkeep.host import LayerKind
 
 
 class Biased(Kind):
-    """Layers of a cache add the bias, by the positions of their slots: `LayerCache.slopes`.
+    """A cache's layers add the bias, by the positions of their slots: `LayerCache.slopes`.
 
-    Falcon rounds its biases to bfloat16, whatever the model's dtype; here they are not rounded, so
-    logits differ by as much as biases of many tokens lose.
+    Falcon rounds its biases to bfloat16, whatever the model's dtype. kvkeep does not round them, so
+    logits of long texts differ by this rounding.
     """
 
     placeless: ClassVar[bool] = True
@@ -32,8 +32,6 @@ class Biased(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Every layer has the same slopes."""
-        if not self.has(text):
-            return layers
         slopes = tuple(_SLOPES[text.model_type](text).tolist())
         return [one if one is None else replace(one, slopes=slopes) for one in layers]
 
@@ -57,7 +55,7 @@ def _mpt(text: PreTrainedConfig) -> Tensor:
 
 
 def _source(name: str) -> Any:
-    """The code of a type of model, which transformers imports when it is first used."""
+    """The module with a model type's code, which transformers imports when it is first used."""
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
@@ -70,5 +68,4 @@ _SLOPES: dict[str, Callable[[PreTrainedConfig], Tensor]] = {
     "falcon": _falcon,
     "mpt": _mpt,
 }
-"""The bias that one position makes for each head, by the type of the model, as its code computes
-it."""
+"""By type of model: a function for the slope of each head, which calls the model's own code."""

@@ -1,8 +1,8 @@
 """Latent attention to tokens that an index chooses for each query: DeepSeek V3.2, GLM-5 and others.
 
-The key by which the index finds a token lies in the token's slot, behind the key that attention
-reads. A model's own indexer scores these keys and chooses; its choice is told as positions, which
-name the same tokens in every layer, wherever their slots lie.
+The index's key for a token lies in the token's slot, behind the key that attention reads. The
+model's own indexer scores these keys and chooses tokens. Its choice is passed on as positions,
+which identify the same tokens in every layer, whatever the order of slots.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from kvkeep.spec import CacheSpec
 
 _INDEXED = "indexed_attention"
 _HAS = "has layers whose tokens an index chooses"
+_CHOICE = "prev_topk_indices"
+"""The argument by which a layer hands its choice to layers that share it."""
 
 
 class Indexed(Kind):
-    """Some layers attend to the tokens that an index chooses."""
+    """Models with layers that attend to the tokens that an index chooses."""
 
     lacks: ClassVar[Lacks] = {
         **unsupported(
@@ -45,11 +47,11 @@ class Indexed(Kind):
             Feature.NARROWED,
             Feature.PAIRS,
         ),
-        Feature.UNATTACHED: f"{_HAS} by keys of its own",
+        Feature.UNATTACHED: f"{_HAS} by separate keys",
     }
 
     def require_specs(self, specs: Sequence[CacheSpec]) -> None:
-        """Raise SpecError if a policy divides chunks, whose choice is made at once."""
+        """Raise SpecError if a policy divides chunks: the tokens of a chunk are chosen at once."""
         for spec in dict.fromkeys(specs):
             if spec.policy.step is not None:
                 raise SpecError(
@@ -68,8 +70,6 @@ class Indexed(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Layers that choose have the index's keys; others share their choice."""
-        if not self.has(text):
-            return layers
         chooses = getattr(text, "indexer_types", None) or ["full"] * len(names)
         return [
             replace(one, beside=int(text.index_head_dim))
@@ -78,9 +78,14 @@ class Indexed(Kind):
             for one, name, how in zip(layers, names, chooses, strict=True)
         ]
 
+    def handing(
+        self, given: dict[str, Any], shared: tuple[Tensor, Tensor] | None
+    ) -> dict[str, Any]:
+        return given | {_CHOICE: None} if _CHOICE in given else given  # each layer chooses itself
+
 
 class SharesChoice(Kind):
-    """Some layers attend to the tokens that the layer before has chosen."""
+    """Models with layers that attend to the tokens that an earlier layer has chosen."""
 
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that share the tokens which an index chooses", Feature.TRAINED
@@ -91,15 +96,15 @@ class SharesChoice(Kind):
 
 
 def choosing(module: nn.Module) -> Handle | None:
-    """Let an indexer choose among the tokens of a kvkeep cache; None: it is another module."""
+    """Let an indexer choose among the tokens of a kvkeep cache; None: the module is no indexer."""
     if not (type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")):
         return None
     return Replaced(module, "forward", partial(_chosen, module.forward))
 
 
 def _chosen(own: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """What an indexer chooses, int32 (B, n, c): positions in a kvkeep cache, and columns in any
-    other."""
+    """The choice of an indexer, int32 (B, n, c): positions for a kvkeep cache, columns for any
+    other cache."""
     given = inspect.signature(own).bind(*args, **kwargs).arguments
     cache = cache_in(given)
     handed: Handed | None = getattr(cache, "handed", None)
@@ -114,27 +119,18 @@ def _chosen(own: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _Index(NamedTuple):
-    """What an indexer takes as cache. `slots`: the keys of new slots, (B, 1, n, D), which `handed`
-    tags; `past`: those of the slots before, (1|B, 1, S, D)."""
+    """The cache argument of an indexer. `slots`: keys of the new slots, (B, 1, n, D), whose tag is
+    `handed`; `past`: keys of earlier slots, (1|B, 1, S, D)."""
 
     handed: Handed
     slots: Tensor
     past: Tensor | None
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
-        """Keep new keys (B, n, D) in their slots, and return those of all tokens."""
+        """Write new keys of the index, (B, n, D), to their slots, and return the keys of all
+        tokens."""
         slots, width = self.slots, keys.shape[-1]
         slots[..., -width:] = keys[:, None]
         if self.handed.versions is not None:
             self.handed.versions = slots._version, slots._version
         return keys if self.past is None else torch.cat([self.past[:, 0, :, -width:], keys], dim=1)
-
-
-def masked(mask: Tensor, columns: Tensor, slots: int) -> Tensor:
-    """A mask (B, 1, n, S) of a model, bool or added to scores, that shows only the columns which
-    an indexer chose, (B, n, c)."""
-    hidden = torch.ones(*columns.shape[:2], slots, dtype=torch.bool, device=columns.device)
-    hidden = hidden.scatter(2, columns.long(), False)[:, None]
-    if mask.dtype == torch.bool:
-        return mask & ~hidden
-    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)

@@ -1,10 +1,10 @@
 """Models that cache a latent, of which all heads' keys and values are projections: DeepSeek's MLA.
 
-A slot's key is a token's latent and then the rotary part of its keys; its value is the latent,
-which lies in the slot only once. For a latent c, a head's keys are U c and its values V c. Scores
-q . (U c) are (U^T q) . c, and sums of w (V c) are V times sums of w c. So the projections change
-the queries and the results, of the few new tokens, and not the latents of all tokens held. Source:
-DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
+A slot's key is the token's latent followed by the rotary part of its keys. Its value is the latent,
+which the slot holds only once. For a latent c, a head's key is U c and its value V c. A score
+q . (U c) equals (U^T q) . c, and a sum of w (V c) equals V times the sum of w c. So the projections
+are applied to the queries and results of the few new tokens, not to the latents of all tokens.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 
 _EXPAND = "expand_kv"
-"""The method by which modules make keys and values of what their cache returns."""
+"""The method by which modules compute keys and values from their cache's result."""
 
 
 class Latent(Kind):
@@ -39,14 +39,12 @@ class Latent(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Every layer that attends has latents."""
-        if not self.has(text):
-            return layers
         widths = (int(layer.kv_lora_rank) for layer in text.per_layer_config)
         pairs = zip(layers, widths, strict=True)
         return [one if one is None else replace(one, latent=width) for one, width in pairs]
 
     def require_specs(self, specs: Sequence[CacheSpec]) -> None:
-        """Raise SpecError if a policy reads what a cache of latents does not hold."""
+        """Raise SpecError if a policy needs keys that a cache of latents does not hold."""
         for spec in dict.fromkeys(specs):
             if Need.ROTARY in spec.policy.needs:
                 raise SpecError(
@@ -60,7 +58,7 @@ class Latent(Kind):
         if k.shape[:3] != v.shape[:3]:
             raise ShapeError(
                 f"latents {tuple(k.shape)} with rotary parts {tuple(v.shape)} of keys; give (B, 1, "
-                "n, D) of as many tokens"
+                "n, D) of equal n"
             )
         made = torch.cat([k, v], dim=-1)
         return made, made[..., : k.shape[-1]]
@@ -70,23 +68,23 @@ class Latent(Kind):
 
 
 def index_width(module: Any) -> int:
-    """The width of the key by which a module's indexer finds a token, which lies at the end of the
-    key of its slot; 0: there is no indexer."""
+    """The width of the key of a module's indexer, at the end of a slot's key; 0: the module has no
+    indexer."""
     indexer = getattr(module, "indexer", None)
     return 0 if indexer is None else int(indexer.head_dim)
 
 
 def absorbed(module: nn.Module) -> Handle | None:
-    """Let a module of latent attention, while it is given latents that kvkeep tagged, hand them to
-    the attention function as they are; None: it is another module."""
+    """Let a module of latent attention pass latents tagged by kvkeep to the attention function
+    without projecting them; None: it is another module."""
     if not hasattr(module, _EXPAND):
         return None
     return Replaced(module, _EXPAND, partial(_handed_on, getattr(module, _EXPAND), module))
 
 
 def _handed_on(own: Any, module: nn.Module, latent: Tensor, rotated: Tensor) -> Any:
-    """The keys and values of slots, in place of those that the module makes by `own` of latents
-    (B, 1, n, R) and of rotary parts of keys (B, 1, n, D)."""
+    """The keys and values of slots, from latents (B, 1, n, R) and rotary parts of keys (B, 1, n,
+    D); for a cache that is not kvkeep's, the module's keys and values, from `own`."""
     handed: Handed | None = getattr(latent, "kvkeep", None)
     together: bool = getattr(rotated, "kvkeep", None) is handed
     if handed is None or not together:
@@ -104,7 +102,7 @@ def _handed_on(own: Any, module: nn.Module, latent: Tensor, rotated: Tensor) -> 
 
 
 class AbsorbedProjections(NamedTuple):
-    """The projections of a module's `kv_b_proj`, as its weights are now. `key`: that of slots."""
+    """The projections of a module's `kv_b_proj`, with its current weights. `key`: keys of slots."""
 
     module: Any
     key: Tensor
@@ -126,8 +124,9 @@ class AbsorbedProjections(NamedTuple):
         return made.permute(1, 2, 0, 3).contiguous()
 
     def _weight(self, like: Tensor) -> Tensor:
-        """The matrix of each head, (Hq, D + Dv, R). What is not a plain linear layer, such as one
-        with an adapter or with quantised weights, is told by its results of unit latents."""
+        """The matrix of each head, (Hq, D + Dv, R). If `kv_b_proj` is not a plain linear layer, for
+        example has an adapter or quantised weights, it is computed by applying it to unit vectors.
+        """
         own = self.module
         made = own.kv_b_proj
         plain = type(made) is nn.Linear and type(made.weight) is nn.Parameter

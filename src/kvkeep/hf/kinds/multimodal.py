@@ -1,20 +1,20 @@
-"""What multimodal models are fed beside token ids, and the positions that they count by themselves.
+"""Multimodal models: inputs other than token ids, and the models' own positions.
 
-Such a model replaces some tokens by the features of images or sound, and gives embeddings to its
-decoder. So token ids do not tell what a cache was fed, which its history records
-(`History.embedded`). Some of these models have rotary positions of three parts, which the tokens of
-an image share. The positions of the text after it are then behind the number of tokens; the model
-keeps the difference in an attribute `rope_deltas`, for the last prompt that it read, whichever
-cache that went to. A cache has its own (`History.offset`), and gives it to the model before each
-forward.
+Such a model replaces some tokens by features of images or sound, and gives embeddings to its
+decoder. So token ids do not identify the input, which a cache's history records
+(`History.embedded`). Some of these models have rotary positions of three parts, which tokens of an
+image share. After an image, positions are then lower than the number of tokens; the model keeps the
+difference in an attribute `rope_deltas`, but only for the last prompt that it read, whatever its
+cache. So each cache keeps its own difference (`History.offset`), and gives it to the model before
+each forward.
 
-Attention needs none of this: which slots a query sees follows from the order of the tokens.
+Attention does not need this: which slots a query sees depends on the order of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import get_ident
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from kvkeep.context import within
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache_argument import NAMES, cache_in
 from kvkeep.hf.config import decoder_config, decoder_of
@@ -46,32 +47,31 @@ TEXT = frozenset(
         "logits_to_keep",
     )
 )
-"""The arguments of a forward from which nothing but text can come."""
+"""The arguments of a forward that contain only text."""
 
 _DELTAS = "rope_deltas"
 
 
 @dataclass
 class _Told:
-    """Whether a forward is given more than text, and whether it reached its decoder."""
+    """Whether a forward has inputs other than text, and whether it has reached its decoder."""
 
     media: bool
     reached: bool = False
 
 
 _TOLD: ContextVar[_Told | None] = ContextVar("told", default=None)
-"""What is told of the current forward; None: nothing."""
+"""The record of the current forward; None: there is none."""
 
 _counting: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
-"""The parts of models that keep the difference of positions."""
+"""The modules with `rope_deltas`, by model."""
 
 _from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""Whether models give the positions 0, 1, 2, ... to their decoders."""
+"""The results of `_counts_from_zero`, by model."""
 
 
 def brings_media(given: Mapping[str, Any]) -> bool:
-    """Whether a call has tensors from which more than text can come: images, sound, their features,
-    or embeddings."""
+    """Whether a call has tensors other than text: images, sound, their features, or embeddings."""
     return any(holds_tensors(x) for name, x in given.items() if name not in TEXT)
 
 
@@ -81,13 +81,13 @@ def holds_tensors(x: Any) -> bool:
 
 
 def wraps(model: PreTrainedModel) -> bool:
-    """Whether a model is a decoder inside one that may give it more than text."""
+    """Whether a model contains a decoder with its own config, and may give it more than text."""
     return decoder_config(model.config) is not model.config
 
 
 def watch(model: PreTrainedModel) -> tuple[RemovableHandle, ...]:
-    """Hooks by which the forwards of a model around a decoder tell what they are given; none for
-    other models, whose decoders see it themselves."""
+    """Hooks by which the forwards of a model that contains a decoder record their inputs; none for
+    a plain decoder, whose own hook sees all inputs."""
     if not wraps(model):
         return ()
     return (
@@ -110,9 +110,9 @@ def _end(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
 
 
 def reach_decoder() -> None:
-    """Called before each forward of an attached decoder. A model's forward reaches its decoder
-    once: what was told for an earlier one is forgotten, because `_end` does not run after an
-    interrupt from the keyboard."""
+    """Called before each forward of an attached decoder. A model's forward reaches its decoder only
+    once, so a record that was used already is dropped: `_end` does not run after an interrupt from
+    the keyboard."""
     told = _TOLD.get()
     if told is not None and told.reached:
         _TOLD.set(None)
@@ -121,19 +121,14 @@ def reach_decoder() -> None:
 
 
 def media_told() -> bool | None:
-    """Whether the current forward is given more than token ids; None: nobody told."""
+    """Whether the current forward has inputs other than text; None: unknown."""
     told = _TOLD.get()
     return None if told is None else told.media
 
 
-@contextmanager
-def telling(media: bool | None) -> Iterator[None]:
+def telling(media: bool | None) -> AbstractContextManager[None]:
     """Tell of the forward inside whether it is given more than token ids; None: tell nothing."""
-    before = _TOLD.set(None if media is None else _Told(media))
-    try:
-        yield
-    finally:
-        _TOLD.reset(before)
+    return within(_TOLD, None if media is None else _Told(media))
 
 
 def shares_positions(model: nn.Module) -> bool:
@@ -142,7 +137,7 @@ def shares_positions(model: nn.Module) -> bool:
 
 
 def _counting_parts(model: nn.Module) -> WeakSet[nn.Module]:
-    """The modules that keep the difference of positions of the last prompt."""
+    """The modules of a model with `rope_deltas`."""
     found = _counting.get(model)
     if found is None:
         found = WeakSet(x for x in model.modules() if _DELTAS in x.__dict__)
@@ -151,7 +146,7 @@ def _counting_parts(model: nn.Module) -> WeakSet[nn.Module]:
 
 
 def resume(model: nn.Module, cache: Any) -> None:
-    """Give the model the difference of positions that belongs to a cache of kvkeep's."""
+    """Set a model's `rope_deltas` from a kvkeep cache."""
     if not hasattr(cache, "offset"):
         return
     for part in _counting_parts(model):
@@ -159,8 +154,8 @@ def resume(model: nn.Module, cache: Any) -> None:
 
 
 def require_placed(cache: Any, given: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError, before a forward of a decoder with these arguments, if some policy
-    needs the positions for which keys are rotated, and these are not those of the slots."""
+    """Raise UnsupportedError, before a forward of a decoder with these arguments, if a policy needs
+    the positions for which keys are rotated, but these differ from the slots' positions."""
     policies = [layer.policy for layer in cache.layers if Need.ROTARY in layer.policy.needs]
     position = given.get("position_ids")
     if not policies or not isinstance(position, Tensor):
@@ -168,15 +163,15 @@ def require_placed(cache: Any, given: Mapping[str, Any]) -> None:
     own = _slot_positions(given, position, cache)
     if bool(((_rotary(position) != own) & (own >= 0)).any()):
         raise UnsupportedError(
-            f"policy {policies[0].name} turns keys back by their positions, and the rotary "
-            "positions of these tokens are not 0, 1, 2, ...: they follow an image, or the call "
-            "sets position_ids; use snapkv or h2o instead"
+            f"policy {policies[0].name} undoes the rotation of keys by their positions, but the "
+            "rotary positions of these tokens are not 0, 1, 2, ...: they follow an image, or the "
+            "call sets position_ids; use snapkv or h2o instead"
         )
 
 
 def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
-    """Record in a cache, after a forward of its decoder with these arguments, what token ids do not
-    tell."""
+    """Record in a cache, after a forward of its decoder with these arguments, whether token ids
+    identify the input, and the offset of positions."""
     media = media_told()
     if media is None:
         media = given.get("input_ids") is None
@@ -184,7 +179,7 @@ def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
     if isinstance(position, Tensor) and position.dim() == 3 and position.shape[-1] > 1:
         offset, floor = _shared_positions(cache, given, position)
         media = media or floor > 0
-    else:  # positions count up, from wherever they were
+    else:  # positions count up, so the offset stays
         offset, floor = cache.offset, 0
     if media:
         for layer in cache.layers:
@@ -197,8 +192,8 @@ def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
 def _shared_positions(
     cache: Any, given: Mapping[str, Any], position: Tensor
 ) -> tuple[Tensor | None, int]:
-    """By how much the next position exceeds the tokens seen, (B,), None if by nothing; and the
-    columns after which all positions count up. Of a chunk that was just fed."""
+    """For a chunk that was just fed: the next position minus the tokens seen, (B,), None if 0; and
+    the number of columns after which all positions count up."""
     n, rotary = position.shape[-1], _rotary(position)
     own = _slot_positions(given, position, cache, fed=True)
     seen = cache.seen.to(position.device)
@@ -213,15 +208,15 @@ def _shared_positions(
 
 
 def _rotary(position: Tensor) -> Tensor:
-    """The positions that rotate queries and keys, (parts, B, n), of a decoder's `position_ids`: a
-    fourth part in front counts tokens."""
+    """The positions in a decoder's `position_ids` that rotate queries and keys, (parts, B, n). If
+    there are four parts, the first counts tokens and does not rotate."""
     return position[-3:] if position.dim() == 3 else position[None]
 
 
 def _slot_positions(
     given: Mapping[str, Any], position: Tensor, cache: Any, *, fed: bool = False
 ) -> Tensor:
-    """The slots' positions of a chunk, int64 (1|B, n), -1 for padding.
+    """The positions of a chunk's slots, int64 (1|B, n), -1 for padding.
 
     Args:
         fed: whether the chunk was fed already.
@@ -240,10 +235,10 @@ def _slot_positions(
 
 
 def why_not_counted(model: PreTrainedModel, cache: Any = None) -> str:
-    """Why the next tokens' positions are not the numbers of tokens before them, in a model or after
-    what a cache was fed; empty if they are."""
+    """Why a token's rotary position is not the number of tokens before it, in a model or after a
+    cache's tokens; empty if it is."""
     if getattr(cache, "offset", None) is not None:
-        return "the tokens of an image that it was fed share positions"
+        return "tokens of an image in its cache share positions"
     if wraps(model) and not _counts_from_zero(model):
         return "it counts positions in another way than 0, 1, 2, ..."
     return ""
@@ -252,8 +247,7 @@ def why_not_counted(model: PreTrainedModel, cache: Any = None) -> str:
 def require_counted(model: PreTrainedModel, cache: Any, what: str) -> None:
     """Raise UnsupportedError if there is a reason by `why_not_counted`; `what` needs that there is
     none."""
-    reason = why_not_counted(model, cache)
-    if reason:
+    if reason := why_not_counted(model, cache):
         raise UnsupportedError(
             f"{type(model).__name__} cannot have {what}: {reason}; feed the tokens by the model's "
             "own forward, in order"
@@ -265,8 +259,9 @@ class _Reached(Exception):  # noqa: N818 - this is not an error
 
 
 def _counts_from_zero(model: PreTrainedModel) -> bool:
-    """Whether a model gives the positions 0, 1, 2, ... to its decoder for a text, or leaves them to
-    the decoder. Found by a forward that ends there; a model that takes no text alone does not."""
+    """Whether a model gives the positions 0, 1, 2, ... for a text to its decoder, or no positions.
+    Found by a forward that is stopped at the decoder; False for a model that requires more than
+    text."""
     known = _from_zero.get(model)
     if known is None:
         found: list[Tensor | None] = []
@@ -279,12 +274,9 @@ def _counts_from_zero(model: PreTrainedModel) -> bool:
             raise _Reached
 
         hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True, prepend=True)
-        try:
-            ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-            with torch.no_grad(), suppress(Exception):
-                type(model).forward(model, input_ids=ids, use_cache=False)
-        finally:
-            hook.remove()
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        with hook, torch.no_grad(), suppress(Exception):
+            type(model).forward(model, input_ids=ids, use_cache=False)
         position = found[0] if found else torch.full((1, 2), -1)
         plain = position is None or bool((_rotary(position).cpu() == torch.arange(2)).all())
         known = _from_zero[model] = plain

@@ -1,12 +1,12 @@
-"""Models that keep the states of their recurrent layers otherwise than in transformers' caches:
-MiniMax in a cache of its own class, RecurrentGemma in its modules. While such a model is attached,
-its layers take their states from a kvkeep cache and return them to it."""
+"""Models that do not keep the states of recurrent layers in transformers' caches: MiniMax has a
+cache of its own class, RecurrentGemma keeps states in its modules. While such a model is attached,
+its layers read states from a kvkeep cache and write them back to it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,17 +25,20 @@ from kvkeep.layer.recurrent import StateSpec
 
 
 class _OwnStates(Recurrent, ABC):
-    """A model type whose recurrent layers keep their states elsewhere.
+    """A model type whose recurrent layers do not keep states in transformers' caches.
 
     Attributes:
-        model_type: as its config names it.
-        tokens: whether layers read a state only if they are given a single token.
-        number: how many states a recurrent layer has.
+        model_type: its name in configs.
+        tokens: whether layers use a state only for a single token.
+        number: number of states of a recurrent layer.
     """
 
     model_type: str
     tokens: bool
     number: int
+
+    def __init_subclass__(cls) -> None:
+        Recurrent.elsewhere.add(cls.model_type)
 
     def has(self, text: PreTrainedConfig) -> bool:
         return text.model_type == self.model_type
@@ -52,7 +55,7 @@ class _OwnStates(Recurrent, ABC):
         return changes[::-1]  # of two changes of a forward, the later one is removed first
 
     def layers(self, decoder: PreTrainedModel) -> Iterator[tuple[int, Any]]:
-        """The recurrent layers of a decoder, each with its place."""
+        """The recurrent layers of a decoder, each after its index among all layers."""
         layers: Any = decoder.layers
         for place, layer in enumerate(layers):
             for module in layer.children():
@@ -65,12 +68,12 @@ class _OwnStates(Recurrent, ABC):
 
     @abstractmethod
     def run(self, own: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-        """A recurrent layer's forward, with the states in the cache among its arguments; with
-        another cache, or none, its own."""
+        """A recurrent layer's forward, with states from the kvkeep cache among its arguments; with
+        another cache, or without a cache, its own forward."""
 
 
 class _LightningStates(NamedTuple):
-    """The states of a kvkeep cache, as MiniMax's layers ask for them."""
+    """The states of a kvkeep cache, under the names that MiniMax's layers use."""
 
     cache: KeepsStates
 
@@ -85,8 +88,8 @@ class _LightningStates(NamedTuple):
 
 
 class Lightning(_OwnStates):
-    """MiniMax: layers of lightning attention. Its model takes only a cache of its own class, unless
-    it is told to use none; its layers use the one that they are given."""
+    """MiniMax: layers of lightning attention. The decoder refuses a cache of another class, unless
+    `use_cache` is False; its layers use any cache that they are given."""
 
     model_type, tokens, number = "minimax", False, 1
 
@@ -97,7 +100,7 @@ class Lightning(_OwnStates):
         return [*super().attach(model), Replaced(decoder, "forward", untold)]
 
     def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
-        """Found by a forward of one token, which makes a cache of the model's own class."""
+        """Found by a forward of one token, which creates a cache of the model's own class."""
         decoder = decoder_of(model)
         one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         found: dict[int, Tensor] = {}
@@ -105,16 +108,10 @@ class Lightning(_OwnStates):
         def note(place: int, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
             found[place] = output[1]
 
-        hooks = [
-            module.register_forward_hook(partial(note, place))
-            for place, module in self.layers(decoder)
-        ]
-        try:
-            with torch.no_grad():
-                decoder(input_ids=one, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad():
+            for place, module in self.layers(decoder):
+                hooks.enter_context(module.register_forward_hook(partial(note, place)))
+            decoder(input_ids=one, use_cache=False)
         return {
             f"{place}.recurrent.0": StateSpec(tuple(x.shape[1:]), x.dtype, x.device)
             for place, x in found.items()
@@ -131,18 +128,17 @@ class Lightning(_OwnStates):
             return _LightningStates(x) if isinstance(x, KeepsStates) else x
 
         args, kwargs = changed((args, kwargs), seen)
-        return own(*args, **kwargs)[0], None  # without the state, which nobody reads
+        return own(*args, **kwargs)[0], None  # the returned state is not used
 
 
 def _untold(own: Any, *args: Any, **kwargs: Any) -> Any:
-    """A decoder's forward that is not told to use the kvkeep cache among its arguments."""
+    """A decoder's forward, with `use_cache=False` if a kvkeep cache is among its arguments."""
     told = {"use_cache": False} if isinstance(cache_in(kwargs), KeepsStates) else {}
     return own(*args, **kwargs | told)
 
 
 class Griffin(_OwnStates):
-    """RecurrentGemma: recurrent blocks, whose modules hold the states of the text that was read
-    last."""
+    """RecurrentGemma: recurrent blocks, whose modules hold the states of the text read last."""
 
     model_type, tokens, number = "recurrent_gemma", True, 2
     returns_cache: ClassVar[bool] = False
@@ -154,7 +150,7 @@ class Griffin(_OwnStates):
             given["position_ids"] = place.expand(len(tokens), -1)
 
     def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
-        """By the sizes of the modules."""
+        """Computed from the sizes of the modules."""
         found: dict[str, StateSpec] = {}
         for place, block in self.layers(decoder_of(model)):
             weight = block.conv_1d.weight
@@ -182,7 +178,7 @@ class Griffin(_OwnStates):
 
 @contextmanager
 def _apart(block: Any) -> Iterator[None]:
-    """Leave the states that a recurrent block's modules hold as they were."""
+    """A context after which a recurrent block's modules hold the same states as before."""
     held = block.conv1d_state, block.rg_lru.recurrent_states
     try:
         yield

@@ -1,8 +1,8 @@
 """Models with layers that do not attend but are recurrent or convolutional.
 
-A cache holds transformers' own cache layers for their states. Rejected drafts are removed from the
-slots by truncation, but a state cannot be truncated: it returns to a copy from before the forward,
-and the accepted tokens are fed again.
+A cache holds transformers' own cache layers for the states. Rejected drafts are removed from slots
+by truncation, but a state cannot be truncated: it returns to a copy from before the forward, and
+the accepted tokens are fed again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ from kvkeep.host import LayerKind
 from kvkeep.layer.recurrent import LACKS, RecurrentStates, StateSpec
 
 _HYBRID, _HYBRID_SLIDING = "hybrid", "hybrid_sliding"
-"""The types of layers that attend and are recurrent."""
+"""The types of layers that are both recurrent and attend."""
 
 _ONLY = frozenset({"linear_attention", "conv"})
-"""Those of layers that are recurrent only."""
-
-_ELSEWHERE = frozenset({"minimax", "recurrent_gemma"})
-"""The types of models that keep their states otherwise; see `kvkeep.hf.kinds.own_states`."""
+"""The types of layers that are recurrent and do not attend."""
 
 _MASK = "attention_mask"
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
@@ -44,20 +41,24 @@ _SETTINGS = (*NAMES, "use_cache")
 
 
 class Recurrent(Kind):
-    """Some layers carry states from token to token."""
+    """Some layers carry states from token to token.
+
+    Attributes:
+        elsewhere: the types of models whose states a subclass keeps in another place.
+    """
 
     lacks: ClassVar[Lacks] = LACKS
+    elsewhere: ClassVar[set[str]] = set()
 
     def has(self, text: PreTrainedConfig) -> bool:
-        return bool(self.numbers(text)) and text.model_type not in _ELSEWHERE
+        return bool(self.numbers(text)) and text.model_type not in self.elsewhere
 
     def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
         attending = (LayerKind(_HYBRID, None), LayerKind(_HYBRID_SLIDING, window_of(text)))
         return {**dict.fromkeys(_ONLY), **{kind.name: kind for kind in attending}}
 
     def numbers(self, text: PreTrainedConfig) -> list[int]:
-        """How many recurrent or convolutional states each layer of a model has: 0 if it only
-        attends. Empty: no layer has any."""
+        """The number of recurrent or convolutional states of each layer; empty: none has any."""
         names = getattr(text, "layer_types", None) or []
         recurrent = _ONLY | {_HYBRID, _HYBRID_SLIDING}
         if recurrent.isdisjoint(names):
@@ -79,8 +80,8 @@ class Recurrent(Kind):
         return states.specs
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
-        """Let layers divide packed forwards, and those that need it compute token by token wherever
-        the cache holds a state."""
+        """Let recurrent layers divide packed forwards, and compute token by token if the cache
+        holds a state, where the layer's own forward requires it."""
         decoder = decoder_of(model)
         paths, tokens = recurrent_layers(decoder)
         layers = map(decoder.get_submodule, paths)
@@ -92,7 +93,8 @@ class Recurrent(Kind):
         return "has recurrent layers that also attend"
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
-        """A forward that has no room must not change states."""
+        """Check that the cache has room before the forward changes states, and mark them for
+        drafts."""
         tokens = fed_by(given)
         n = 0 if tokens is None else tokens.shape[1]
         cache.expect(n)
@@ -105,7 +107,7 @@ class Recurrent(Kind):
             self.place(given, tokens, cache.fed)
 
     def place(self, given: dict[str, Any], tokens: Tensor, fed: int) -> None:
-        """Bamba would count from 0 in every forward."""
+        """Needed for Bamba, which counts from 0 in every forward."""
         if given.get("position_ids") is None:
             columns = torch.arange(fed, fed + tokens.shape[1], device=tokens.device)
             given["position_ids"] = columns[None]
@@ -122,8 +124,14 @@ class Recurrent(Kind):
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward of a decoder: its arguments, what was told of it, and the columns fed before it, of
-    which it adds those up to `stop`."""
+    """A forward of a decoder that can be repeated.
+
+    Args:
+        decoder: the decoder.
+        inputs: the forward's arguments.
+        media: the result of `media_told` in the forward.
+        start, stop: number of columns fed before and after it.
+    """
 
     decoder: ref[PreTrainedModel]
     inputs: Mapping[str, Any]
@@ -132,7 +140,7 @@ class _Forward:
     stop: int
 
     def run(self, cache: Any) -> None:
-        """Feed the first columns, up to `stop`, to the cache again."""
+        """Feed the columns from `start` to `stop` to the cache again."""
         decoder = self.decoder()
         assert decoder is not None  # see `Forwards.again`
         n = self.stop - self.start
@@ -151,7 +159,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self._all: list[_Forward] = []
-        self.marked: list[int] = []  # the columns before which states were marked for them
+        self.marked: list[int] = []  # numbers of columns after which states were marked for them
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -159,7 +167,7 @@ class Forwards:
     def add(
         self, decoder: PreTrainedModel, inputs: Mapping[str, Any], start: int, *, marks: bool
     ) -> None:
-        """Record a forward before it runs. `marks`: the states before it are marked for it.
+        """Record a forward before it runs. `marks`: whether states are marked just for it.
 
         Raises:
             UnsupportedError: its inputs cannot be divided by tokens.
@@ -173,30 +181,30 @@ class Forwards:
         ]
         if odd or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
             raise UnsupportedError(
-                f"drafted tokens with {odd[0] if odd else _MASK} of their own: the accepted ones "
-                "must be read again by recurrent layers, and this input cannot be divided; "
-                "generate without drafts"
+                f"drafted tokens with {odd[0] if odd else _MASK}: recurrent layers must read "
+                "accepted tokens again, but this input cannot be divided by tokens; generate "
+                "without drafts"
             )
         fed = fed_by(given)
         assert fed is not None
-        self._all = [one for one in self._all if one.start < start]  # others were refused
+        self._all = [one for one in self._all if one.start < start]  # drop refused forwards
         stop = start + fed.shape[1]
         self._all.append(_Forward(ref(decoder), given, media_told(), start, stop))
         if marks:
             self.marked.append(start)
 
     def again(self, columns: int, least: int) -> list[_Forward]:
-        """The forwards from the last that began at `least` columns or later, or with the first
-        column, up to `columns` columns.
+        """The forwards to repeat, cut at `columns` columns, so that a cache gets to this point:
+        from the last one that began after at least `least` columns, or with an empty cache.
 
         Raises:
-            RollbackError: there is none.
-            StateError: the model is not attached any more.
+            RollbackError: no forward began there.
+            StateError: the model is no longer attached.
         """
         decoder = self._all[-1].decoder()
         if not hasattr(decoder, ATTACHMENT):
             raise StateError(
-                "recurrent layers take drafts back by reading the accepted tokens again, and the "
+                "recurrent layers remove drafts by reading the accepted tokens again, but the "
                 "model was detached or deleted since; call kvkeep.attach(model) again, or reset() "
                 "the cache"
             )
@@ -207,6 +215,6 @@ class Forwards:
                 if one.start >= least or not one.start:
                     return found
         raise RollbackError(
-            f"crop to {columns} tokens, but those fed before {self._all[0].start} were kept for "
-            "good by an earlier crop; reset() and feed the tokens again"
+            f"crop to {columns} tokens, but an earlier crop made the first {self._all[0].start} "
+            "tokens certain; reset() and feed the tokens again"
         )

@@ -1,9 +1,9 @@
-"""Forwards of recurrent layers that are divided: into tokens, or into the sequences of a batch.
+"""Divides forwards of recurrent layers: into tokens, or into the sequences of a batch.
 
-Some models (Jamba, Zamba) read a recurrent state only if they are given a single token; a second
-chunk of a prompt would be computed as if nothing had come before. An attached model's layers of
-this kind are given such a chunk token by token. In a packed forward, whose tokens lie in one row,
-all sequences of one token are rows of one call, and each sequence of more has a call of its own.
+Layers of some models (Jamba, Zamba) read their recurrent state only if they are given a single
+token; they would compute a second chunk of a prompt as if it were the first. In an attached model,
+these layers get later chunks token by token. In a packed forward, whose tokens are in one row, one
+call computes all sequences with one token, as rows, and each longer sequence has its own call.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Divided(Replaced):
     """A layer whose forwards are divided.
 
     Args:
-        place: the layer's place in the model, if chunks after the first are divided into tokens;
-            None: they are not.
+        place: the layer's index in the model, if chunks after the first must be divided into
+            tokens; None: they need not.
     """
 
     def __init__(self, module: nn.Module, place: Any) -> None:
@@ -38,7 +38,7 @@ class Divided(Replaced):
 
 
 def _forward(module: nn.Module, own: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward; see `Divided`. `own`: what stood in place of its class's."""
+    """The layer's forward; see `Divided`. `own`: an earlier replacement of its class's forward."""
     forward: Any = partial(type(module).forward, module) if own is None else own
     if place is not None:
         forward = partial(_token_by_token, place, forward)
@@ -63,12 +63,12 @@ def _forward(module: nn.Module, own: Any, place: Any, *args: Any, **kwargs: Any)
 
 
 def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KeepsStates | None:
-    """The kvkeep cache among the arguments of a layer; None: there is none."""
+    """The kvkeep cache among the arguments of a layer; None: no cache, or another one."""
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, KeepsStates)), None)
 
 
 def changed(x: Any, change: Callable[[Any], Any]) -> Any:
-    """An argument, or those in a container, after a change."""
+    """An argument after `change`, which is applied to each element of containers."""
     if isinstance(x, (tuple, list)):
         return tuple(changed(one, change) for one in x)
     if isinstance(x, dict):
@@ -77,7 +77,7 @@ def changed(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _joined(found: Sequence[Any], join: Callable[[Sequence[Tensor]], Tensor]) -> Any:
-    """The outputs of several forwards, tensors, None, or tuples of them, as those of one."""
+    """The outputs of several forwards, each a tensor, None, or a tuple of these, joined to one."""
     if found[0] is None:
         return None
     if isinstance(found[0], tuple):
@@ -89,7 +89,7 @@ def _token_by_token(place: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """A layer's forward, one token at a time after the first chunk.
 
     Args:
-        place: the layer's place in the model.
+        place: the layer's index in the model.
     """
     cache = cache_among(args, kwargs)
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -109,12 +109,12 @@ def _token_by_token(place: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _StateReachedError(Exception):
-    """Ends a forward; says whether the first recurrent layer read its state."""
+    """Ends a forward. Its argument: whether the first recurrent layer has read its state."""
 
 
 class _WatchedCache(DynamicCache):
-    """Records the paths of the modules that set a state, and of those that attend or enclose
-    attention; or, while `watching`, raises at the first recurrent state."""
+    """Records the paths of modules that set a state, and of modules that attend or contain
+    attention. While `watching`, raises at the first recurrent state instead."""
 
     watching = False
 
@@ -152,9 +152,8 @@ class _WatchedCache(DynamicCache):
 
 
 def recurrent_layers(decoder: PreTrainedModel) -> tuple[Iterable[str], bool]:
-    """The paths of the recurrent layers, none if they also attend; and whether their state after
-    two tokens does not depend on the one before them. The first layer's is set to NaN to find
-    out."""
+    """The paths of the recurrent layers, none if these also attend; and whether layers ignore
+    their state in a chunk of two tokens. To find out, the states are set to NaN."""
     tokens = {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "use_cache": True}
     with cheap_forwards():
         copied = without_weights(decoder)
@@ -170,4 +169,4 @@ def recurrent_layers(decoder: PreTrainedModel) -> tuple[Iterable[str], bool]:
             copied(**tokens, **as_cache(copied, cache))
         except _StateReachedError as seen:
             return paths, not seen.args[0]
-    return paths, False  # it has only convolutions
+    return paths, False  # the model has only convolutional states

@@ -1,4 +1,4 @@
-"""Models in which a layer attends to the keys and values of an earlier one (Gemma 3n and 4)."""
+"""Models with layers that attend to an earlier layer's keys and values (Gemma 3n and 4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkeep.hf.kinds.base import Kind
 from kvkeep.host import LayerKind
 
 _SHARED = "shared_kv_states"
-"""The argument by which a layer hands its keys and values to later layers of its type."""
+"""The argument by which a layer passes its keys and values to later layers of its type."""
 
 
 class _Pair(UserDict[str, Any]):
@@ -32,10 +32,10 @@ class _Pair(UserDict[str, Any]):
 
 
 class Shared(Kind):
-    """The layer that has slots makes its step, and then others read them; see `Settling`."""
+    """After the step of a layer with slots, later layers read its slots; see `Settling`."""
 
     lacks: ClassVar[Lacks] = unsupported(
-        "has layers that reuse the keys and values of others",
+        "has layers that reuse the keys and values of other layers",
         Feature.REREAD,
         Feature.GRAPHED,
         Feature.NARROWED,
@@ -44,17 +44,18 @@ class Shared(Kind):
     narrows: ClassVar[bool] = True
 
     def has(self, text: PreTrainedConfig) -> bool:
-        return "reuse" in (getattr(text, "kv_sharing_modes", None) or ())
+        return not {None, "store"}.issuperset(getattr(text, "kv_sharing_modes", None) or ())
 
     def arranged(
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
-        """Layers that reuse others' keys and values have none of their own.
+        """Layers that reuse keys and values have no `LayerKind`; the layer that they read counts
+        its readers.
 
         Raises:
-            UnsupportedError: a layer reuses those of a layer that comes later, or in another way.
+            UnsupportedError: a layer reuses keys and values of a later layer, or in an unknown way.
         """
-        modes = getattr(text, "kv_sharing_modes", None) or [None] * len(names)
+        modes = text.kv_sharing_modes
         found, read = list(layers), self._read(modes, names)
         for place, mode in enumerate(modes):
             if place in read:
@@ -73,8 +74,8 @@ class Shared(Kind):
         return self._read(modes, getattr(text, "layer_types", None) or [""] * len(modes))
 
     def _read(self, modes: Sequence[str | None], names: Sequence[str]) -> dict[int, int]:
-        """See `reads`, by each layer's mode and type."""
-        stored: dict[str, int] = {}  # the layer whose keys and values are reused, for each type
+        """The result of `reads`, from each layer's mode and type."""
+        stored: dict[str, int] = {}  # by type, the layer whose keys and values are reused
         found: dict[int, int] = {}
         for place, (mode, name) in enumerate(zip(modes, names, strict=True)):
             if mode == "store":
@@ -89,10 +90,10 @@ class Shared(Kind):
         return given | {_SHARED: _Pair(shared)} if _SHARED in given else given
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:
-        """Raise UnsupportedError if a model that drafts is to be given the keys and values that
-        layers share: those that an attached model hands from layer to layer are the new tokens'."""
+        """Raise UnsupportedError if a draft model asks for the keys and values that layers share:
+        in an attached model, layers pass on keys and values of new tokens only."""
         if given.get("return_shared_kv_states"):
             raise UnsupportedError(
-                "a drafting model asks for the keys and values of all tokens, which stay in the "
-                "slots of kvkeep's cache; call kvkeep.detach(model), or generate without it"
+                "a draft model asks for the keys and values of all tokens, which stay in the "
+                "slots of kvkeep's cache; call kvkeep.detach(model), or use no draft model"
             )

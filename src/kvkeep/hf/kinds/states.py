@@ -23,10 +23,10 @@ from kvkeep.layer.recurrent import RecurrentStates
 
 
 class TransformersStates(RecurrentStates):
-    """Transformers' own cache layers for the recurrent and convolutional layers of a model.
+    """transformers' own cache layers, for the recurrent and convolutional layers of a model.
 
     Args:
-        numbers: for each layer of the model, how many states it has: 0 if it is attention only.
+        numbers: the number of states of each layer of the model; 0: the layer only attends.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class TransformersStates(RecurrentStates):
 
 
 def states_in(cache: transformers.Cache) -> dict[str, Tensor]:
-    """The states in a cache of transformers; see `TransformersStates.tensors`."""
+    """The states in a transformers cache; see `TransformersStates.tensors`."""
     found: dict[str, Tensor] = {}
     layers: list[Any] = cache.layers
     for index, layer in enumerate(layers):
@@ -77,11 +77,11 @@ def states_in(cache: transformers.Cache) -> dict[str, Tensor]:
 
 
 class KeepsStates:
-    """The methods by which a model's recurrent layers use a cache, as transformers calls them."""
+    """The methods of a cache that a model's recurrent layers use, under transformers' names."""
 
     carried: RecurrentStates
     packed_states = PackedStates()
-    """Those of the sequences of a packed forward."""
+    """The states of all sequences of a packed forward."""
 
     def _states(self) -> Any:
         if not isinstance(self.carried, TransformersStates):
@@ -92,15 +92,15 @@ class KeepsStates:
         return self.carried.cache
 
     def _states_to_change(self) -> Any:
-        """The states, for a layer that may change what it is given in place."""
+        """The states, for a layer that may change them in place."""
         self._require_running()
         states = self._states()
-        if not torch.compiler.is_compiling():  # otherwise whoever runs the program notes it
+        if not torch.compiler.is_compiling():  # a program's caller records changes itself
             self.carried.change()
         return states
 
     def _require_running(self) -> None:
-        """Raise UnsupportedError if there are recurrent states, and no forward of an attached model
+        """Raise UnsupportedError if there are recurrent states, but no forward of an attached model
         has begun."""
         if self.carried and not self.carried.running:
             if torch.compiler.is_compiling():
@@ -118,7 +118,7 @@ class KeepsStates:
         return self._states_to_change().get_conv_state(*args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend a layer's convolution state; returns it with the new inputs, a tensor."""
+        """Extend a layer's convolution state; returns the state and the new inputs as a tensor."""
         return self._states_to_change().update_conv_state(*args, **kwargs)
 
     def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,13 +132,13 @@ class KeepsStates:
         states = self._states_to_change()
         found = states.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         if isinstance(states, transformers.Cache):
-            # Transformers notes it with a convolution state, which not every layer has.
+            # transformers sets this only with a convolution state, which not every layer has.
             layer: Any = states.layers[layer_idx]
             layer.has_previous_state[state_idx] = True
         return found
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Whether a layer has a state; without a layer, the last one that has states."""
+        """Whether a layer has a state; without an argument, the last layer with states."""
         return self._states().has_previous_state(*args, **kwargs)
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -153,27 +153,27 @@ def _held(layer: Any) -> dict[str, dict[int, Tensor | None]]:
 
 
 class StatesOf(KeepsStates):
-    """A cache of states alone, for a recurrent layer."""
+    """A cache with states only, for a recurrent layer."""
 
     def __init__(self, carried: RecurrentStates) -> None:
         self.carried = carried
 
 
 class PassedStates:
-    """The states of one layer in one chunk, as a layer of transformers uses them. Nothing that the
-    caller holds is changed in place, so gradients pass. The layer may change in place what it is
-    given, if it computes within `saved`.
+    """The states of one layer in one chunk, with the methods that a transformers layer uses.
+    Tensors of the caller are never changed in place, so gradients pass. Within `saved`, the layer
+    may change the tensors that it is given in place.
 
     Args:
-        held: the states before the chunk by name, which are replaced by those after it.
+        held: the states before the chunk by name; replaced by the states after the chunk.
     """
 
     def __init__(self, held: dict[str, Tensor]) -> None:
         self._held = held
-        self._given: dict[int, Tensor] = {}  # to the layer, by their memory, which they keep
+        self._given: dict[int, Tensor] = {}  # tensors given to the layer, by address; kept alive
 
     def saved(self) -> AbstractContextManager[Any]:
-        """A context in which autograd saves copies of what the layer may change."""
+        """A context in which autograd saves copies of tensors that the layer may change."""
         return saved_tensors_hooks(self._copied, lambda x: x)
 
     def _copied(self, x: Tensor) -> Tensor:
@@ -205,7 +205,8 @@ class PassedStates:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Extend the convolution state by new inputs (B, ..., n); returns both."""
+        """Extend the convolution state by new inputs (B, ..., n); returns the state followed by the
+        inputs."""
         name = f"conv.{state_idx}"
         before, whole = self._held.get(name), conv_states
         if before is None:

@@ -1,8 +1,8 @@
-"""Models none of whose layers attends, such as Mamba: a cache of states alone.
+"""Models without attention layers, such as Mamba: a cache of states only.
 
-A cache's layers count the tokens that it was fed. Here one layer does, in place of the first
-recurrent one. Its slots hold a number for each token, so that what a cache says of its tokens, and
-what files, forks and stores do with them, is as for any other model.
+A cache counts tokens by its layers. For these models it has one layer, in place of the first
+recurrent layer, whose slots hold a number for each token. So counting, files, forks and stores work
+as for any other model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECURRENT = "linear_attention"
 
 
 class StatesAlone(Kind):
-    """All layers are recurrent."""
+    """Models whose layers are all recurrent."""
 
     own: ClassVar[str] = "none of its layers attends"
     attends: ClassVar[bool] = False
@@ -33,8 +33,6 @@ class StatesAlone(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """The first layer counts tokens."""
-        if not self.has(text):
-            return layers
         return [LayerKind(_RECURRENT, None, counts=True), *layers[1:]]
 
     def begin(self, cache: Any, decoder: PreTrainedModel, given: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Layers that attend to the last tokens: in a sliding window, or in chunks."""
+"""Layers that attend to all tokens, to the last ones (in a sliding window, or in chunks), or to
+none."""
 
 from __future__ import annotations
 
@@ -9,11 +10,17 @@ from transformers import PreTrainedConfig
 
 from kvkeep.features import Feature, Lacks
 from kvkeep.hf.kinds.base import Kind
-from kvkeep.hf.kinds.plain import FULL
 from kvkeep.host import LayerKind
 from kvkeep.planes import Chunks
 
-_SLIDING, _CHUNKED = "sliding_attention", "chunked_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+class Plain(Kind):
+    """Every model may have layers that attend to all tokens, and layers that keep nothing."""
+
+    def types(self, text: PreTrainedConfig) -> Mapping[str, LayerKind | None]:
+        return {_FULL: LayerKind(_FULL, None), "moe": None, "mlp": None}
 
 
 class Windows(Kind):
@@ -28,8 +35,8 @@ class Windows(Kind):
 
 
 class Local(Kind):
-    """GPT-Neo: its config names windows in a way of its own, and its layers mask them themselves,
-    by the columns of a text."""
+    """GPT-Neo: its config describes windows under other names, and its layers apply them
+    themselves, by the columns of a text."""
 
     lacks: ClassVar[Lacks] = {
         Feature.UNATTACHED: "masks the windows of its layers by the columns of a whole text"
@@ -42,15 +49,13 @@ class Local(Kind):
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Every local layer has the window."""
-        if not self.has(text):
-            return layers
         local = LayerKind(_SLIDING, text.window_size)
         pairs = zip(layers, text.attention_layers, strict=True)
         return [local if name == "local" else layer for layer, name in pairs]
 
 
 def window_of(text: PreTrainedConfig) -> int | None:
-    """The sliding window of the layers that have one, in tokens."""
+    """The sliding window of layers with a window, in tokens."""
     window: int | None = getattr(text, "sliding_window", None)
     return window
 
@@ -59,7 +64,7 @@ def type_of_all(text: PreTrainedConfig) -> str:
     """The type of every layer of a model whose config does not list them."""
     if _chunk_of(text) is not None:
         return _CHUNKED
-    return FULL if window_of(text) is None else _SLIDING
+    return _FULL if window_of(text) is None else _SLIDING
 
 
 def _chunk_of(text: PreTrainedConfig) -> int | None:

@@ -1,1 +1,1 @@
-"""Files that models are loaded from, and how a loaded model is told from another."""
+"""Files from which models are loaded, and fingerprints that tell models apart."""

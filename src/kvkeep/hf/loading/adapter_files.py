@@ -1,4 +1,4 @@
-"""Find PEFT adapters in directories, check them, and load them into a model."""
+"""Finds PEFT adapters in directories, checks them, and loads them into a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_of(directory: str) -> str | None:
-    """The name of the model that an adapter was made for, if its config has one.
+    """The name of the model for which an adapter was made, if its config has one.
 
     Raises:
         AdapterError: there is no adapter, or it is of an unsupported kind.
@@ -74,7 +74,7 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
 
     Raises:
         MissingPackageError: PEFT is not installed.
-        AdapterError: the adapter is not one of this model's layers.
+        AdapterError: the adapter cannot be loaded, or does not fit this model's layers.
     """
     with needed_by("An adapter", "finetune"):
         from peft import (  # noqa: PLC0415 (it may be missing)
@@ -93,14 +93,14 @@ def with_adapter(model: PreTrainedModel, directory: str) -> PreTrainedModel:
             config = PeftConfig.from_pretrained(directory)
             config.inference_mode = True
             tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-            # Before it is made: other kinds make tensors of any size, or load what they name.
+            # Check before creating it: other types may allocate any size, or load other files.
             if not issubclass(tuner or object, BaseTuner) or tuner.forward is not BaseTuner.forward:
                 raise AdapterError(
                     f"{directory} is of type {config.peft_type}, which changes more than the "
                     "model's layers; use it with PEFT"
                 )
             weights = load(bytes(read_file(place / _WEIGHTS, _MOST_WEIGHTS)))
-            # On the meta device, so that no number in its config decides how much memory is used.
+            # On the meta device, so that a wrong number in its config cannot allocate memory.
             adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             known = get_peft_model_state_dict(
                 adapted, named_weights(adapted), save_embedding_layers=False

@@ -34,11 +34,11 @@ covers."""
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False) -> dict[str, str]:
-    """Everything that a model's keys and values depend on, as hashes and as text. Hashing reads
+    """Everything on which a model's keys and values depend, as hashes and as text. Hashing reads
     several gigabytes of weights per second.
 
     The fingerprint depends on what a model computes, not on its source: a model loaded from a GGUF
-    file has the same fingerprint as the directory that it was converted to.
+    file has the same fingerprint as a directory to which the file was converted.
 
     Args:
         tokenizer: the model's tokenizer, to hash too.
@@ -48,13 +48,12 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
             until `fingerprint(model)` is called, which reads everything.
 
     Returns:
-        `weights` (parameters, persistent buffers, and what quantised layers keep beside them),
-        `buffers` (all others, such as rotary frequencies), `modules` (their classes and numeric
-        attributes, such as a norm's epsilon), and `adapter` ("none", or the active adapters), as
-        hashes; `rope`, `dtype` and `config` (the other fields of the model's config that affect the
-        result), as text; `hooks`, the functions that the user has set in the model, if any, which
-        no other model and no other process has; and `tokenizer`, hashes of its parts, if one is
-        given.
+        As hashes: `weights` (parameters, persistent buffers, and further tensors of quantised
+        layers), `buffers` (all other buffers, such as rotary frequencies), `modules` (their classes
+        and numeric attributes, such as a norm's epsilon), and `adapter` ("none", or the active
+        adapters). As text: `rope`, `dtype` and `config` (the other fields of the model's config
+        that affect the result). `hooks`, only if the user has set hooks: unique to this model and
+        process. `tokenizer`, hashes of its parts, only if a tokenizer is given.
 
     Raises:
         UnsupportedError: a weight cannot be read, because it is on the meta device or of an unknown
@@ -68,7 +67,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
 
 
 def activation_in(model: nn.Module, prompt: Tensor) -> Activation | None:
-    """Where an activated adapter starts to compute in a prompt, (n,); None if none is active.
+    """The activation of an activated adapter by a prompt, (n,); None: no such adapter is active.
 
     Raises:
         UnsupportedError: see `kvkeep.host.adapters.invoked_adapter`.
@@ -89,7 +88,7 @@ def relevant_fields(config: Any) -> dict[str, Any]:
         and name not in _IRRELEVANT_FIELDS
         and not name.endswith("_token_id")
     }
-    for name in config.sub_configs:  # of the decoder and of the towers around it
+    for name in config.sub_configs:  # of the decoder and of encoders for images or sound
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
             found[name] = relevant_fields(part)

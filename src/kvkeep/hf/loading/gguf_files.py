@@ -1,4 +1,4 @@
-"""Checks GGUF files before another library reads them: its readers believe every length they find.
+"""Checks GGUF files before another library reads them, because it does not check lengths.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
 
 class _Reader:
-    """Reads a header from the file's first bytes; every length is compared with what is left."""
+    """Reads a header from the file's first bytes. Every length is compared with the bytes left."""
 
     def __init__(self, data: bytearray) -> None:
         self._data, self.place = data, 0
@@ -52,7 +52,7 @@ class _Reader:
         return count
 
     def value(self, kind: int) -> Any:
-        """A value; of an array, only the length."""
+        """A value; for an array, only its length."""
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
@@ -83,11 +83,13 @@ def _code(kind: int) -> str:
 
 
 def config_in(path: Path) -> PreTrainedConfig:
-    """The config of a model in a GGUF file, whose parameters are not more than the file's.
+    """The config of a model in a GGUF file, after checking that the model has no more parameters
+    than the file.
 
     Raises:
-        ModelError: it cannot be read, is not a GGUF file, or its config is of a larger model.
-        MissingPackageError: what reads GGUF files is not installed.
+        ModelError: the file cannot be read, is not a GGUF file, or its config describes a larger
+            model.
+        MissingPackageError: the packages that read GGUF files are not installed.
     """
     try:
         elements = elements_in(path)
@@ -105,19 +107,20 @@ def config_in(path: Path) -> PreTrainedConfig:
     if found > elements or buffers > elements + _MOST_BUFFERS:
         raise ModelError(
             f"{path} has the config of a model of {found} parameters and {buffers} other numbers, "
-            f"but it has {elements}; download it again"
+            f"but tensors of only {elements} numbers; download it again"
         )
     return config
 
 
 def elements_in(path: Path) -> int:
-    """The number of elements of all tensors in a GGUF file, whose header agrees with its content:
-    lengths end within it, tensors are of its bytes, and there are as many layers as it says.
+    """The number of elements of all tensors in a GGUF file, after checking that its header agrees
+    with its contents: all lengths and tensors end within the file, and the number of layers is
+    right.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError, KeyError: it is not such a file.
-        MissingPackageError: what reads GGUF files is not installed.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError, KeyError: it is not a GGUF file, or is damaged.
+        MissingPackageError: the packages that read GGUF files are not installed.
     """
     with needed_by("Reading a GGUF file", "gguf"):
         import accelerate  # noqa: F401, PLC0415 (it may be missing, and transformers needs it)
@@ -167,7 +170,8 @@ def _entry(read: _Reader, gguf: Any) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _require_content(entries: list[tuple[str, tuple[int, ...], int, int]], most: int) -> int:
-    """The elements of all tensors, after checking that no two share a byte and all end in time."""
+    """The elements of all tensors, after checking that no two tensors share bytes and all end
+    within `most` bytes."""
     end = 0
     for name, _, offset, nbytes in sorted(entries, key=lambda entry: entry[2:]):
         if offset < end or offset + nbytes > most:

@@ -1,4 +1,4 @@
-"""Download a model from the Hugging Face hub, into the hub's own cache."""
+"""Downloads models from the Hugging Face hub, into the hub's own cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.host.progress import Progress, silent
 
 _ALWAYS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
-"""The files of weights of a model, of which transformers loads the first that there is, and that of
-an adapter. Instead of a file there may be parts of it, which an index lists."""
+"""Names of weight files: of a model, of which transformers loads the first that exists, and of an
+adapter. A file may be divided into parts, which an index lists."""
 
 
 class HubError(KVKeepError):
@@ -25,7 +25,7 @@ class HubError(KVKeepError):
 
 
 def hub_error(name: str, error: BaseException) -> HubError:
-    """The error to raise when files of a repository could not be downloaded."""
+    """The error for files of a repository that could not be downloaded."""
     return HubError(
         f"cannot download {name}: {reason_of(error)}; check the name and the connection, and log "
         "in with `hf auth login` if the model asks for it"
@@ -33,19 +33,19 @@ def hub_error(name: str, error: BaseException) -> HubError:
 
 
 def download(name: str, progress: Progress = silent) -> str:
-    """Download what transformers needs of a repository: the config, the tokenizer and the weights
-    in one format. What is in the hub's cache already is not downloaded again; a model that is there
-    is used as it is when the hub cannot be reached.
+    """Download the files of a repository that transformers needs: the config, the tokenizer and the
+    weights in one format. Files already in the hub's cache are not downloaded again. If the hub
+    cannot be reached, a model in its cache is used without a check for updates.
 
     Args:
-        name: owner/name, of a model or an adapter.
+        name: owner/name of a model or an adapter.
 
     Returns:
         The directory.
 
     Raises:
-        HubError: the hub has no such model or cannot be reached, or the model has no weights that
-            transformers loads.
+        HubError: the hub does not have the model or cannot be reached, or the model has no weights
+            that transformers loads.
     """
     doing = f"downloading {name}"
     progress(doing, None)
@@ -54,21 +54,21 @@ def download(name: str, progress: Progress = silent) -> str:
         for weights in _WEIGHTS:
             place = _snapshot(name, [*_ALWAYS, weights], bar)
             files = weights_in(place)
-            if not all(file.exists() for file in files):  # an index names them
+            if not all(file.exists() for file in files):  # download parts listed by an index
                 _snapshot(name, [file.name for file in files], bar)
             if files and all(file.exists() for file in files):
                 return str(place)
-    except Exception as error:  # of the network, of the hub, of the disk
+    except Exception as error:  # network, hub and disk raise many types
         raise hub_error(name, error) from error
     raise HubError(
-        f"{name} has not all its weights as {' or '.join(_WEIGHTS)}; check the connection, or "
-        "download a GGUF file of it, and give its path"
+        f"{name} does not have all its weights as {' or '.join(_WEIGHTS)}; check the connection, "
+        "or download a GGUF file of the model and give its path"
     )
 
 
 def weights_in(directory: Path) -> list[Path]:
-    """The files of weights that transformers loads from a directory, whether or not all the parts
-    that an index lists are there; none: []."""
+    """The weight files that transformers loads from a directory, including parts that an index
+    lists but that are missing; []: there are none."""
     for name in _WEIGHTS:
         if (directory / name).exists():
             return [directory / name]
@@ -80,8 +80,8 @@ def weights_in(directory: Path) -> list[Path]:
 
 
 def _snapshot(name: str, patterns: list[str], bar: type[tqdm]) -> Path:
-    """Download the files of a repository whose names match a pattern; the directory of the files.
-    Without the hub: the directory in its cache, which may lack some."""
+    """Download the files of a repository whose names match a pattern; returns their directory. If
+    the hub cannot be reached: the directory in its cache, which may lack files."""
     try:
         found = huggingface_hub.snapshot_download(
             name, allow_patterns=patterns, ignore_patterns=["*/*"], tqdm_class=bar
@@ -95,7 +95,8 @@ def _snapshot(name: str, patterns: list[str], bar: type[tqdm]) -> Path:
 
 
 def _told(doing: str, progress: Progress) -> type[tqdm]:
-    """A bar for the hub's functions that shows nothing, and tells the share of the bytes."""
+    """A progress bar class for the hub's functions that shows nothing, and calls `progress` with
+    the share of bytes."""
 
     class Told(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A model of transformers, built again from its fingerprint and weights."""
+"""Builds a transformers model again from its fingerprint and weights."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.loading.fingerprint import relevant_fields
 
 _REFUSED = {"auto_map", "quantization_config"}
-"""Fields of models whose code or weights are not those of the type."""
+"""Config fields of models whose code or weights differ from the usual ones of their type."""
 
 _SHARES = {"partial_rotary_factor", "rotary_pct"}
-"""The names of the share of a head's dimensions that are rotated."""
+"""Config fields for the share of a head's dimensions that is rotated."""
 
 
 def rebuilt(
     fingerprint: Mapping[str, str], weights: Mapping[str, Tensor], *, layers: int, positions: int
 ) -> PreTrainedModel:
-    """A model with the type and config of the one that gave a fingerprint. On a CPU the weights are
-    shared, not copied.
+    """A model with the type and config in a fingerprint. On a CPU the weights are shared, not
+    copied.
 
     Args:
-        fingerprint: of a causal model, from anywhere. It is only read for the type and numbers of a
-            config; what is built must be compared with it.
-        weights: by the names of a state dict.
-        layers: the number of layers that it must have, so that no file decides how many are built.
+        fingerprint: the fingerprint of a causal model, from an untrusted file. Only the type and
+            numbers of its config are used; the caller must compare the result's fingerprint.
+        weights: tensors by names of a state dict.
+        layers: the required number of layers, so that a file cannot request any number.
         positions: the context length.
 
     Raises:
-        UnsupportedError: the config does not fit the weights, or cannot be built. An error of
-            memory that is too short is not translated.
+        UnsupportedError: the config does not fit the weights, or no model can be built from it.
+        MemoryError, torch.OutOfMemoryError: memory is short.
     """
     try:
         fields: dict[str, Any] = json.loads(fingerprint["config"])
@@ -55,7 +55,7 @@ def rebuilt(
             max_position_embeddings=positions,
         )
         model = _filled(config, weights)
-        # Other fields name what transformers would load or choose, so it must not see them before.
+        # Set other fields only now: transformers might load or choose code by them.
         for name in fields.keys() - usual.keys():
             if name.startswith("_") or hasattr(model.config, name):
                 raise ValueError(f"it sets {name}")
@@ -68,8 +68,8 @@ def rebuilt(
 
 
 def _require_shares(fields: Any) -> None:
-    """Raise ValueError if a share of rotated dimensions is not in 0 to 1: it sizes a buffer.
-    Rope parameters may be nested, by the type of layer."""
+    """Raise ValueError if a share of rotated dimensions is not from 0 to 1, because buffers are
+    sized by it. Rope parameters may be nested, by type of layer."""
     for name, value in fields.items() if isinstance(fields, dict) else ():
         if isinstance(value, dict):
             _require_shares(value)
@@ -84,7 +84,7 @@ def _filled(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrain
     given = {name: x.shape for name, x in weights.items()}
     if given != {name: shape for name, shape in shapes.items() if name in given}:
         raise ValueError("the weights have other names or shapes")
-    if missing := shapes.keys() - given.keys() - {"lm_head.weight"}:  # that one may be tied
+    if missing := shapes.keys() - given.keys() - {"lm_head.weight"}:  # it may be tied
         raise ValueError(f"there are no weights {sorted(missing)[:3]}")
     dtype = next(iter(weights.values())).dtype
     with _without_progress():

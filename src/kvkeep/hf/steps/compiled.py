@@ -1,7 +1,8 @@
 """Decode steps of an attached model as a compiled program: `attach(model, compile=True)`.
 
-A program has one `kvkeep::step` for each layer and one `kvkeep::linears` for the linear layers of
-each input; torch fuses the small operations between them. It serves all caches of the model.
+A program has one `kvkeep::step` for each layer, and one `kvkeep::linears` for all linear layers
+with the same input; torch fuses the small operations between them. One program serves all caches of
+the model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.forward.packed import NUMBERS, RowsCache
-from kvkeep.hf.forward.placing import first_position
+from kvkeep.hf.forward.placing import as_counted
 from kvkeep.hf.forward.weights import drops_weights
 from kvkeep.hf.inputs import check_fed
 from kvkeep.hf.steps import saved_steps
@@ -35,19 +36,19 @@ if TYPE_CHECKING:  # torch's compiler is slow to import
 class CompiledSteps(ReplacedForward):
     """The `forward` of a model whose steps are compiled.
 
-    One token a row, without padding and gradients, through a kvkeep cache that holds a prompt, runs
-    in a compiled program. All other calls go to the model's own forward.
+    A call with one token a row, without padding and gradients, and with a kvkeep cache that holds a
+    prompt, runs in a compiled program. All other calls run the model's own forward.
 
     Args:
         model: the attached model.
-        compile: whether the first step of a kind compiles it, once for each number of rows; False:
-            only programs that are found on disk are used.
+        compile: whether to compile a step when it first runs, once for each number of rows; False:
+            use only programs found on disk.
     """
 
     def __init__(self, model: PreTrainedModel, compile: bool) -> None:
         super().__init__(model)
         self.compile = compile
-        self._steps: dict[tuple[int, int], Step | None] = {}  # by the numbers of inputs and of rows
+        self._steps: dict[tuple[int, int], Step | None] = {}  # by number of inputs, number of rows
         self._compiler: Compiler | None = None
         self._rows: RowsCache | None = None
         self._packing = Lock()
@@ -70,8 +71,8 @@ class CompiledSteps(ReplacedForward):
         return self.own(*args, **kwargs) if out is None else out
 
     def run_packed(self, tokens: Packed) -> Tensor | None:
-        """The logits (sequences, V) of a packed forward of one token of each sequence; None, with
-        nothing changed, if no program can compute them."""
+        """The logits (sequences, V) of a packed forward of one token of each sequence. None, with
+        nothing changed: no program can compute them."""
         count = len(tokens.last)
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
@@ -87,7 +88,7 @@ class CompiledSteps(ReplacedForward):
             if self._rows is None:
                 self._rows = RowsCache(Cache(self.model))
             self._rows.use(tokens.layers, states)
-            position = tokens.positions + first_position(self.model)
+            position = as_counted(self.model, tokens.positions)
             given = {
                 name: pad(x[0], (0, rows - count))[:, None]
                 for name, x in (("input_ids", tokens.ids), ("position_ids", position))
@@ -104,9 +105,9 @@ class CompiledSteps(ReplacedForward):
             self._packing.release()
 
     def _run(self, given: dict[str, Tensor], cache: Cache | RowsCache) -> Any:
-        """The model's output for token ids (B, 1), and positions if given; None, with nothing
-        changed, if there is no program for them."""
-        # Tensors of inference mode would need a graph of their own.
+        """The model's output for token ids (B, 1), and positions if given. None, with nothing
+        changed: there is no program for them."""
+        # Inference tensors would need separate graphs.
         with torch.inference_mode(False), torch.no_grad():
             given = {name: x.to(torch.int64).contiguous() for name, x in given.items()}
             place = len(given), len(given["input_ids"])
@@ -123,15 +124,15 @@ class CompiledSteps(ReplacedForward):
             return out
 
     def _step_at(self, place: tuple[int, int], given: Mapping[str, Tensor]) -> Step | None:
-        """The compiled step for inputs of these names and shapes; None: it was not compiled, or was
-        compiled for other weights."""
+        """The compiled step for inputs of these names and shapes; None: it is not compiled, or the
+        model has changed since."""
         step = self._steps.get(place)
         if step is not None:
             if step.fits():
                 return step
             self._steps.clear()
-            self._compiler = None  # its graphs are of what the model was
-        elif place in self._steps:  # looked for in vain
+            self._compiler = None  # its graphs fit the model before the change
+        elif place in self._steps:  # not found on disk before
             return None
         self._steps[place] = step = self._load(given)
         return step

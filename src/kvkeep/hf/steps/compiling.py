@@ -1,4 +1,4 @@
-"""Compiles decode steps of a model, by torch's compiler."""
+"""Compiles decode steps of a model with torch's compiler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvkeep.hf.steps.step import Program, Signature, Step, run_program, step_nam
 from kvkeep.hf.weight_parts import Joining, is_plain, parts
 
 _MOST_GRAPHS = 32
-"""Most graphs of a model: one for each number of rows, with and without positions."""
+"""The most graphs of a model: one for each number of rows, with and without positions."""
 
 _NOT_COMPILED = (
     *(TorchDynamoException, InductorError),
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """A graph that has run: its program, its signature, its results, and the content of the
+    """A graph that has run: its program, its signature, its results, and the contents of the
     program's file if the program was compiled in this run."""
 
     program: Program
@@ -58,11 +58,11 @@ class Run(NamedTuple):
 
 
 class Compiler:
-    """Runs steps in graphs that it compiles.
+    """Compiles the graphs of steps, and runs them.
 
     Args:
         model: the model.
-        forward: its own forward.
+        forward: the model's own forward.
     """
 
     def __init__(self, model: PreTrainedModel, forward: Callable[..., Any]) -> None:
@@ -76,16 +76,17 @@ class Compiler:
 
         first, takes = first_position(model), takes_positions(model)
         self._plain, self._told = self._compiled(forward), self._compiled(told)
-        self._tells = False  # models that count positions by Python, or make masks by the number
-        # of columns, cannot be compiled otherwise
+        # Whether to give positions and a mask, without which models that count positions in Python,
+        # or make masks from the number of columns, cannot be compiled.
+        self._tells = False
         self._progress: Any = None
         self._given: dict[str, Tensor] = {}
         self._cache: Cache | RowsCache | None = None
         self._ran: Run | None = None
 
     def run(self, given: Mapping[str, Tensor], cache: Cache | RowsCache) -> tuple[Any, Step | None]:
-        """The model's output for token ids (B, 1), and positions if given, and the step that
-        computes further ones; None, with nothing changed, if there are too many graphs.
+        """The model's output for token ids (B, 1), and positions if given; and the step, for later
+        calls, if it can be reused. Both None, with nothing changed: there are too many graphs.
 
         Raises:
             UnsupportedError: torch cannot compile the step.
@@ -105,8 +106,8 @@ class Compiler:
             backend=self._lower,
             fullgraph=True,
             dynamic=False,
-            # Checking the attributes of every module takes a tenth of a step. Changes of weights
-            # are noticed: they are arguments of the graph.
+            # Guards on the attributes of every module would take a tenth of a step. Weights need no
+            # guards: they are arguments of the graph.
             options={"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe},
         )
 
@@ -118,7 +119,7 @@ class Compiler:
         }
         self._cache, self._ran = cache, None
         for x in cache.carried.in_place().values():
-            # Otherwise a graph would hold the state of this cache as its own.
+            # Otherwise the graph would treat this cache's state as a constant address.
             vars(x).pop("_dynamo_static_input_type", None)
         try:
             limit = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS)
@@ -139,8 +140,9 @@ class Compiler:
             self._close()
 
     def _lower(self, graph: GraphModule, inputs: list[Any], **options: Any) -> Any:
-        """The backend: kvkeep's linear layers, then torch's own compiler. That runs when the graph
-        first does, because a program cannot be compiled within torch.compile."""
+        """The backend of torch.compile: kvkeep's linear layers, then torch's own compiler. The
+        latter runs at the graph's first run, because programs cannot be compiled within
+        torch.compile."""
         self._advance(1)
         lowered = None
 
@@ -157,17 +159,17 @@ class Compiler:
         return run
 
     def _require_unmasked(self, graph: GraphModule) -> None:
-        """Raise UnsupportedError if the model makes a mask of its own: a program reads none."""
+        """Raise UnsupportedError if the model makes its own mask, because programs use no mask."""
         made = graph.graph.find_nodes(op="call_function", target=next_positions)
         if any(node.args[2] is not None for node in made):
             raise UnsupportedError(
-                f"a step of {type(self._model).__name__} makes a mask of its own, which a compiled "
-                "step does not read; attach the model without compile=True"
+                f"a step of {type(self._model).__name__} makes its own mask, which a compiled step "
+                "does not use; attach the model without compile=True"
             )
 
     def _signature(self, inputs: Sequence[Any]) -> Signature | None:
-        """The signature of a graph; None if an input is not a token id tensor, a position tensor, a
-        ticket, or a weight in plain memory."""
+        """The signature of a graph; None: an input is not a token id tensor, a position tensor, a
+        recurrent state, a ticket, or a plain weight."""
         assert self._cache is not None
         model = self._model
         if changing_ropes(model.config):
@@ -192,7 +194,7 @@ class Compiler:
         return known if set(asked.values()) <= {*known.inputs} else None
 
     def _package(self, graph: GraphModule, inputs: Sequence[Any]) -> tuple[Package, bytes] | None:
-        """The graph as a program, and the content of its file; None: it cannot be one."""
+        """The graph as a program, with its file's contents; None: it cannot become a program."""
         plain = _plain(inputs)
         if self._signature(plain) is None or step_name(self._model, self._given) is None:
             return None
@@ -202,7 +204,7 @@ class Compiler:
                 copied = GraphModule(graph, deepcopy(graph.graph))
                 compile_package(Joining(copied, inputs), plain, file)
                 return Package(file), file.read_bytes()
-        except Exception:  # of many kinds, and the graph can still run in this process
+        except Exception:  # torch raises many types; the graph can still run in this process
             kind = type(self._model).__name__
             _log.debug("a step of %s is no program", kind, exc_info=True)
             return None
@@ -224,12 +226,13 @@ class Compiler:
             if packaged is not None:
                 given = _plain(given)
             signature, tickets = self._signature(given), self._cache.tickets
-            assert signature is not None or packaged is None  # its steps need their tickets
+            assert signature is not None or packaged is None  # a program needs its tickets
             used = [tickets[-1 - x] for x in signature.inputs if x < 0] if signature else []
-            detached = [x.detach() for x in given]
+            # A model that torch splits is given the mesh of its processes too.
+            detached = [x.detach() if isinstance(x, Tensor) else x for x in given]
             found = run_program(program, detached, used, self._cache)
             if found is None:
-                raise RuntimeError("another thread runs the step that this one has just compiled")
+                raise RuntimeError("another thread is running the step that was just compiled")
             if signature is not None:
                 self._ran, content = Run(program, signature, found, content), None
             return found
@@ -237,7 +240,8 @@ class Compiler:
         return run
 
     def _learn(self, out: Any) -> Step | None:
-        """The step that has just run, kept on disk if it is a program."""
+        """The step that has just run, or None if it cannot be reused. If it is a program, it is
+        saved to disk."""
         ran = self._ran
         if ran is None or set(out) - {"logits", *NAMES}:
             return None
@@ -266,8 +270,8 @@ class Compiler:
 
 @contextmanager
 def _undeclared(model: nn.Module) -> Iterator[None]:
-    """A context in which buffers that were declared by `nn.Buffer` are plain tensors: torch's
-    compiler does not trace that a forward assigns a declared one to its name again."""
+    """A context in which buffers declared by `nn.Buffer` are plain tensors, because torch's
+    compiler cannot trace a forward that assigns a declared buffer again."""
     declared: list[Any] = [x for x in model.buffers() if isinstance(x, nn.Buffer)]
     for x in declared:
         del x._is_buffer
@@ -279,5 +283,5 @@ def _undeclared(model: nn.Module) -> Iterator[None]:
 
 
 def _plain(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The inputs of a graph, with their parts in place of those that consist of others."""
+    """The inputs of a graph; tensors that consist of other tensors are replaced by their parts."""
     return tuple(x for given in inputs for _, x in parts(given))

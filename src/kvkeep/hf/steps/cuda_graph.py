@@ -1,4 +1,4 @@
-"""Graphed: a decode step as one CUDA graph; Replay: the graphed steps of a `generate()`."""
+"""Graphed: a decode step as one CUDA graph; Replay: the graphed steps of a `generate()` call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkeep.graph.device_step import Cursors, DeviceStep, require_fitting
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config, is_routed
-from kvkeep.hf.forward.placing import first_position
+from kvkeep.hf.forward.placing import as_counted
 from kvkeep.hf.kinds import require
 from kvkeep.hf.kinds.multimodal import require_counted
 
@@ -24,7 +24,7 @@ _EAGER_STEPS = 2
 """Steps before the graph is captured, to compile kernels and fill the allocator's pools."""
 
 _MOST_CAPTURES = 2
-"""In one call: whoever needs the cache's layers after each step pays for a capture each time."""
+"""The most captures in one `generate()`: a use of the layers between steps requires a new one."""
 
 
 class Graphed:
@@ -38,9 +38,12 @@ class Graphed:
         cache: a cache with fixed or growing storage that holds a prompt; its layers cannot be used
             until `close`.
         compile: also compile the model with `torch.compile`, which fuses its small operations.
-        tokens: the most tokens to feed, for which growing storage makes room; None: the storage
+        tokens: the most tokens to feed, for which growing storage reserves slots; None: the storage
             must be fixed.
-        yielding: close when somebody needs the layers of the cache, instead of refusing.
+        yielding: close when other code uses the layers of the cache; False: raise an error.
+
+    Attributes:
+        closed: whether these steps have ended.
 
     Raises:
         StateError: the model is not attached, or the cache is empty or in use by other steps.
@@ -84,25 +87,25 @@ class Graphed:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
         self._steps = 0
-        self._complete = True  # False during a step, and after one that was interrupted
+        self._complete = True  # False during a step, and after an interrupted step
         self._tickets, cache._traced = cache._traced, list(self._steps_on_device)
-        self._closed, self._yielding = False, yielding
+        self.closed, self._yielding = False, yielding
         self._fed_before = cache.fed
         cache.lent = self
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Feed one token per row, int64 (B, 1); returns the logits (B, V) of the next.
+        """Feed one token per row, int64 (B, 1); returns the logits (B, V) of the next token.
 
         Raises:
             ShapeError: `input_ids` is not one token for each row.
             CapacityError: the cache is full; nothing was fed.
             StateError: these steps were closed, or a step was interrupted.
         """
-        if self._closed:
+        if self.closed:
             raise StateError("these steps were closed; create new ones: Graphed(model, cache)")
         if input_ids.shape != self._token.shape:
             raise ShapeError(
-                f"token ids of shape {tuple(input_ids.shape)}; give one for each row, "
+                f"token ids of shape {tuple(input_ids.shape)}; give one token for each row, "
                 f"{tuple(self._token.shape)}"
             )
         if not self._complete:
@@ -129,11 +132,6 @@ class Graphed:
         """Columns fed so far, padding included."""
         return self._fed_before + self._steps
 
-    @property
-    def closed(self) -> bool:
-        """Whether these steps have ended."""
-        return self._closed
-
     def give_back(self) -> None:
         """Called when the layers of the cache are needed.
 
@@ -147,10 +145,10 @@ class Graphed:
     def close(self) -> None:
         """Make the cache usable again, with all tokens that were fed, and free the graph. If a step
         was interrupted, the cache is reset."""
-        if self._closed:
+        if self.closed:
             return
         self._graph = self._logits = None
-        self._closed, self.cache.lent, self.cache._traced = True, None, self._tickets
+        self.closed, self.cache.lent, self.cache._traced = True, None, self._tickets
         with torch.inference_mode():
             for step in self._steps_on_device:
                 step.close()
@@ -170,12 +168,12 @@ class Graphed:
             logits: Tensor = self._forward(
                 input_ids=self._token,
                 attention_mask=position[:, None, None],
-                position_ids=position.to(torch.int64) + first_position(self.model),
+                position_ids=as_counted(self.model, position),
                 use_cache=True,
                 **as_cache(self.model, self.cache),
             ).logits[:, -1]
         self._cursors.advance()
-        self.cache._feeding = None  # the layers do not count tokens during these steps
+        self.cache._feeding = None  # the cache's layers do not count tokens during these steps
         return logits
 
     def _replayed(self) -> Tensor:
@@ -200,7 +198,7 @@ class Graphed:
                 self._logits = self._run()
         except Exception as error:
             torch.cuda.set_stream(before)  # torch does not restore the stream if a capture fails
-            self._complete, self.cache._handed = True, None
+            self._complete, self.cache.handed = True, None
             raise UnsupportedError(
                 f"{type(self.model).__name__} cannot be captured as a CUDA graph: "
                 f"{reason_of(error)}; this token was not fed: close() these steps and call the "
@@ -210,7 +208,7 @@ class Graphed:
 
     @contextmanager
     def _layers_visible(self) -> Any:
-        """The layers, for the model's own calls."""
+        """A context in which the model's forward can use the cache's layers."""
         self.cache.lent = None
         try:
             yield
@@ -222,19 +220,19 @@ class Replay:
     """The replayed steps of one call of `generate()`.
 
     Args:
-        cache: what they use.
-        columns: the most tokens that it will hold, padding included.
+        cache: the cache of these steps.
+        columns: the most columns that it will hold.
     """
 
     def __init__(self, cache: Cache, columns: int) -> None:
         self.cache, self._columns = cache, columns
-        self.running = False  # the model's own forward is part of a step
+        self.running = False  # whether a step is running, which calls the model's own forward
         self._steps: Graphed | None = None
-        self._begun = 0  # how many times
+        self._begun = 0  # number of times that `_steps` was created
 
     def step(self, model: PreTrainedModel, ids: Tensor, position: Tensor | None) -> Tensor | None:
-        """The logits (B, V) of a step with token ids (B, 1) at positions (B, 1); None, with nothing
-        changed, if the cache or the positions do not fit.
+        """The logits (B, V) of a step with token ids (B, 1) at positions (B, 1). None, with nothing
+        changed: the cache or the positions are not supported.
 
         Raises:
             UnsupportedError: the model needs the host in a step; the token was not fed.
@@ -269,7 +267,7 @@ class Replay:
             return None
 
     def close(self) -> None:
-        """Make the cache an ordinary one again."""
+        """Make the cache ordinary again."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()

@@ -1,4 +1,4 @@
-"""ModelState: all that a compiled step of a model depends on, but for the values of weights."""
+"""ModelState: everything on which a model's compiled step depends, except the values of weights."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from kvkeep.version import __version__
 
 _UNRELATED = {"_name_or_path", "name_or_path", "transformers_version", "generation_config"}
 _BOOKKEEPING = vars(nn.Module()).keys() - {"training"} | {"_is_stateful", "extra_repr", "forward"}
-"""What a config, and what a module, has that no step depends on, or that is looked at apart."""
+"""Attributes of configs and modules on which no step depends or that are compared separately."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), slice, range, Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _STATELESS = ("logging", "weakref", "_weakref", "_thread", "threading", "transformers", "torch")
-"""Where classes are defined whose objects are known by the name of their class."""
+"""Packages with classes whose objects are described by the name of their class only."""
 _KNOWN = ("torch", "kvkeep", "numpy", *sys.stdlib_module_names)
-"""Packages whose functions are known by their names."""
+"""Packages whose functions are described by their names only."""
 _OF_A_CLASS = (FunctionType, staticmethod, classmethod, property, partialmethod, bool, int, float)
-"""What a user's class has that a forward may depend on, whatever its name."""
-_DEEPEST = 8  # of objects within objects
+"""Types of a user's class's attributes on which a forward may depend, whatever their names."""
+_DEEPEST = 8  # most levels of objects within objects that are described
 
 _ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
 
 
 class ModelState:
-    """What a model is now: its modules, hooks and weights, and the code that its forward runs.
+    """The current state of a model: its modules, hooks and weights, and the code of its forward.
 
-    Its code is the functions of its modules' classes that a forward may call, and all that these
-    name in turn: functions of their files and of modules they import, functions that modules hold.
-    A model with a replaced helper function is in another state.
+    This code consists of all functions of its modules' classes that a forward may call, and of the
+    functions and values that these refer to: in their files, in modules that they import, and in
+    attributes of modules. So if a helper function is replaced, the state changes.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._parts = [*model.modules()]
-        # By name in a dictionary, or of a class: what has to stay.
+        # Objects that must stay the same: (dictionary or class, name, object).
         self._held: list[tuple[dict[str, Any], str, Any]] = []
         self._members: list[tuple[type, str, Any]] = []
-        self._unreplaced: list[dict[str, Any]] = []  # of modules with their class's forward
+        self._unreplaced: list[dict[str, Any]] = []  # attributes of modules with class's forward
         for part in self._parts:
             for owner in (part._parameters, part._buffers, part._modules):
                 self._held += [(owner, name, x) for name, x in owner.items() if x is not None]
@@ -66,7 +66,7 @@ class ModelState:
             else:
                 self._unreplaced.append(own)
         joined = [x for _, _, x in self._held if is_joined(x)]
-        for x in joined:  # longer in each turn: parts may consist of others
+        for x in joined:  # grows while it is iterated: parts may consist of further parts
             own = {name: vars(x)[name] for name in x.__tensor_flatten__()[0] if name in vars(x)}
             self._held += [(vars(x), name, part) for name, part in own.items()]
             joined += filter(is_joined, own.values())
@@ -76,10 +76,10 @@ class ModelState:
         hooks = [x for part in self._parts for x in (part._forward_hooks, part._forward_pre_hooks)]
         self._unhooked: list[Any] = [x for x in hooks if not x]
         self._hooks: list[Any] = [x for x in hooks if x]
-        self._hooked = [*map(tuple, self._hooks)]  # their numbers, which none has twice
-        self._texts: dict[int, str] = {}  # of functions
-        self._inside: set[int] = set()  # objects whose text is being made
-        self._unknown = ""  # an object that nothing is known of
+        self._hooked = [*map(tuple, self._hooks)]  # ids of hooks, which torch never reuses
+        self._texts: dict[int, str] = {}  # descriptions of functions
+        self._inside: set[int] = set()  # objects whose description is being made
+        self._unknown = ""  # the class of an object that cannot be described
         self._methods = self._methods_of({type(part) for part in self._parts})
         self._described: Any = None
         try:
@@ -87,16 +87,16 @@ class ModelState:
             code = [self._called("forward"), *map(self._own_code, kinds)]
             modules = [self._module(*named) for named in model.named_modules()]
             self._described = code, modules
-        except Exception as error:  # of foreign objects, which may do anything
+        except Exception as error:  # objects of other libraries may raise any exception
             self._unknown = repr(error)
         self._owners, self._of_owners, self._values = _getters(self._held, itemgetter)
         self._kinds, self._of_kinds, self._member_values = _getters(self._members, attrgetter)
 
     def unchanged(self) -> bool:
-        """Whether the model is still the same."""
+        """Whether the model is unchanged."""
         weights = self._weights
-        # Iterators in C: Python's own loops would take a twentieth of a step.
-        with suppress(KeyError, AttributeError):  # of what is gone
+        # Iterators in C, because Python's loops would take a twentieth of a step.
+        with suppress(KeyError, AttributeError):  # an attribute was removed
             return (
                 not torch.is_autocast_enabled(self._model.device.type)
                 and not _hooked_everywhere()
@@ -111,15 +111,15 @@ class ModelState:
         return False
 
     def key(self) -> str | None:
-        """A digest of the state, of versions and of the processor, the same in all processes; None
-        if somebody but kvkeep has hooked a module or replaced its forward, or a module holds an
+        """A digest of the state, of versions and of the processor, the same in all processes. None:
+        code other than kvkeep has hooked a module or replaced its forward, or a module holds an
         object that cannot be described."""
         model = self._model
         if _hooked_everywhere() or torch.is_autocast_enabled(model.device.type):
             return None
         if not all(map(_is_ours, self._replacing())):
             return None
-        first: dict[int, str] = {}  # the name of each weight, by which those tied to it are known
+        first: dict[int, str] = {}  # the first name of each weight; tied weights share it
         weights = [
             (name, first.setdefault(id(x), name), self._weight(x))
             for named in (model.named_parameters, model.named_buffers)
@@ -128,7 +128,7 @@ class ModelState:
         try:
             config = {k: v for k, v in model.config.to_dict().items() if k not in _UNRELATED}
             about = self._text(config)
-        except Exception:  # see above
+        except Exception:  # as in the constructor
             return None
         if self._unknown:
             return None
@@ -136,7 +136,7 @@ class ModelState:
         return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:40]
 
     def _replacing(self) -> Iterator[Any]:
-        """The modules' hooks, and the forwards set in place of those of their classes."""
+        """The modules' hooks, and forwards that replace those of the modules' classes."""
         for part in self._parts:
             yield from part._forward_hooks.values()
             yield from part._forward_pre_hooks.values()
@@ -146,10 +146,10 @@ class ModelState:
             if own is not None:
                 yield own
 
-    # -- texts: the same for objects that do the same -------------------------------------------
+    # -- descriptions: equal texts for objects that behave equally ------------------------------
 
     def _methods_of(self, kinds: set[type[nn.Module]]) -> dict[str, list[tuple[type, Any]]]:
-        """What the classes of modules have, those of torch left out, by name."""
+        """The attributes of the modules' classes, except torch's, by name."""
         found: dict[str, list[tuple[type, Any]]] = {}
         for owner in sorted({base for kind in kinds for base in kind.__mro__}, key=_name):
             if not _is_of(owner, "torch", "kvkeep", "builtins"):
@@ -158,7 +158,8 @@ class ModelState:
         return found
 
     def _own_code(self, kind: type[nn.Module]) -> str:
-        """The text of all that a user's class of modules has: its code may be called by no name."""
+        """The description of a user's module class with all its functions, since its code may call
+        them under other names."""
         if _is_of(kind, "torch", "transformers", "kvkeep"):
             return ""
         names = [name for name, value in vars(kind).items() if isinstance(value, _OF_A_CLASS)]
@@ -174,7 +175,7 @@ class ModelState:
         return name, _name(type(part)), {held: text for held, text in texts.items() if text}
 
     def _called(self, name: str) -> str:
-        """The text of all that classes of modules have by this name."""
+        """The description of the attributes of this name in all modules' classes."""
         texts = []
         for owner, value in self._methods.get(name, ()):
             found = getattr(owner, name, None)
@@ -184,7 +185,7 @@ class ModelState:
         return ";".join(texts)
 
     def _weight(self, x: Any) -> str:
-        """Of a weight: its class and layout, and those of its parts."""
+        """The description of a weight: its class and layout, and the descriptions of its parts."""
         text = f"{_name(type(x))}{_layout(x)}"
         if is_joined(x):
             names, context = x.__tensor_flatten__()
@@ -193,7 +194,8 @@ class ModelState:
         return text
 
     def _text(self, value: Any, depth: int = 0) -> str:
-        """Of anything that code or a module refers to; empty for empty collections."""
+        """The description of any object to which code or a module refers; empty for an empty
+        collection."""
         kind = type(value)
         numbers = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
         if isinstance(value, _PLAIN) or numbers:
@@ -216,7 +218,7 @@ class ModelState:
             self._inside.discard(id(value))
 
     def _compound(self, value: Any, depth: int) -> str:
-        """Of an object that has others."""
+        """The description of an object that contains other objects."""
         kind, inner = type(value), partial(self._text, depth=depth)
         if isinstance(value, staticmethod | classmethod):
             return inner(value.__func__)
@@ -250,7 +252,7 @@ class ModelState:
         if _is_of(function, *_KNOWN):
             return _name(function)
         if id(function) not in self._texts:
-            self._texts[id(function)] = _name(function)  # should it call itself
+            self._texts[id(function)] = _name(function)  # in case it is recursive
             code, names = _compiled(function.__code__)
             space = function.__globals__
             imported = [x for name in names if isinstance(x := space.get(name), ModuleType)]
@@ -267,8 +269,8 @@ class ModelState:
         return self._texts[id(function)]
 
     def _reference(self, value: Any) -> str:
-        """Of what a function refers to. Of a collection its plain values; more is not looked at,
-        because registries fill while programs run."""
+        """The description of an object to which a function refers. Collections are described only
+        if they are lists or tuples of plain values, because registries grow while programs run."""
         if isinstance(value, tuple | list) and all(isinstance(x, _PLAIN) for x in value):
             return repr(value)
         if isinstance(value, type) and not _is_of(value, *_KNOWN, "transformers"):
@@ -279,16 +281,16 @@ class ModelState:
 
 
 def _bound(function: FunctionType) -> list[Any]:
-    """The default values of a function and the variables around it."""
+    """The default values and closure variables of a function."""
     found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):  # the cell is empty
             found.append(cell.cell_contents)
     return found
 
 
 def _is_config(value: Any) -> bool:
-    """Whether it is a config of transformers: the model's is in the key already."""
+    """Whether a value is a transformers config; the model's config is in the key already."""
     return any(base.__name__ == "PreTrainedConfig" for base in type(value).__mro__)
 
 
@@ -299,8 +301,8 @@ def _has_memory(x: Tensor) -> bool:
 def _getters(
     entries: Iterable[tuple[Any, str, Any]], getter: Callable[..., Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """The different owners of (owner, name, value); what gets a tuple of all values of each; and
-    these values of all owners in order."""
+    """From triples (owner, name, value): the distinct owners; for each, a getter that returns a
+    tuple of its values; and the values of all owners in order."""
     known: dict[int, tuple[Any, dict[str, Any]]] = {}
     for owner, name, value in entries:
         known.setdefault(id(owner), (owner, {}))[1][name] = value
@@ -325,7 +327,8 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_of(value: Any, *packages: str) -> bool:
-    """Whether a class, function or module, or the class of another object, is of one of these."""
+    """Whether a class, function or module, or the class of another object, is defined in one of
+    these packages."""
     if isinstance(value, ModuleType):
         defined = value.__name__
     elif isinstance(value, type | FunctionType | BuiltinFunctionType):
@@ -336,7 +339,7 @@ def _is_of(value: Any, *packages: str) -> bool:
 
 
 def _name(value: Any) -> str:
-    """Of a class, function or module, or of the class of another object."""
+    """The name of a class, function or module, or of the class of another object."""
     if isinstance(value, ModuleType):
         return value.__name__
     named = isinstance(value, type | FunctionType | BuiltinFunctionType)
@@ -349,7 +352,7 @@ def _layout(x: Tensor) -> tuple[list[int], list[int], torch.dtype]:
 
 
 def _compiled(code: CodeType) -> tuple[str, list[str]]:
-    """What a code object does, and the names that it and those within it use."""
+    """The description of a code object, and the names that it and the code objects in it use."""
     parts, names = [code.co_code.hex(), repr(code.co_names)], dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -364,7 +367,7 @@ def _compiled(code: CodeType) -> tuple[str, list[str]]:
 
 @cache
 def _versions() -> list[str]:
-    # A version of kvkeep that is being developed changes without its number.
+    # During development, kvkeep's code changes while its version number stays.
     source, root = hashlib.sha256(), Path(__file__).parents[2]
     for file in sorted([*root.glob("*.py"), *root.glob("[agh]*/**/*.py")]):  # attention, graph, hf
         source.update(file.read_bytes())
@@ -373,7 +376,7 @@ def _versions() -> list[str]:
 
 
 def _processor() -> list[str]:
-    """The instructions that the compiler may use."""
+    """A description of the processor's instruction set."""
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _flags()]
 
 

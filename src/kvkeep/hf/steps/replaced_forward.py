@@ -1,4 +1,4 @@
-"""ReplacedForward: a callable in place of the forward of an attached model."""
+"""ReplacedForward: the base of callables that replace the forward of an attached model."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _OF_A_STEP = frozenset(
         "attention_mask",
         "position_ids",
         "cache_position",
-        "logits_to_keep",  # there is one token
+        "logits_to_keep",  # no effect with one token
     )
 )
 _MORE_RESULTS = ("output_attentions", "output_hidden_states")
 _WITHOUT_EFFECT = {"use_cache": True, "return_dict": True} | dict.fromkeys(_MORE_RESULTS, False)
-"""Arguments that do not change the result of a step, with the values that have no effect."""
+"""Arguments, with the values by which they do not change the result of a step."""
 
 
 class ReplacedForward(ABC):
-    """A callable in place of the forward of an attached model, until `detach`.
+    """A callable that replaces the forward of an attached model until `detach`.
 
     Attributes:
         model: the attached model.
-        own: the forward that the model had.
+        own: the model's forward before.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.own: Callable[..., Any] = model.forward
-        self.__signature__ = inspect.signature(self.own)  # which `generate` reads
+        self.__signature__ = inspect.signature(self.own)  # read by `generate`
         self._names = tuple(self.__signature__.parameters)
 
     @property
     def replaced(self) -> Any:
-        """The model's earlier forward, if it was not its class's own; otherwise None."""
+        """The model's forward before, if it was not its class's own; otherwise None."""
         own = getattr(self.own, "__func__", None)
         return None if own is type(self.model).forward else self.own
 
@@ -56,7 +56,7 @@ class ReplacedForward(ABC):
         return dict(zip(self._names, args, strict=False)) | kwargs
 
     def is_step(self, given: Mapping[str, Any]) -> bool:
-        """Whether a call feeds one token a row, and asks for logits alone."""
+        """Whether a call feeds one token a row, and asks only for logits."""
         ids = given.get("input_ids")
         return (
             isinstance(ids, Tensor)
@@ -71,5 +71,5 @@ class ReplacedForward(ABC):
 
     @property
     def gives_more(self) -> bool:
-        """Whether the model's config asks for results beside logits."""
+        """Whether the model's config asks for results other than logits."""
         return any(getattr(self.model.config, name, False) for name in _MORE_RESULTS)

@@ -1,4 +1,4 @@
-"""Compiled steps on disk. Later processes find them by a key of the model and the inputs."""
+"""Compiled steps on disk. Later processes find them by a key of the model and by the inputs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvkeep.errors import MissingPackageError
 from kvkeep.files.atomic import PRIVATE_DIRECTORY, whole_file, write_all
 from kvkeep.home import home
 
-_MOST = 64  # programs that are kept: the most recently used
-_UNUSED = 90 * 86400  # seconds after which other files are removed
+_MOST = 64  # most programs that are kept: the most recently used
+_UNUSED = 90 * 86400  # seconds without use after which other files are removed
 
 
 def directory() -> Path | None:
-    """Where compiled steps are kept: $KVKEEP_STEPS, or `steps` in kvkeep's own directory. None:
-    nowhere, because the variable is empty, nothing can be written there, or others can."""
+    """The directory for compiled steps: $KVKEEP_STEPS, or `steps` in kvkeep's own directory. None:
+    the variable is empty, the directory cannot be written, or other users can write to it."""
     chosen = os.environ.get("KVKEEP_STEPS")
     if chosen == "":
         return None
@@ -34,7 +34,7 @@ def directory() -> Path | None:
 
 
 def _is_private(place: Path) -> bool:
-    """Whether only this user writes to a directory: what lies there is run."""
+    """Whether only this user can write to a directory, because code in it is run."""
     if os.name != "posix":
         return True
     about = place.stat()
@@ -42,10 +42,10 @@ def _is_private(place: Path) -> bool:
 
 
 def keep(program: bytes, name: str, description: Mapping[str, Any]) -> None:
-    """Let later processes find a compiled step, if there is a directory with room for it.
+    """Save a compiled step for later processes, if there is a directory with enough space.
 
     Args:
-        program: the content of its file.
+        program: the contents of its file.
         name: see `name_of`.
         description: values that `find` returns with the file, as JSON types.
     """
@@ -69,22 +69,22 @@ def name_of(key: str, inputs: Sequence[str], rows: int) -> str:
     """The name of a compiled step.
 
     Args:
-        key: of the model, see `ModelState.key`.
-        inputs: the names of the arguments that the step is given.
-        rows: their number of rows.
+        key: the model's key, see `ModelState.key`.
+        inputs: the names of the step's arguments.
+        rows: the number of rows of the arguments.
     """
     return f"{key}-{'-'.join(inputs)}-{rows}"
 
 
 def files_of(key: str) -> list[Path]:
-    """The programs of a model."""
+    """The programs of a model, by its key."""
     place = directory()
     found = [] if place is None else sorted(place.glob(f"{key}-*.pt2"))
     return [file for file in found if file.with_suffix(".json").exists()]
 
 
 def find(name: str) -> tuple[Path, dict[str, Any]] | None:
-    """The file of a compiled step and its description; None: there is none, or it is damaged."""
+    """The file of a compiled step and its description; None: it does not exist or is damaged."""
     place = directory()
     if place is None:
         return None
@@ -100,7 +100,7 @@ def find(name: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def used(key: str) -> int:
-    """How many tokens `note_use` has counted for a model; -1 if its steps cannot be compiled."""
+    """The tokens that `note_use` has counted for a model; -1: its steps cannot be compiled."""
     place = directory()
     try:
         return 0 if place is None else int((place / f"{key}.tokens").read_text())
@@ -109,7 +109,7 @@ def used(key: str) -> int:
 
 
 def note_use(key: str, tokens: int) -> None:
-    """Count tokens that a model has generated; -1: note that its steps cannot be compiled."""
+    """Count tokens that a model has generated; -1: record that its steps cannot be compiled."""
     place, before = directory(), used(key)
     if place is not None and before >= 0:
         total = before + tokens if tokens >= 0 else tokens
@@ -128,6 +128,6 @@ def _prune(place: Path) -> None:
         about.unlink(missing_ok=True)
         about.with_suffix(".pt2").unlink(missing_ok=True)
     kept = {about.stem for about in found[:_MOST]}
-    for file in (*place.glob("*.pt2"), *place.glob("*.tokens")):  # of killed processes, of others
+    for file in (*place.glob("*.pt2"), *place.glob("*.tokens")):  # e.g. of killed processes
         if file.stem not in kept and file.stat().st_mtime < time() - _UNUSED:
             file.unlink(missing_ok=True)

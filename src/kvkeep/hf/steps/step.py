@@ -28,13 +28,14 @@ class Signature(NamedTuple):
     """The inputs and outputs of a step's program.
 
     Args:
-        weights: the names of the model's parameters and buffers, or their parts, that it reads.
+        weights: the names of the model's parameters and buffers, or of their parts, that the
+            program reads.
         places: the indices of these weights among the program's inputs, ascending.
-        inputs: the other inputs, in order: the number of an argument, or, after all arguments, of a
-            state, or -1 - index for a ticket of the cache.
+        inputs: the other inputs, in order. A number i from 0 on is element i of all arguments
+            followed by all recurrent states; -1 - i is the ticket i of the cache.
         logits: the index of the logits among the results.
         output: the name of the class of the model's output.
-        states: the names of the states of recurrent layers, which it changes in place.
+        states: the names of the recurrent states, which the program changes in place.
     """
 
     weights: list[str]
@@ -67,15 +68,16 @@ class Step:
     def loaded(
         cls, model: PreTrainedModel, file: Path, description: Mapping[str, Any]
     ) -> Step | None:
-        """The step of a file; None if it cannot be loaded here."""
+        """The step in a file; None: it cannot be loaded in this process."""
         try:
             return cls(model, Package(file), Signature(**description))
         except (RuntimeError, OSError, TypeError, AttributeError, KeyError, StopIteration):
             return None
 
     def run(self, own: Sequence[Tensor], cache: Cache | RowsCache) -> Any:
-        """The model's output for contiguous token ids (B, 1), and positions, int64; None, with
-        nothing changed, while another thread runs the program, or for other states."""
+        """The model's output for `own`: contiguous token ids (B, 1), and positions if the program
+        takes them, int64. None, with nothing changed: another thread is running the program, or
+        the cache has other recurrent states."""
         tickets, states = cache.tickets, cache.carried.in_place()
         if states.keys() != {*self._states}:
             return None
@@ -107,19 +109,19 @@ def run_program(
 
 def is_compilable(model: PreTrainedModel) -> bool:
     """Whether a model may have programs: it is on the CPU, its weights are plain tensors or consist
-    of them, as torchao's do, and it has no PEFT adapters, which may be switched at any time."""
+    of plain tensors (torchao), and it has no PEFT adapters, which can be switched at any time."""
     adapted = any(hasattr(module, "base_layer") for module in model.modules())
     plain = all(is_plain(x) for weight in model.parameters() for _, x in parts(weight))
     return available and model.device.type == "cpu" and plain and not adapted
 
 
 def key_of(model: PreTrainedModel) -> str | None:
-    """The key of a model's programs, see `ModelState.key`; None if it can have none."""
+    """The key of a model's programs, see `ModelState.key`; None: it cannot have programs."""
     return ModelState(model).key() if is_compilable(model) else None
 
 
 def step_name(model: PreTrainedModel, given: Mapping[str, Tensor]) -> str | None:
-    """The name of the program of a step, by its arguments; None if there can be none."""
+    """The name of the program of a step, by its arguments; None: there can be no program."""
     key = key_of(model)
     return key and saved_steps.name_of(key, [*given], len(given["input_ids"]))
 

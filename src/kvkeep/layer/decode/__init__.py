@@ -1,1 +1,1 @@
-"""Decode steps, of one token a row, as calls of the native library."""
+"""Decode steps (one token a row) as calls of the native library."""

@@ -1,7 +1,7 @@
 """StepPlan: a layer's decode step (one token a row) as one call of the native library.
 
-In Python the stages of a step (checks, writing, describing the slots, attention, the policy) take
-longer than attention over a few hundred slots.
+A step in Python (checks, writing, describing the slots, calling attention, the policy) takes longer
+than attention over a few hundred slots.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ BEGUN, RUNNING, DONE = range(3)  # progress of a prepared step
 
 
 class StepPlan:
-    """A layer's decode steps (one token a row), packed once and made many times.
+    """A layer's decode steps (one token per row): a call packed once and repeated for new tokens.
 
-    A plan knows the next step as long as nothing else takes the layer's turn; otherwise it looks it
-    up. No other code beside `LayerCache` moves a layer's cursor.
+    After a step, the plan already has the numbers of the next one. If any other code takes the
+    layer's turn, the plan reads them again from the layer. Besides `LayerCache`, only plans move a
+    layer's cursor.
 
     Attributes:
         kind: kind of inputs that the plan accepts; see `kind_of`.
-        packed_kind: the same as a packed KvKind.
+        packed_kind: `kind` as a packed KvKind.
     """
 
     column: int
     """The column of the next token."""
     drops: int
-    """1 if the next step, before it writes the token, frees a slot that its query cannot reach."""
+    """1 if the next step frees, before it writes its token, a slot that its query cannot reach."""
     evicts: int
-    """Number of slots that the step frees afterwards; in total if heads compete for slots."""
+    """Number of slots that the next step frees after attention; of all heads if heads compete."""
     leaves: int
-    """1 if a token leaves the tail after attention."""
+    """1 if a token leaves the tail after attention of the next step."""
 
     def __init__(
         self, layer: Writing, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -95,10 +96,10 @@ class StepPlan:
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
-        # Truncation cannot undo what the policy learned.
+        # Truncation cannot undo changed scores.
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
-        # A share of the tokens fed, and a window that begins anew, are looked up each time.
+        # A budget that is a share, and chunked windows, must be looked up for each step.
         self._follows = policy.share is None and not isinstance(layer.window, Chunks)
         self._reach, self._budget = policy.reach, policy.budget
         self._in_blocks, self._free = slots.block > 1, 0
@@ -121,7 +122,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, layer: Writing, inputs: StepInputs) -> StepPlan | None:
-        """A plan for repeating the last step with new tokens; None if the library cannot."""
+        """A plan for repeating the last step with new tokens; None if the library cannot do so."""
         rule, slots, policy = rule_of(layer.policy), layer.cursor.slots, layer.policy
         if LIBRARY is None or rule is None or layer.cursor.history.geometry is None:
             return None
@@ -133,8 +134,8 @@ class StepPlan:
         if not plain or inputs.sinks is not None or inputs.until is not None:
             return None
         if layer.readers and policy.evicts and policy.reach is None:
-            return None  # the layer settles only after its readings
-        if rule.by_keys and layer.key_codec.centre:  # it would rank by keys without their centre
+            return None  # the layer settles only after its readers have attended
+        if rule.by_keys and layer.key_codec.centre:  # the library would rank keys less the centre
             return None
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
@@ -157,8 +158,8 @@ class StepPlan:
     # -- the next step ----------------------------------------------------------------------
 
     def ready(self, entries: int) -> bool:
-        """Whether the library can make the next step. Nothing is looked up if the turn has been
-        taken exactly `entries` times, that is, not since the last step."""
+        """Whether the library can make the next step. If the turn was not taken since its count was
+        `entries`, the numbers kept from the last step serve; otherwise they are looked up."""
         cursor = self.cursor
         if self._frees and (cursor.record_past or cursor.evicted is not None):
             return False
@@ -215,12 +216,13 @@ class StepPlan:
 
     def _decides(self, length: int, drops: int, budget: int | None) -> bool:
         """Determine which slots the next step frees and what its query sees. False if the policy
-        observes it in Python, if there is no room for its token, or if it would free frozen slots.
+        must observe the step in Python, if there is no room for its token, or if the step would
+        free frozen slots.
 
         Args:
             length: slots in use.
-            drops: number of these slots that the next query cannot reach.
-            budget: the policy's budget once the token is fed; None: it keeps all reachable slots.
+            drops: number of slots in use that the next query cannot reach.
+            budget: the policy's budget once the token is fed; None: all reachable slots are kept.
         """
         reach, window, columns = self._reach, self._sight.window, self.column
         if self._interval and any((columns + 1 - n) % self._interval == 0 for n in self._shifts):
@@ -240,7 +242,7 @@ class StepPlan:
                 return False
         elif self._before and (drops or self.evicts):
             return False
-        # Parts shorter than the longest free fewer slots before the token is written.
+        # A part shorter than the longest frees fewer slots before its token is written.
         spare = max(self._lengths) - drops
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
@@ -248,7 +250,7 @@ class StepPlan:
         return True
 
     def _surplus(self, budget: int) -> int:
-        """Number of slots over the budget after the token is written, before the policy evicts."""
+        """Number of slots over the budget once the token is written."""
         if self._rule.floor is not None:
             return sum(self._lengths) - (budget - 1) * len(self._lengths)
         return self._before + max(self._lengths) + 1 - self.drops - budget
@@ -262,7 +264,7 @@ class StepPlan:
         return not wants_gradients(*inputs[:3])
 
     def _takes_like(self, inputs: StepInputs) -> bool:
-        """Whether the inputs match the plan's kind, although `_exactly` differs."""
+        """Whether the inputs are of the plan's kind although `_exactly` differs."""
         plain = all(
             type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
             for x in inputs[:3]
@@ -272,8 +274,8 @@ class StepPlan:
     # -- a step -----------------------------------------------------------------------------
 
     def step(self, inputs: StepInputs) -> Tensor | None:
-        """Make a step; None, with nothing changed, if the library cannot. The caller holds the
-        layer's turn.
+        """Make a step. If the library cannot make it, return None; nothing has changed. The caller
+        holds the layer's turn.
 
         Raises:
             MemoryError: there is no scratch memory.
@@ -326,8 +328,8 @@ class StepPlan:
         """The packed KvSequences of the next step, one for each part.
 
         Args:
-            token: the index of the layer's first row among the tokens of the call.
-            contest: a number unique to this layer within the call.
+            token: index of the layer's first row among the tokens of the call.
+            contest: a number unique to this layer in the call.
         """
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
@@ -340,7 +342,7 @@ class StepPlan:
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
         for addresses, row, head, place in self._fixed:
             held = self._lengths[place]
-            # Shorter parts still have room for the slots that the longest part must free.
+            # A shorter part frees fewer slots, by the difference in length.
             spare = longest - held
             if self._first is not None:
                 given = self._first[row, head:].data_ptr()
@@ -369,11 +371,11 @@ class StepPlan:
 
     @property
     def looks(self) -> bool:
-        """Whether preparing a step requires its inputs."""
+        """Whether a step can be packed only with its inputs, which the policy must see."""
         return self._given
 
     def enter(self, inputs: StepInputs) -> None:
-        """Get the policy's plane values for the new token."""
+        """Ask the policy for its plane values of the new token."""
         k, v, position = inputs[1:4]
         if position is None:
             history, after = self.cursor.history, self.cursor.holes_after
@@ -383,7 +385,7 @@ class StepPlan:
         self._first = planes[given][:, :, 0].float().contiguous()
 
     def take_turn(self, entries: int) -> None:
-        """Begin a prepared step. Until `end` this thread holds the layer's turn.
+        """Begin a prepared step. This thread holds the layer's turn until `end`.
 
         Args:
             entries: the turn's count when the step was prepared.
@@ -409,17 +411,17 @@ class StepPlan:
                 self.count(cursor.turn.entries, position)
             elif state == BEGUN:
                 cursor.state = State.IDLE
-            elif cursor.state is State.WRITING:  # otherwise the layer raises until it is reset
+            elif cursor.state is State.WRITING:  # if MOVING, the layer raises until it is reset
                 cursor.take_back()
         finally:
             cursor.turn.__exit__(None, None, None)
 
     def count(self, entries: int, position: Tensor | None) -> None:
-        """Advance the layer's cursor past the written token, and determine the next step unless it
-        must be looked up.
+        """Advance the layer's cursor past the written token, and compute the next step's numbers
+        unless they must be looked up.
 
         Args:
-            entries: the turn's count before the next step, if nothing else takes it.
+            entries: the turn's count now; the next step checks that it is unchanged.
             position: positions of the token, if the caller knows them.
         """
         cursor = self.cursor
@@ -458,13 +460,13 @@ class StepPlan:
             self._entries = entries
 
     def _count_parts(self) -> bool:
-        """Count the token in each storage, which then frees spare capacity. Return whether all
+        """Set each storage's length after the step, and free spare capacity. Return whether all
         slots kept their addresses."""
         stay = True
         for index, length in zip(self._place, self._left.tolist(), strict=True):
             storage = self._storages[index]
             storage.extend_to(length)
-            if length < self._lengths[index]:  # spare capacity may be freed
+            if length < self._lengths[index]:
                 storage.truncate(length)
                 stay &= storage.capacity == self._capacities[index]
             self._lengths[index] = length
@@ -472,7 +474,7 @@ class StepPlan:
 
 
 def _no_plan() -> None:
-    """Replaces a plan in copies of a layer."""
+    """Takes the place of the plan in copies of a layer."""
     return None
 
 
@@ -487,7 +489,7 @@ def _exactly(inputs: StepInputs) -> tuple[object, ...]:
 
 
 def _strides(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of KvTokens, in bytes, where tokens are rows and parts are kv heads."""
+    """The strides of KvTokens, in bytes: by row for q, k, v and the output, then by kv head."""
     q, k, v = inputs[:3]
     size, group = q.element_size(), q.shape[1] // k.shape[1]
     rows = (*(x.stride(0) for x in (q, k, v)), out[1] * out[3])

@@ -10,7 +10,7 @@ from kvkeep.layer.step import StepInputs
 NOT_MADE = -1
 RAISED = 3  # KV_STEP_RAISED of native/abi.h
 _STATES = {0: DONE, FAILED: RUNNING}
-"""Progress by the KvStepResult of a call; every other result means that nothing changed."""
+"""Progress by the KvStepResult of a call; after any other result nothing has changed."""
 
 
 def require_memory(result: int, steps: int) -> None:
@@ -22,13 +22,14 @@ def require_memory(result: int, steps: int) -> None:
 class PreparedStep(Protocol):
     """A prepared step of one token a row. Call `begin`, then the library, and always `end`.
 
-    All layers are prepared before the first one runs: running weights evict Python's working set
-    from the processor's caches, which makes later Python several times slower.
+    All layers are prepared before the first one runs. Reading the model's weights evicts Python's
+    working set from the processor's caches, so Python between layers would run several times
+    slower.
 
     Attributes:
         sequences: packed KvSequences.
         count: number of KvSequences.
-        rows: number of their rows.
+        rows: number of rows of the step.
         kind: packed KvKind of the inputs that the step accepts.
     """
 
@@ -38,7 +39,7 @@ class PreparedStep(Protocol):
     kind: bytes
 
     def begin(self) -> None:
-        """Record the state before the step. From here to `end` this thread holds the layer."""
+        """Record the state before the step. This thread holds the layer's turn until `end`."""
 
     def end(self, result: int) -> None:
         """Count the token if the step was made; otherwise return to the state before it.
@@ -52,8 +53,8 @@ class Ready:
     """The prepared step of one layer. See `PreparedStep`.
 
     Args:
-        token: the index of the layer's first row among the tokens of the call.
-        contest: a number unique to this layer within the call.
+        token: index of the layer's first row among the tokens of the call.
+        contest: a number unique to this layer in the call.
     """
 
     def __init__(self, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
@@ -63,7 +64,7 @@ class Ready:
         self.rows, self.kind = plan.out_shape[0], plan.packed_kind
 
     def given(self, inputs: StepInputs) -> bytes:
-        """The packed KvSequences for a policy that needs a step's inputs."""
+        """The packed KvSequences, for a policy that must see the step's inputs first."""
         self.plan.enter(inputs)
         return self.plan.sequences(*self._place)
 

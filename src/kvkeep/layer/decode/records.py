@@ -1,6 +1,6 @@
 """The records of a decode step (one token a row) for the native library (`native/abi.h`).
 
-Everything that stays the same from step to step is packed once for each part of a layer's slots.
+Values that stay the same from step to step are packed once for each part of a layer's slots.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The properties of inputs that the packed records depend on."""
+    """The properties of a step's inputs on which the packed records depend."""
 
     q: Layout
     k: Layout
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 
 class PartRecords(NamedTuple):
-    """The packed records of one part, and the memory that they point to."""
+    """The packed records of one part, and the memory to which they point."""
 
     part: StepPart
     described: bytes | None
@@ -65,10 +65,10 @@ class PartRecords(NamedTuple):
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
     memory: Tensor | None
-    """The memory (B, H, n) of a KvRule that ranks by keys. Where it begins with 0, nothing is known
-    of a head's slots."""
+    """The memory (B, H, n) of a KvRule that ranks by keys. If a head's first number is 0, its slots
+    must be read again."""
     behind: PartRecords | None = None
-    """Of the encoded slots behind a tail."""
+    """The records of the encoded slots behind a plain tail; None: the part is no tail."""
 
     @property
     def moved(self) -> bool:
@@ -135,12 +135,12 @@ class LayerRecords(NamedTuple):
         )
 
     def _memory(self, planes: Planes, key_width: int) -> Tensor | None:
-        """The memory of a KvRule."""
+        """The memory of a KvRule that ranks by keys; None: the rule does not."""
         if not self.rule.by_keys:
             return None
         rows, heads, capacity = planes["k"].shape[:3]
         width = key_width + -key_width % 32
-        with torch.inference_mode(False):  # it is changed in any mode
+        with torch.inference_mode(False):  # so that it can be changed outside inference mode too
             return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
 
     def _step(
@@ -158,7 +158,7 @@ class LayerRecords(NamedTuple):
         keys, values = part.codecs.key.layout, part.codecs.value.layout
         assert keys is not None  # `possible` has checked it
         assert values is not None
-        # Values within keys are written as a part of these: no rows of their own are.
+        # Values that are elements of the keys are written with the keys: pass 0 rows of values.
         within = part.codecs.value.of_keys
         written = encoding(*((v[:0], planes, "k", PLAIN) if within else (v, planes, "v", values)))
         place = planes[POSITION]
@@ -210,7 +210,7 @@ class LayerRecords(NamedTuple):
 
 
 def possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:
-    """Whether the library can make a decode step with inputs like these in a part."""
+    """Whether the library can make a decode step in this part with inputs like `inputs`."""
     q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
     if part.storage.described() is None or len(rule.enter) > _MOST_SCORES:
         return False
@@ -260,7 +260,7 @@ _MOST_KINDS = 1024
 
 
 def kind_of(inputs: StepInputs) -> Kind:
-    """The kind of inputs, independent of their number of tokens; equal kinds are one object."""
+    """The kind of a step's inputs, whatever their number of tokens; equal kinds are one object."""
     q, k, v = map(_layout, inputs[:3])
     kind = Kind(q, k, v, inputs.scale, inputs.softcap)
     if len(_kinds) == _MOST_KINDS:
