@@ -11,6 +11,7 @@ from kvkeep.layer.beginning import begin_with
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import promised_bytes
 from kvkeep.spec import CacheSpec
+from kvkeep.storage import Growing, buffer
 from kvkeep.testing import live_tokens
 
 TEXT = 300
@@ -176,6 +177,20 @@ def test_native_steps_are_those_of_the_reference(text: list[Tensor], policy: str
         layer.reset()
         fed(layer, text, 90, 1)
     assert alike(native, plain)
+
+
+@pytest.mark.skipif(buffer.LIBRARY is None, reason="tensor operations read one segment")
+@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64", "snapkv:64,window=8"])
+def test_chunks_beyond_a_budget_need_no_room_of_their_own(
+    text: list[Tensor], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, roomy = budgeted(policy), budgeted(policy)
+    found = fed(layer, text, TEXT, 90)
+    monkeypatch.setattr(Growing, "make_room", lambda storage, slots: True)
+    assert found.equal(fed(roomy, text, TEXT, 90))
+    assert alike(layer, roomy)
+    several = roomy.slots.blocks.storage.reallocations
+    assert layer.slots.blocks.storage.reallocations <= 1 < several
 
 
 @pytest.mark.parametrize("plans", [True, False])

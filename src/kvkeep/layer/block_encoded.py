@@ -33,7 +33,7 @@ class BlockEncoded(LayerSlots):
     Args:
         codecs: with equal block lengths and equal `together`.
         storage: holds the tail; this object takes ownership. The blocks get an empty copy of it,
-            with its bound.
+            whose bound is this storage's bound less the plain tokens.
         own: names of the planes that a policy changes.
 
     Raises:
@@ -53,7 +53,10 @@ class BlockEncoded(LayerSlots):
                 f"codecs {names} read two storages together, blocks and a tail, but only one "
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
-        self._evicts = storage.bound is not None
+        bound = storage.bound
+        self._evicts = bound is not None
+        if bound:
+            storage.bound = bound - plain_count(*codecs, budget=bound)
         self.blocks = Undivided(codecs, own, storage.empty_copy())
         storage.bound = plain_count(*codecs) + codecs.key.together
         self.tail = Undivided(codecs.unencoded, own, storage)
@@ -154,9 +157,9 @@ class BlockEncoded(LayerSlots):
     def step_parts(self) -> tuple[StepPart, ...]:
         before, behind = self.blocks.segments(), None
         if self._evicts and before:
-            if len(before) > 1 or self.blocks.frozen.runs:
+            behind = next(iter(self.blocks.step_parts()), None)
+            if behind is None or behind.before:
                 return ()
-            (behind,) = self.blocks.step_parts()
         return tuple(
             x._replace(before=before + x.before, behind=behind) for x in self.tail.step_parts()
         )
