@@ -61,10 +61,10 @@ def tensors(n: int) -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("ids", r"input_ids has the shape \(6,\), without rows; give \(B, n\), .*ids\[None\]"),
+        ("ids", r"input_ids has the shape \(6,\), without rows; give \(B, n\): .*ids\[None\]"),
         ("list", r"input_ids is a list; give a tensor \(B, n\)"),
         ("mask", r"attention_mask has the shape \(6,\).*mask\[None\]"),
-        ("embeds", r"inputs_embeds has the shape \(6, 32\).*\(B, n, width\), .*embeds\[None\]"),
+        ("embeds", r"inputs_embeds has the shape \(6, 32\).*\(B, n, width\): .*embeds\[None\]"),
     ],
 )
 @pytest.mark.parametrize("spec", ["keep_all", "h2o:8"])

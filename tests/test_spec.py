@@ -77,7 +77,7 @@ def test_parse_and_print_are_inverse(policy, storage):
         ("knorm:8,sinks=-1", "at least 0"),
         ("knorm:8,keep_from=2,keep_to=11", "protects 9"),
         ("snapkv:8,pool=4", "odd"),
-        ("qh2o:8,mix=2", "from 0"),
+        ("qh2o:8,mix=2", "give 0 "),
         ("keep_all+int8:7", "multiple of 8"),
         ("keep_all:3", "takes no options"),
         ("window", "lacks 'size'; write window:1024"),

@@ -196,7 +196,7 @@ def test_a_call_that_compiles_nothing_says_so():
     options = {"max_new_tokens": 3, "do_sample": False}
     asked = CompileConfig(fullgraph=True, backend="eager", mode=None)
     asked._compile_all_devices = True
-    remedy = r"has no effect with the cache keep_all\+plain@growing.*@fixed.*compile=True"
+    remedy = r"compiles nothing with the cache keep_all\+plain@growing.*@fixed.*compile=True"
     with kvkeep.attach(model):
         expected = model.generate(ids, **options)
         for cache in (None, kvkeep.Cache(model)):

@@ -97,7 +97,7 @@ def test_the_caller_gives_the_scorer(model, saved, place, tmp_path, monkeypatch)
     monkeypatch.setattr(module, "_read", never)
     with pytest.raises(SavedCacheError, match="scorer=FILE"):
         kvkeep.load(path, model)
-    with pytest.raises(SpecError, match="another name"):
+    with pytest.raises(SpecError, match="rename the file"):
         kvkeep.load(path, model, scorer="a+b")
 
 

@@ -107,7 +107,7 @@ def test_replayed_steps_say_what_ordinary_steps_say(steps, family, spec):
     assert steps == ["eager", "eager", "recorded", *["replayed"] * 16]
     assert found.sequences.equal(ordinary.sequences)
     torch.testing.assert_close(
-        torch.stack(found.logits), torch.stack(ordinary.logits), atol=2e-5, rtol=1e-4
+        torch.stack(found.logits), torch.stack(ordinary.logits), atol=5e-5, rtol=1e-4
     )
     cache = found.past_key_values
     assert cache.fed == 28

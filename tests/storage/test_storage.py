@@ -135,7 +135,7 @@ def test_victims_that_are_no_slots(in_place, wrong):
         in_place.evict(torch.tensor([[wrong]]))
     assert content(in_place) == [[[0, 1, 2, 3, 4, 5]]]
     in_place.truncate(4)
-    with pytest.raises(ShapeError, match="different ones, 0 to 5"):
+    with pytest.raises(ShapeError, match="different slots, 0 to 5"):
         in_place.append_evicting(planes(4, 5), torch.tensor([[wrong]]))
     assert content(in_place) == [[[0, 1, 2, 3]]]
 

@@ -97,7 +97,7 @@ def _require_supported(
     """Raise UnsupportedError if a module asks for attention that no step computes."""
     asks = ""
     if inputs.q.shape[2] > 1 and not _is_causal(original, module, options):
-        asks = "lets tokens attend to later ones"
+        asks = "lets tokens attend to later tokens"
     elif options.get("position_bias") is not None:
         asks = "adds a position bias of its own to scores, which a kvkeep cache does not"
     if asks:
