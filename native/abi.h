@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 21;
+constexpr int KV_ABI = 22;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -252,7 +252,14 @@ struct KvSequence {
     int64_t contest;           // equal for heads of one row that compete for slots; 0: none
     int64_t safe;              // slots that each head of a contest keeps in any case
     const float* given;        // (rows, heads), for KV_ENTER_GIVEN; or null
+    const KvSequence* behind;  // the encoded slots behind a plain tail; or null
+    int64_t leaves;            // of those behind: 1 if the oldest token of the tail moves to them
+    int64_t sinks;             // of those behind: the tail keeps the first positions of a row
 };
+
+// Slots behind a tail are the last segment but one. Their policy's planes and numbers are those of
+// the tail, but for `slots` and `evicts`: the tail frees none itself, and they take no token but the
+// one that leaves it. x of their encodings gives the type of the tail's keys and values.
 
 enum KvStepResult : int {
     KV_STEP_DONE = 0,

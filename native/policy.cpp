@@ -157,23 +157,23 @@ void kv_forget(const KvSequence& step) {
         for (int64_t head = 0; head < s.call.heads; ++head) directions(s, row, head).slots = 0;
 }
 
-void kv_learn(const KvSequence& step, const float* mass, int64_t slots) {
+void kv_learn(const KvSequence& step, const float* mass, int64_t slots, int64_t stride) {
     const KvStep& s = *step.step;
     const KvRule& rule = s.rule;
     const int64_t heads = s.call.heads;
-    for (int64_t row = 0; row < s.call.rows; ++row, mass += heads * slots) {
+    for (int64_t row = 0; row < s.call.rows; ++row, mass += heads * stride) {
         if (rule.learn == KV_LEARN_MEAN) {
             float* score = plane_of(rule.planes[0], row, 0);
             for (int64_t i = 0; i < slots; ++i) {
                 float sum = 0;
-                for (int64_t head = 0; head < heads; ++head) sum += mass[head * slots + i];
+                for (int64_t head = 0; head < heads; ++head) sum += mass[head * stride + i];
                 score[i] = sum / (float)heads;
             }
             continue;
         }
         for (int64_t head = 0; head < heads; ++head) {
             float* score = plane_of(rule.planes[0], row, head);
-            const float* m = mass + head * slots;
+            const float* m = mass + head * stride;
             if (rule.learn == KV_LEARN_WEIGHTED) {
                 const float* other = plane_of(rule.planes[rule.count - 1], row, head);
                 instructions().ranking->weigh(score, m, other, slots);

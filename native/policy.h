@@ -10,8 +10,9 @@ void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot
 // Forgets what `KvRule.memory` holds, because slots were moved.
 void kv_forget(const KvSequence& step);
 
-// Learns from the mass (rows, heads, slots) of the step's query. `slots` includes the new token.
-void kv_learn(const KvSequence& step, const float* mass, int64_t slots);
+// Learns from the mass (rows, heads, slots) of the step's query. `slots` includes the new token;
+// heads are `stride` apart.
+void kv_learn(const KvSequence& step, const float* mass, int64_t slots, int64_t stride);
 
 // Frees those of `slots` slots that the policy no longer keeps, and stores how many are left.
 // Returns 0, or 1 if memory cannot be allocated.

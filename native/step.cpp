@@ -43,10 +43,17 @@ int64_t slots_after(const KvSequence& step) { return step.slots + !step.drops; }
 
 bool needs_mass(const KvSequence& step) { return step.step->rule.learn != KV_LEARN_NOTHING; }
 
+// Slots of segment i after a step writes.
+int64_t segment_slots(const KvSequence& step, int64_t i) {
+    const int64_t last = step.step->call.segment_count - 1;
+    if (i == last) return slots_after(step);
+    return step.behind && i + 1 == last ? step.behind->slots : step.segments[i].slots;
+}
+
 // Slots of all segments after a step writes.
 int64_t all_slots(const KvSequence& step) {
-    int64_t slots = slots_after(step);
-    for (int64_t i = 0; i + 1 < step.step->call.segment_count; ++i) slots += step.segments[i].slots;
+    int64_t slots = 0;
+    for (int64_t i = 0; i < step.step->call.segment_count; ++i) slots += segment_slots(step, i);
     return slots;
 }
 
@@ -85,8 +92,7 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
 bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors);
 
 // Copies or encodes a step's key to slot `slot`.
-bool write_key(const KvSequence& step, const char* key, int64_t slot, float* errors) {
-    KvEncoding e = step.step->key;
+bool write_key(const KvSequence& step, KvEncoding e, const char* key, int64_t slot, float* errors) {
     if (!step.step->call.centre) return write(e, key, slot, errors);
     std::vector<float> keys = centred_keys(step, key);
     const int64_t type = e.codes.type >= KV_I8 ? KV_F32 : e.x.type;
@@ -134,6 +140,21 @@ bool drop(const KvSequence& step) {
                      ranking.rows, ranking.heads, 1, step.slots, nullptr, 0);
 }
 
+// Adds the errors that the codes of a token will have once it leaves the tail, if the policy needs
+// them. The free slot to which it is encoded stays free.
+bool write_behind(const KvSequence& step, const Token& token, float* errors) {
+    const KvStep &s = *step.step, &behind = *step.behind->step;
+    const auto* planes = s.rule.planes;
+    if (std::none_of(planes, planes + s.rule.count,
+                     [](const KvScores& plane) { return plane.enter == KV_ENTER_ERROR; }))
+        return true;
+    KvEncoding key = behind.key, value = behind.value;
+    key.x = s.key.x, value.x = s.value.x;
+    return write_key(step, key, token.k, step.behind->slots, errors) &&
+           (!value.rows ||
+            write(value, token.v, step.behind->slots, errors + s.call.rows * s.call.heads));
+}
+
 // Frees a slot if asked to, and writes the token. Returns false if memory cannot be allocated.
 bool append(const KvSequence& step, const Token& token) {
     const KvStep& s = *step.step;
@@ -143,8 +164,9 @@ bool append(const KvSequence& step, const Token& token) {
         if (!drop(step)) return false;
         kv_forget(step);
     }
-    if (!write_key(step, token.k, slot, errors.data()) ||
-        !write(s.value, token.v, slot, errors.data() + count))
+    if (!write_key(step, s.key, token.k, slot, errors.data()) ||
+        !write(s.value, token.v, slot, errors.data() + count) ||
+        (step.behind && !write_behind(step, token, errors.data())))
         return false;
     const KvPlane& place = s.position;
     for (int64_t row = 0; row < s.call.rows; ++row)
@@ -159,8 +181,10 @@ bool append(const KvSequence& step, const Token& token) {
 int attend_alone(const KvSequence& step, const Token& token, float* mass) {
     const KvStep& s = *step.step;
     std::vector<KvSegment> segments(step.segments, step.segments + s.call.segment_count);
-    for (KvSegment& segment : segments) segment.queries.data = token.q;
-    segments.back().slots = slots_after(step);
+    for (int64_t i = 0; i < s.call.segment_count; ++i) {
+        segments[i].queries.data = token.q;
+        segments[i].slots = segment_slots(step, i);
+    }
     std::vector<int32_t> places, bounds;
     KvCall call = s.call;
     call.out = token.out;
@@ -323,8 +347,7 @@ class Together {
         for (int64_t i = from; i < to; ++i) {
             KvSegment segment = rows[first]->segments[i];
             const KvSequence& sequence = *rows[first];
-            if (i + 1 == sequence.step->call.segment_count)
-                segment.slots = slots_after(sequence);
+            segment.slots = segment_slots(sequence, i);
             segment.follows &= i > from;
             segment.shared = end - first > 1;
             for (KvPlane* plane : {&segment.k.plane, &segment.k.scale, &segment.k.zero,
@@ -385,11 +408,116 @@ int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masse
     return 0;
 }
 
+// The slot of a tail whose token leaves it: the oldest, but for the row's first tokens.
+int64_t leaving(const KvSequence& step, int64_t row, int64_t head) {
+    const KvPlane& place = step.step->position;
+    const auto* at = (const int32_t*)place.data + row * place.row + head * place.head;
+    int64_t oldest = 0;
+    uint32_t least = UINT32_MAX;
+    for (int64_t slot = 0; slot < slots_after(step); ++slot) {
+        const int32_t position = at[slot * place.slot];
+        const bool sink = position >= 0 && position < step.behind->sinks;
+        const uint32_t order = sink ? UINT32_MAX : (uint32_t)(position + 2);  // holes are at -2
+        if (order < least) least = order, oldest = slot;
+    }
+    return oldest;
+}
+
+// Encodes the tokens of slots `from`, one for each row and head, to slot `to`.
+bool encode_from(const KvEncoding& tail, const KvEncoding& behind, const std::vector<int64_t>& from,
+                 int64_t to) {
+    const int64_t size = element_bytes(tail.x.type), bytes = tail.width * size;
+    std::vector<char> tokens(from.size() * bytes);
+    for (int64_t i = 0; i < (int64_t)from.size(); ++i) {
+        const KvPlane& plane = tail.codes;
+        const int64_t row = i / tail.heads, head = i % tail.heads;
+        const int64_t at = row * plane.row + head * plane.head + from[i] * plane.slot;
+        memcpy(&tokens[i * bytes], (const char*)plane.data + at * size, bytes);
+    }
+    KvEncoding e = behind;
+    e.x.row = tail.heads * tail.width, e.x.head = tail.width;
+    return write(e, tokens.data(), to, nullptr);
+}
+
+// Moves a token from the tail, which keeps its order, to the slots behind it. Returns false if memory
+// cannot be allocated.
+bool leave(const KvSequence& step) {
+    const KvStep &tail = *step.step, &behind = *step.behind->step;
+    const int64_t rows = tail.call.rows, heads = tail.call.heads, to = step.behind->slots;
+    std::vector<int64_t> from;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t head = 0; head < heads; ++head)
+            from.push_back(leaving(step, row, tail.position_heads > 1 ? head : 0));
+    if (!encode_from(tail.key, behind.key, from, to) ||
+        (behind.value.rows && !encode_from(tail.value, behind.value, from, to)))
+        return false;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t head = 0; head < heads; ++head) {
+            const int64_t slot = from[row * heads + head];
+            if (head < tail.position_heads) {
+                const KvPlane &a = tail.position, &b = behind.position;
+                ((int32_t*)b.data)[row * b.row + head * b.head + to * b.slot] =
+                    ((const int32_t*)a.data)[row * a.row + head * a.head + slot * a.slot];
+            }
+            for (int64_t i = 0; i < tail.rule.count; ++i) {
+                const KvScores &a = tail.rule.planes[i], &b = behind.rule.planes[i];
+                if (head < a.heads)
+                    b.data[row * b.row + head * b.head + to] =
+                        a.data[row * a.row + head * a.head + slot];
+            }
+        }
+    for (int64_t p = 0; p < step.plane_count; ++p) {
+        const KvSlots& plane = step.planes[p];
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t head = 0; head < plane.heads; ++head) {
+                const int64_t slot = from[row * heads + head];
+                char* gone = (char*)plane.data + row * plane.row + head * plane.head + slot * plane.bytes;
+                memmove(gone, gone + plane.bytes, (slots_after(step) - 1 - slot) * plane.bytes);
+            }
+    }
+    return true;
+}
+
+// Learns from the mass of a tail and of the slots behind it.
+void learn(const KvSequence& step, const float* mass) {
+    const KvSequence& behind = *step.behind;
+    const KvRule &rule = step.step->rule, &other = behind.step->rule;
+    const int64_t first = behind.slots, slots = all_slots(step), heads = step.step->call.heads;
+    if (rule.learn != KV_LEARN_WEIGHTED) {
+        kv_learn(behind, mass, first, slots);
+        kv_learn(step, mass + first, slots - first, slots);
+        return;
+    }
+    std::vector<float> planes[2];  // the scores and the weights of all slots
+    const int64_t at[] = {0, rule.count - 1};
+    const auto each = [&](int64_t row, int64_t head, auto move) {
+        for (int i = 0; i < 2; ++i) {
+            const KvScores &a = other.planes[at[i]], &b = rule.planes[at[i]];
+            planes[i].resize(slots);
+            move(a.data + row * a.row + head * a.head, planes[i].data(), first);
+            move(b.data + row * b.row + head * b.head, planes[i].data() + first, slots - first);
+        }
+    };
+    for (int64_t row = 0; row < step.step->call.rows; ++row)
+        for (int64_t head = 0; head < heads; ++head, mass += slots) {
+            each(row, head, [](float* x, float* all, int64_t n) { std::copy_n(x, n, all); });
+            instructions().ranking->weigh(planes[0].data(), mass, planes[1].data(), slots);
+            each(row, head, [](float* x, float* all, int64_t n) { std::copy_n(all, n, x); });
+        }
+}
+
 // Learns from the mass, and frees slots.
 bool settle(const KvSequence& step, float* mass) {
-    *step.step->left = slots_after(step);
-    if (mass) kv_learn(step, mass, slots_after(step));
-    return !step.evicts || step.contest || !kv_free(step, slots_after(step));
+    const int64_t slots = slots_after(step);
+    *step.step->left = slots;
+    if (!step.behind) {
+        if (mass) kv_learn(step, mass, slots, slots);
+        return !step.evicts || step.contest || !kv_free(step, slots);
+    }
+    const KvSequence& behind = *step.behind;
+    if (mass) learn(step, mass);
+    if (behind.leaves && !leave(step)) return false;
+    return !behind.evicts || !kv_free(behind, behind.slots + behind.leaves);
 }
 
 // Frees the slots of the heads of each contest.

@@ -25,6 +25,7 @@ MIXED = [
     "keep_all+int8/int4",
     "keep_all+kivi",
     "h2o:9",
+    "h2o:40+int4:recent=8,sinks=2",
     "expected_attention:9",
     "keep_all@concat",
 ]

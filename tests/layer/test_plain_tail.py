@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvkeep.errors import StateError
+from kvkeep.layer.beginning import begin_with
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.stats import promised_bytes
 from kvkeep.spec import CacheSpec
+from kvkeep.storage import Growing, buffer
 from kvkeep.testing import live_tokens
 
 TEXT = 300
@@ -74,7 +78,8 @@ def test_a_crop_reaches_encoded_tokens(text: list[Tensor], back: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["h2o:64+{}", "window:64+{}", "keep_all+{}@fixed", "keep_all+{}@host"]
+    "spec",
+    ["adakv(h2o:64)+{}", "window:64+{}", "h2o:64+{}@fixed", "keep_all+{}@fixed", "h2o:64+{}@host"],
 )
 def test_other_layers_encode_tokens_as_they_arrive(text: list[Tensor], spec: str) -> None:
     late, once = made(spec.format("int4:recent=64")), made(spec.format("int4:recent=0,sinks=0"))
@@ -96,3 +101,182 @@ def test_drafts_taken_back_change_nothing(text: list[Tensor]) -> None:
     assert plain_positions(layer) == plain_positions(alone)
     out, expected = (fed(one, text, TEXT, 1) for one in (layer, alone))
     torch.testing.assert_close(out, expected)
+
+
+BUDGETS = ["h2o:64", "h2o:25%", "knorm:64", "tova:64", "random:40", "snapkv:64,window=8", "vlen:64"]
+"""Policies whose evicted slots are encoded, all with a tail of 16 and 4 tokens."""
+
+
+def budgeted(policy: str, centre: int = 256) -> LayerCache:
+    return made(f"{policy}+int4:recent=16,sinks=4,centre={centre}")
+
+
+def holding(layer: LayerCache) -> list[list[dict[int, Tensor]]]:
+    """By row and head: position -> its key and value."""
+    return [
+        [{p: torch.cat([k, v]) for p, k, v in zip(*head, strict=True)} for head in row]
+        for row in live_tokens(layer)
+    ]
+
+
+def alike(one: LayerCache, other: LayerCache, row: int = 0) -> bool:
+    """Whether a layer of one row holds the same, bit for bit, as a row of another layer."""
+    pairs = zip(holding(one)[0], holding(other)[row], strict=True)
+    return all(a.keys() == b.keys() and all(a[p].equal(b[p]) for p in a) for a, b in pairs)
+
+
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_under_a_budget_the_first_and_the_newest_tokens_are_plain(
+    text: list[Tensor], policy: str
+) -> None:
+    layer, exact = budgeted(policy), made(policy)
+    first = fed(layer, text, 150, 150)
+    torch.testing.assert_close(first, fed(exact, text, 150, 150))  # a chunk reads its own tokens
+    before = holding(layer)[0]
+    for stop in (151, 152, 190, TEXT):
+        fed(layer, text, stop, 1)
+        assert plain_positions(layer) == [*range(4), *range(stop - 16, stop)]
+        assert layer.length == layer.policy.at(stop).budget
+        geometry = layer.history.geometry
+        codecs = layer.key_codec, layer.value_codec
+        assert layer.live_bytes == promised_bytes(layer.policy, *codecs, stop, geometry)
+    coded = [p for p in before[0] if 4 <= p < 134]
+    for earlier, now in zip(before, holding(layer)[0], strict=True):
+        assert all(now[p].equal(earlier[p]) for p in coded if p in earlier and p in now)
+
+
+@pytest.mark.parametrize("budget", [2, 9, 20])
+def test_at_most_half_of_a_budget_is_plain(text: list[Tensor], budget: int) -> None:
+    layer = budgeted(f"h2o:{budget}")
+    fed(layer, text, 60, 7)
+    fed(layer, text, 90, 1)
+    assert len(plain_positions(layer)) == budget // 2
+    assert layer.length == budget
+
+
+@pytest.mark.parametrize("policy", ["knorm:64", "random:40"])
+def test_chunks_keep_what_single_tokens_keep(text: list[Tensor], policy: str) -> None:
+    layers = [budgeted(policy, centre=0) for _ in range(3)]
+    for layer, chunk in zip(layers, (1, 7, TEXT), strict=True):
+        fed(layer, text, TEXT, chunk)
+    assert alike(layers[0], layers[1])
+    assert alike(layers[0], layers[2])
+
+
+@pytest.mark.parametrize("policy", [*BUDGETS, "qh2o:64", "qvlen:64"])
+def test_native_steps_are_those_of_the_reference(text: list[Tensor], policy: str) -> None:
+    native, plain = budgeted(policy), budgeted(policy)
+    plain.plans = False
+    for layer in (native, plain):
+        fed(layer, text, 100, 100)
+    assert fed(native, text, TEXT, 1).equal(fed(plain, text, TEXT, 1))
+    assert native.next_plan() is not None
+    assert alike(native, plain)
+    for layer in (native, plain):
+        layer.restore(layer.state().copy())
+        layer.reset()
+        fed(layer, text, 90, 1)
+    assert alike(native, plain)
+
+
+@pytest.mark.skipif(buffer.LIBRARY is None, reason="tensor operations read one segment")
+@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64", "snapkv:64,window=8"])
+def test_chunks_beyond_a_budget_need_no_room_of_their_own(
+    text: list[Tensor], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, roomy = budgeted(policy), budgeted(policy)
+    found = fed(layer, text, TEXT, 90)
+    monkeypatch.setattr(Growing, "make_room", lambda storage, slots: True)
+    assert found.equal(fed(roomy, text, TEXT, 90))
+    assert alike(layer, roomy)
+    several = roomy.slots.blocks.storage.reallocations
+    assert layer.slots.blocks.storage.reallocations <= 1 < several
+
+
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64", "snapkv:64,window=8"])
+def test_rows_with_padding_are_as_alone(text: list[Tensor], policy: str, plans: bool) -> None:
+    starts = (0, 37, 190)
+    alone, together = [budgeted(policy, centre=0) for _ in starts], budgeted(policy, centre=0)
+    together.plans = plans
+    place = torch.arange(TEXT) - torch.tensor(starts)[:, None]
+    rows = [x.expand(len(starts), -1, -1, -1) for x in text]
+    at = 0
+    for n in (200, *[1] * 50, 3, *[1] * 47):
+        part = slice(at, at + n)
+        tokens = [x[:, :, part] for x in rows]
+        out = together.step(*tokens, place[:, part].clamp(min=-1), scale=0.2)
+        for row, (start, layer) in enumerate(zip(starts, alone, strict=True)):
+            own = slice(max(start, at), at + n)
+            expected = layer.step(*(x[:, :, own] for x in text), scale=0.2)
+            found = out[row : row + 1, :, n - expected.shape[2] :]
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        at += n
+    assert all(alike(layer, together, row) for row, layer in enumerate(alone))
+
+
+@pytest.mark.parametrize("policy", BUDGETS)
+def test_under_a_budget_drafts_taken_back_change_nothing(text: list[Tensor], policy: str) -> None:
+    layer, alone = budgeted(policy), budgeted(policy)
+    for one in (layer, alone):
+        fed(one, text, 90, 90)
+    layer.record_past = True
+    for stop in range(91, 260, 3):
+        fed(layer, text, stop + 4, 5)
+        layer.crop(stop - layer.fed)
+    layer.record_past = False
+    fed(alone, text, layer.fed, 1)
+    assert alike(layer, alone)
+    torch.testing.assert_close(fed(layer, text, TEXT, 1), fed(alone, text, TEXT, 1))
+
+
+@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64"])
+def test_under_a_budget_forks_and_copies_go_on_alike(text: list[Tensor], policy: str) -> None:
+    layer = budgeted(policy)
+    fed(layer, text, 150, 150)
+    copy = budgeted(policy)
+    copy.restore(layer.state().copy())
+    layer.freeze()
+    forks = [layer.fork() for _ in range(2)]
+    expected = fed(copy, text, TEXT, 1)
+    for fork in forks:
+        torch.testing.assert_close(fed(fork, text, TEXT, 1), expected)
+        assert alike(fork, copy)
+    assert layer.fed == 150
+
+
+@pytest.mark.parametrize("back", [1, 12, 40])
+def test_a_crop_before_the_first_eviction_is_exact(text: list[Tensor], back: int) -> None:
+    layer, alone = budgeted("knorm:200"), budgeted("knorm:200")
+    fed(layer, text, 90, 90)
+    fed(layer, text, 150, 1)
+    before = holding(layer)[0][0]
+    layer.crop(-back)
+    assert {p: x for p, x in before.items() if p < 150 - back}.keys() == holding(layer)[0][0].keys()
+    assert all(x.equal(before[p]) for p, x in holding(layer)[0][0].items())
+    fed(layer, text, TEXT, 9)
+    fed(alone, text, TEXT, 9)
+    assert layer.length == alone.length == 200
+
+
+def test_a_layer_begins_with_a_text_as_with_a_chunk(text: list[Tensor]) -> None:
+    stored = made("keep_all")
+    layer, chunk = (budgeted("knorm:64", centre=0) for _ in range(2))
+    fed(stored, text, 100, 100)
+    begin_with(layer, stored)
+    fed(chunk, text, 110, 110)
+    fed(layer, text, 110, 10)
+    assert alike(layer, chunk)
+
+
+def test_an_eviction_that_fails_is_noticed(
+    text: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = budgeted("h2o:64")
+    fed(layer, text, 100, 100)
+    monkeypatch.setattr(type(layer.slots.blocks), "evict", lambda *_: 1 / 0)
+    layer.plans = False
+    with pytest.raises(ZeroDivisionError):
+        fed(layer, text, 101, 1)
+    with pytest.raises(StateError, match="interrupted or failed"):
+        fed(layer, text, 102, 1)

@@ -96,7 +96,7 @@ def watched(monkeypatch):
         ("llama", "qh2o:8,recent=2+int8", padded),
         ("llama", "window:6,sinks=2+int8/int4", padded),
         ("falcon", "qh2o:8,recent=1,mix=0.2+int4:centre=0/int8", batched),
-        ("qwen3", "h2o:8,recent=2+int4:centre=0", padded),
+        ("qwen3", "h2o:8,recent=2+int4:centre=0,recent=0,sinks=0", padded),
         ("mistral", "h2o:8,recent=2", chunked),
         ("mistral", "window:8+int8", batched),
     ],

@@ -28,7 +28,7 @@ SPECS = [
     "window:40,sinks=2",
     "h2o:40",
     "h2o:200",
-    "knorm:40+int4",
+    "knorm:40+int4:recent=0,sinks=0",
     "adakv(h2o:24)",
     "adakv(h2o:200)",
 ]

@@ -28,7 +28,7 @@ SPECS: list[tuple[str, int | None]] = [
     ("vlen:8,recent=1,sinks=2,normalize=1", None),
     ("qh2o:8,recent=2+int8", None),
     ("qh2o:8,recent=1,mix=0.2+int4:centre=0/int8", None),
-    ("qvlen:8,recent=2,mix=0.7+int4:centre=0", None),
+    ("qvlen:8,recent=2,mix=0.7+int4:centre=0,recent=0,sinks=0", None),
     ("qvlen:8,normalize=1,sinks=1", None),
     ("tova:8", None),
     ("tova:8,recent=2,sinks=1,keep_from=4,keep_to=6", None),

@@ -46,8 +46,8 @@ class Codec(ABC):
     @property
     def together(self) -> int:
         """Number of tokens that a layer encodes at a time, when they leave its plain tail; a
-        multiple of `block`. 1: the layer has no tail, and encodes tokens as they arrive. If each
-        slot holds one token, a layer has a tail only if it evicts nothing and its storage grows."""
+        multiple of `block`. 1: the layer has no tail, and encodes tokens as they arrive. For layers
+        with a tail although each slot holds one token, see `kvkeep.layer.stats.has_tail`."""
         return self.block
 
     @property
@@ -125,15 +125,18 @@ class Codec(ABC):
         return q
 
 
-def encoded_count(tokens: int, *codecs: Codec) -> int:
-    """Number of `tokens` tokens that codecs with equal `together` encode; the rest stays plain."""
-    block = codecs[0].together
-    return max(0, tokens - plain_count(*codecs)) // block * block
+def encoded_count(tokens: int, *codecs: Codec, budget: int | None = None) -> int:
+    """Number of `tokens` tokens that codecs with equal `together` encode; the rest stays plain.
+    Under a budget tokens leave the tail one by one, so that its length is constant."""
+    block = codecs[0].together if budget is None else 1
+    return max(0, tokens - plain_count(*codecs, budget=budget)) // block * block
 
 
-def plain_count(*codecs: Codec) -> int:
-    """Number of tokens that these codecs keep plain, not counting tokens of an incomplete block."""
-    return max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
+def plain_count(*codecs: Codec, budget: int | None = None) -> int:
+    """Number of tokens that these codecs keep plain, not counting tokens of an incomplete block; at
+    most half of a budget."""
+    count = max(codec.tail for codec in codecs) + max(codec.sinks for codec in codecs)
+    return count if budget is None else min(count, budget // 2)
 
 
 _WARNS: ContextVar[bool] = ContextVar("warns", default=True)

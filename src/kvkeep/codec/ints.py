@@ -45,9 +45,11 @@ class Ints(Grouped):
     unless `hadamard` is False.
 
     Before that, the mean key of the first `centre` tokens is subtracted from keys (0: no centre);
-    see `kvkeep.attention.centre`. If a layer evicts nothing and its storage grows, the first
-    `sinks` tokens, the newest `recent` tokens and up to 31 more stay plain, so a chunk's queries
-    read the chunk's own tokens unencoded. In other layers tokens are encoded as they arrive.
+    see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` tokens, the newest
+    `recent` tokens and up to 31 more stay plain, so a chunk's queries read the chunk's own tokens
+    unencoded. A policy with a budget evicts none of the plain tokens: they are at most half of its
+    budget, without the up to 31 more. If the policy has a reach or heads have different lengths,
+    tokens are encoded as they arrive.
     """
 
     group: int = 32

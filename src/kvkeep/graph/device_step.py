@@ -212,7 +212,7 @@ class DeviceStep(Step):
             newest = newest - self._pads[:, None, None]
         rows = self._planes[POSITION].shape[0]
         state = dict(self._memory)
-        seen = layer.seeing(observation)._replace(
+        seen = layer.seeing(observation, layer.slots.decoded)._replace(
             position=observation.position, newest=newest.expand(rows, 1, 1), state=state
         )
         with torch.inference_mode():

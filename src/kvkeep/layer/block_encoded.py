@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from typing import final
 
@@ -14,10 +14,10 @@ from kvkeep.codec import Codec, encoded_count, plain_count
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart
+from kvkeep.layer.slots import Codecs, Decode, LayerSlots, Span, StepPart
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.undivided import Undivided
-from kvkeep.planes import POSITION, Planes, take
+from kvkeep.planes import POSITION, Chain, Planes, take
 from kvkeep.storage import Storage
 
 _BLOCKS = "bulk"  # the name of `blocks` in saved caches
@@ -26,19 +26,22 @@ _BLOCKS = "bulk"  # the name of `blocks` in saved caches
 @final
 class BlockEncoded(LayerSlots):
     """`blocks`, with one encoded token or block of tokens per slot, and a `tail` of plain tokens:
-    the newest tokens and the codecs' sinks. If each slot of `blocks` holds one token, and no row
-    has padding, both parts are in the order of positions, so encoded tokens can be cut off too.
+    the newest tokens and the codecs' sinks. If each slot of `blocks` holds one token, no row has
+    padding and no token was evicted, both parts are in the order of positions, so encoded tokens
+    can be cut off too. A policy observes all slots, and evicts slots of `blocks`.
 
     Args:
         codecs: with equal block lengths and equal `together`.
-        storage: holds the tail; this object takes ownership. The blocks get an empty copy of it.
+        storage: holds the tail; this object takes ownership. The blocks get an empty copy of it,
+            whose bound is this storage's bound less the plain tokens.
+        own: names of the planes that a policy changes.
 
     Raises:
         SpecError: the storage is fixed, so it may lack room for a prompt that is not encoded yet;
             or only one storage of this kind can be read at a time.
     """
 
-    def __init__(self, codecs: Codecs, storage: Storage) -> None:
+    def __init__(self, codecs: Codecs, storage: Storage, own: Collection[str] = ()) -> None:
         names = f"{codecs.key.name}/{codecs.value.name}"
         if storage.limited:
             raise SpecError(
@@ -50,12 +53,16 @@ class BlockEncoded(LayerSlots):
                 f"codecs {names} read two storages together, blocks and a tail, but only one "
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
-        self.blocks = Undivided(codecs, (), storage.empty_copy())
+        bound = storage.bound
+        self._evicts = bound is not None
+        if bound:
+            storage.bound = bound - plain_count(*codecs, budget=bound)
+        self.blocks = Undivided(codecs, own, storage.empty_copy())
         storage.bound = plain_count(*codecs) + codecs.key.together
-        self.tail = Undivided(codecs.unencoded, (), storage)
+        self.tail = Undivided(codecs.unencoded, own, storage)
         self.codecs = self.tail.codecs
         self.block, self._each = codecs.key.together, codecs.key.block
-        self._torn = False
+        self._own, self._torn = own, False
 
     @property
     def storage(self) -> Storage:
@@ -63,7 +70,7 @@ class BlockEncoded(LayerSlots):
 
     @property
     def length(self) -> int:
-        return self.blocks.length * self._each + self.tail.length - self.hidden
+        return self.blocks.length * self._each + self.tail.length - self.tail.hidden
 
     @property
     def capacity(self) -> int:
@@ -97,34 +104,80 @@ class BlockEncoded(LayerSlots):
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self.tail.add(k.to(v.dtype), v, own)  # keys less a centre may be float32
 
-    def evictable(self) -> Planes:
-        return self.tail.evictable()
-
-    def keep(self, name: str, plane: Tensor) -> None:
-        self.tail.keep(name, plane)
-
-    def evict(self, victims: Tensor) -> None:
-        self.tail.evict(victims)
-
-    def step_parts(self) -> tuple[StepPart, ...]:
-        before = self.blocks.segments()
-        return tuple(x._replace(before=before + x.before) for x in self.tail.step_parts())
-
-    def step_state(self) -> tuple[object, ...]:
-        return self.blocks.length, self.blocks.step_state(), self.tail.step_state()
-
-    def fills(self, tokens: int) -> bool:
-        return encoded_count(self.tail.length - self.hidden + tokens, *self.blocks.codecs) > 0
+    @property
+    def hidden(self) -> int:  # type: ignore[override]
+        return sum(self.hides)
 
     @property
-    def waiting(self) -> int:
-        return encoded_count(self.tail.length - self.hidden, *self.blocks.codecs)
+    def hides(self) -> tuple[int, ...]:
+        return self.blocks.hidden, self.tail.hidden
 
-    def encode_waiting(self, *, hide: bool = False) -> bool:
+    @hides.setter
+    def hides(self, counts: tuple[int, ...]) -> None:
+        self.blocks.hidden, self.tail.hidden = counts
+
+    def errors(self, k: Tensor, v: Tensor) -> Tensor:
+        return self.blocks.errors(k, v)
+
+    def evictable(self) -> Planes:
+        return self.blocks.evictable()
+
+    @property
+    def _observed(self) -> list[Undivided]:
+        """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
+        some = [self.blocks, self.tail] if self._evicts else [self.tail]
+        return [slots for slots in some if slots.length] or [self.tail]
+
+    def observed(self) -> Planes:
+        links = [slots.evictable() for slots in self._observed]
+        return links[0] if len(links) == 1 else Chain(links, links[0][POSITION].shape[0])
+
+    def decoded(self, of: Decode, planes: Planes) -> Tensor:
+        return self.blocks.decoded(of, planes)
+
+    def observed_decoded(self, of: Decode, planes: Planes) -> Tensor:
+        some = self._observed
+        return torch.cat([slots.decoded(of, slots.evictable()) for slots in some], dim=2)
+
+    def keep(self, name: str, plane: Tensor) -> None:
+        some = self._observed
+        if len(some) == 1:
+            some[0].keep(name, plane)
+            return
+        pieces = torch.split(plane, [slots.length for slots in some], dim=2)
+        for slots, piece in zip(some, pieces, strict=True):
+            slots.write_plane(name, piece)
+
+    def evict(self, victims: Tensor) -> None:
+        self.blocks.evict(victims)
+
+    def hide(self, victims: Tensor, count: int) -> None:
+        self.blocks.hide(victims, count)
+
+    def step_parts(self) -> tuple[StepPart, ...]:
+        before, behind = self.blocks.segments(), None
+        if self._evicts and before:
+            behind = next(iter(self.blocks.step_parts()), None)
+            if behind is None or behind.before:
+                return ()
+        return tuple(
+            x._replace(before=before + x.before, behind=behind) for x in self.tail.step_parts()
+        )
+
+    def step_state(self) -> tuple[object, ...]:
+        length = self.blocks.length
+        fixed = length > 0 if self._evicts else length
+        return fixed, self.blocks.step_state(), self.tail.step_state()
+
+    def waiting(self, budget: int | None, more: int = 0) -> int:
+        tokens = self.tail.length - self.tail.hidden + more
+        return encoded_count(tokens, *self.blocks.codecs, budget=budget)
+
+    def encode_waiting(self, count: int, *, hide: bool = False) -> bool:
         planes = self.tail.evictable()
         order = order_of_encoding(planes[POSITION], *self.blocks.codecs)
-        first = self.hidden  # hidden slots come first in the order: their position is -1
-        oldest = order[:, :, first : first + self.waiting]
+        first = self.tail.hidden  # hidden slots come first in the order: their position is -1
+        oldest = order[:, :, first : first + count]
         taken = take(planes, oldest)
         position = taken[POSITION]
         held = self.codecs.decode(taken, taken["k"].dtype)
@@ -133,10 +186,11 @@ class BlockEncoded(LayerSlots):
         if self._each > 1:
             position = position.reshape(*position.shape[:2], -1, self._each)
         encoded[POSITION] = position
+        encoded |= {name: taken[name] for name in self._own}
         self.blocks.append(encoded)
         end = first + oldest.shape[2]
         if hide:
-            self.hide(order[:, :, :end], end)
+            self.tail.hide(order[:, :, :end], end)
         elif self._each == 1:
             return self._keep(order[:, :, end:]) and bool((position >= 0).all())
         else:
@@ -145,10 +199,11 @@ class BlockEncoded(LayerSlots):
 
     def free_hidden(self) -> bool:
         if self._each > 1:
-            return super().free_hidden()
+            return self.tail.free_hidden()
+        exact = not self.blocks.hidden or self.blocks.free_hidden()
         order = self.tail.evictable()[POSITION].argsort(dim=2, stable=True)
-        kept, self.hidden = order[:, :, self.hidden :], 0
-        return self._keep(kept)
+        kept, self.tail.hidden = order[:, :, self.tail.hidden :], 0
+        return self._keep(kept) and exact
 
     def _keep(self, index: Tensor) -> bool:
         """Keep only the slots of the tail at `index`, in the order of their positions. Return
@@ -159,10 +214,6 @@ class BlockEncoded(LayerSlots):
         self.tail.reset()
         self.tail.append(kept)
         return bool((place >= 0).all())
-
-    def hide(self, victims: Tensor, count: int) -> None:
-        self.tail.thaw()
-        super().hide(victims, count)
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
         # From the newest on: the tail's tokens except its sinks, then the encoded tokens.
@@ -186,7 +237,7 @@ class BlockEncoded(LayerSlots):
     def reset(self) -> BlockEncoded:
         self.blocks.reset()
         self.tail.reset()
-        self._torn, self.hidden = False, 0
+        self._torn = False
         return self
 
     def parts(self) -> dict[str, Planes]:

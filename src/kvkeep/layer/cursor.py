@@ -31,11 +31,11 @@ class State(Enum):
 
 class Before(NamedTuple):
     """The changing part of a layer's state before a token. `planes`: copies of the positions and
-    the policy's planes; `mark` and `hidden`: the slots' `mark()` and `hidden`."""
+    the policy's planes; `mark` and `hides`: the slots' `mark()` and `hides`."""
 
     history: History
     mark: tuple[int, ...]
-    hidden: int
+    hides: tuple[int, ...]
     planes: Mapping[str, Tensor]
 
 
@@ -186,10 +186,10 @@ class Cursor:
         del self.journal[self.entries :]
         held: dict[str, Tensor] = {}
         if self.history.columns:
-            planes = self.slots.evictable()
+            planes = self.slots.observed()
             held = {name: planes[name].clone() for name in (*names, POSITION)}
         history = _copied(self.history)
-        self.journal.append(Before(history, self.slots.mark(), self.slots.hidden, held))
+        self.journal.append(Before(history, self.slots.mark(), self.slots.hides, held))
 
     def put_back(self, index: int) -> None:
         """Return to the state of journal entry `index`."""
@@ -200,12 +200,12 @@ class Cursor:
         changed = dict(before.planes)
         if not self.slots.hidden:  # no position has changed, and frozen planes cannot be written
             changed.pop(POSITION, None)
-        planes = self.slots.evictable()
+        planes = self.slots.observed()
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
             for name, plane in changed.items():
                 planes[name].copy_(plane)
                 self.slots.keep(name, planes[name])
-        self.slots.hidden = before.hidden
+        self.slots.hides = before.hides
         self.history = _copied(before.history)
         del self.journal[index:]
         if not self.history.columns:

@@ -113,7 +113,7 @@ class Drafts(Writing):
         certain = prompt.columns - self.cursor.history.columns
         if certain > 0:
             return min(left, certain, prompt.chunk or certain)
-        return 1 if self.by_token or self.cursor.slots.fills(left) else left
+        return 1 if self.by_token or self.cursor.slots.waiting(None, left) else left
 
     def _recorded(self, inputs: StepInputs, attend: Attend | None) -> Tensor:
         """A step in pieces that a crop can remove. If it fails, the whole step is undone; if that

@@ -23,7 +23,7 @@ from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.new_slots import new_slots
 from kvkeep.layer.sight import Sight, Sighted
 from kvkeep.layer.slots import LayerSlots
-from kvkeep.layer.stats import LayerStats
+from kvkeep.layer.stats import LayerStats, has_tail
 from kvkeep.layer.step import Slopes, StepInputs, driven
 from kvkeep.planes import LAST, Chunks, Planes, own_window, slot_count
 from kvkeep.policy import Policy
@@ -114,6 +114,7 @@ class LayerCache(Drafts):
             own=self._planes_of_policy,
             ragged=policy.ragged,
             budget=policy.budget + policy.room if policy.budget else 0 if policy.evicts else None,
+            tail=has_tail(policy, key_codec, value_codec),
         )
         self.cursor, self._checks = Cursor(slots), Checks()
         self.by_token = not _settles_alone(policy)

@@ -21,6 +21,7 @@ def new_slots(
     own: Collection[str] = (),
     ragged: bool = False,
     budget: int | None = None,
+    tail: bool = False,
 ) -> LayerSlots:
     """Make the slots of an empty layer.
 
@@ -31,6 +32,7 @@ def new_slots(
         ragged: heads may have different lengths.
         budget: most slots that stay after a step; 0: the policy evicts to a number that changes;
             None: the policy keeps all slots.
+        tail: whether the newest tokens stay plain for a while, if the storage grows.
 
     Raises:
         SpecError: the codecs, the storage and ragged heads cannot be combined.
@@ -45,13 +47,7 @@ def new_slots(
     if ragged:
         storage.bound = None if budget is None else 0  # a head's share of the budget changes
         return ByHead(codecs, storage)
-    if key_codec.block > 1 or (budget is None and storage.lasting and _has_tail(codecs, storage)):
-        return BlockEncoded(codecs, storage)
     storage.bound = budget
+    if key_codec.block > 1 or (tail and storage.lasting and not storage.limited):
+        return BlockEncoded(codecs, storage, own)
     return Undivided(codecs, own, storage)
-
-
-def _has_tail(codecs: Codecs, storage: Storage) -> bool:
-    """Whether tokens that are encoded one by one stay plain for a while."""
-    key, value = codecs
-    return key.together == value.together > 1 and not storage.limited

@@ -15,9 +15,9 @@ from kvkeep.attention import Attend, dispatch_several, several_at_once
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
-from kvkeep.layer.decode.plan import FAILED, UNLIKE, Kind, kind_of
+from kvkeep.layer.decode.plan import FAILED, UNLIKE
 from kvkeep.layer.decode.ready import NOT_MADE, RAISED, Ready, require_memory
-from kvkeep.layer.decode.records import SEQUENCE, step_tokens
+from kvkeep.layer.decode.records import SEQUENCE, Kind, kind_of, step_tokens
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import Phases, StepInputs, finished, require_causal

@@ -3,6 +3,9 @@ have read them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from kvkeep.codec import Codec
 from kvkeep.errors import StateError
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.sight import Sight
-from kvkeep.layer.slots import Codecs
+from kvkeep.layer.slots import Codecs, Decode
 from kvkeep.layer.step import Slopes, StepInputs
 from kvkeep.planes import POSITION, OwnWindow, Planes, positions_of
 from kvkeep.policy import Observation, Policy
@@ -72,17 +75,25 @@ class Settling:
         the crop."""
         return self.by_token or self.cursor.slots.block > 1
 
-    def seeing(self, observation: Observation | None) -> Observation:
-        """The observation, completed with the layer's own state."""
-        cursor, codecs = self.cursor, self.codecs
+    def seeing(
+        self, observation: Observation | None, decoded: Callable[[Decode, Planes], Tensor]
+    ) -> Observation:
+        """The observation, completed with the layer's own state. `decoded`: decodes the slots that
+        the policy is shown."""
+        cursor = self.cursor
+
+        def keys(planes: Planes) -> Tensor:
+            found, centre = decoded(Codecs.keys, planes), self.centre
+            return found if centre is None else centre.added(found, planes[POSITION])
+
         return (observation or Observation())._replace(
             position=cursor.chunk,
             newest=cursor.history.newest,
             window=self.window,
             rotary=self.rotary,
             state=cursor.history.memory,
-            keys=self._keys,
-            values=lambda planes: codecs.values(planes, torch.float32),
+            keys=keys,
+            values=partial(decoded, Codecs.values),
         )
 
     @property
@@ -106,54 +117,52 @@ class Settling:
             self._turns = turns
         return turns
 
-    def _keys(self, planes: Planes) -> Tensor:
-        keys, centre = self.codecs.keys(planes, torch.float32), self.centre
-        return keys if centre is None else centre.added(keys, planes[POSITION])
+    def _observe(self, observation: Observation | None) -> None:
+        """Pass the observation, if any, to the policy."""
+        cursor, slots = self.cursor, self.cursor.slots
+        policy = self.policy.at(cursor.history.columns)
+        if observation is None or not policy.observes:
+            return
+        planes, seen = slots.observed(), self.seeing(observation, slots.observed_decoded)
+        with cursor.moved(), torch.inference_mode():  # changes planes made in any mode in place
+            policy.observe(planes, seen)
+            for name in self._planes_of_policy:
+                slots.keep(name, planes[name])
 
     def _evict(
         self, count: int, observation: Observation | None = None, *, hide: bool = False
     ) -> None:
-        """Pass the observation, if any, to the policy, and free `count` slots; with `hide`, hide
-        them until the next crop. A `count` of 0 or less frees none."""
+        """Free `count` slots, or with `hide` hide them until the next crop. A `count` of 0 or less
+        frees none. `observation`: the step that the policy has observed. The caller has called
+        `moved`."""
+        if count <= 0:
+            return
         cursor, slots = self.cursor, self.cursor.slots
         policy = self.policy.at(cursor.history.columns)
-        observes = observation is not None and policy.observes
-        if not observes and count <= 0:
-            return
-        planes, seen = slots.evictable(), self.seeing(observation)
-        with cursor.moved():
-            if observes:
-                with torch.inference_mode():  # allows in-place changes of planes made in any mode
-                    policy.observe(planes, seen)
-                    for name in self._planes_of_policy:
-                        slots.keep(name, planes[name])
-            if count > 0:
-                victims = policy.victims(count, planes, seen)
-                if cursor.evicted is not None:
-                    cursor.evicted.append(positions_of(victims, planes))
-                if hide:
-                    slots.hide(victims, count)
-                else:
-                    slots.evict(victims)
-                cursor.history.floor = cursor.history.columns
+        planes, seen = slots.evictable(), self.seeing(observation, slots.decoded)
+        victims = policy.victims(count, planes, seen)
+        if cursor.evicted is not None:
+            cursor.evicted.append(positions_of(victims, planes))
+        if hide:
+            slots.hide(victims, count)
+        else:
+            slots.evict(victims)
+        cursor.history.floor = cursor.history.columns
 
     def _fit(self, observation: Observation | None = None, *, hide: bool = False) -> None:
-        """Evict down to the budget, and encode full blocks. With `hide`, no slot is freed;
-        otherwise all tokens fed become certain."""
+        """Encode the tokens that leave the tail, and evict down to the budget. With `hide`, no slot
+        is freed; otherwise all tokens fed become certain."""
         cursor, slots = self.cursor, self.cursor.slots
-        if slots.hidden and not hide:
-            self._evict(0, observation)  # the mass includes hidden slots, so before freeing them
-            observation = None
-            with cursor.moved():
-                if not slots.free_hidden():
-                    cursor.history.floor = cursor.history.columns
+        self._observe(observation)  # the mass includes hidden slots, so before freeing them
         budget = self.policy.at(cursor.history.columns).budget
-        surplus = 0 if budget is None else slots.surplus(budget)
-        self._evict(surplus, observation, hide=hide)
-        if slots.waiting:
-            with cursor.moved():
-                if not slots.encode_waiting(hide=hide):
-                    cursor.history.floor = cursor.history.columns
+        with cursor.moved():  # once tokens are encoded, the step cannot be undone
+            exact = hide or not slots.hidden or slots.free_hidden()
+            if waiting := slots.waiting(budget):
+                exact &= slots.encode_waiting(waiting, hide=hide)
+            if not exact:
+                cursor.history.floor = cursor.history.columns
+            if budget is not None:
+                self._evict(slots.surplus(budget), observation, hide=hide)
         if not hide:
             cursor.journal = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -54,6 +54,10 @@ class Codecs(NamedTuple):
         return error if self.value.of_keys else error + norms(v.float() - found[1])
 
 
+Decode = Callable[[Codecs, Planes, torch.dtype], Tensor]
+"""`Codecs.keys` or `Codecs.values`."""
+
+
 class Span(NamedTuple):
     """Adjacent slots in the same state.
 
@@ -71,7 +75,8 @@ class StepPart(NamedTuple):
     it, after the segments `before`, which steps do not change.
 
     `row`, `head`: index of the part's only row or head; None: all. `place`: the row's index in the
-    storage.
+    storage. `behind`: the slots, the last of `before`, to which this part's tokens move, if the
+    part is a plain tail.
     """
 
     codecs: Codecs
@@ -80,6 +85,7 @@ class StepPart(NamedTuple):
     row: int | None = None
     head: int | None = None
     place: int = 0
+    behind: StepPart | None = None
 
     @property
     def planes(self) -> Planes:
@@ -122,6 +128,16 @@ class LayerSlots(ABC):
     hidden: int = 0
     """Number of hidden slots in each row and head; if heads have their own parts, summed over
     heads."""
+
+    @property
+    def hides(self) -> tuple[int, ...]:
+        """`hidden`, one number for each of the parts that hide slots separately. Can be set."""
+        return (self.hidden,)
+
+    @hides.setter
+    def hides(self, counts: tuple[int, ...]) -> None:
+        (self.hidden,) = counts
+
     block: int = 1
     """How many tokens are encoded together."""
     single: ClassVar[bool] = False
@@ -213,9 +229,22 @@ class LayerSlots(ABC):
         """The planes of all slots that can be evicted, as one set; views if one storage holds
         them."""
 
+    def observed(self) -> Planes:
+        """The planes of all slots whose policy's planes or positions can change, as one set, in the
+        order of the segments; views if one storage holds them."""
+        return self.evictable()
+
+    def decoded(self, of: Decode, planes: Planes) -> Tensor:
+        """Keys or values of the slots of `evictable()`, in float32."""
+        return of(self.codecs, planes, torch.float32)
+
+    def observed_decoded(self, of: Decode, planes: Planes) -> Tensor:
+        """Keys or values of the slots of `observed()`, in float32."""
+        return self.decoded(of, planes)
+
     @abstractmethod
     def keep(self, name: str, plane: Tensor) -> None:
-        """Write the changed plane `name` of `evictable()` back to the slots, if it is a copy."""
+        """Write the changed plane `name` of `observed()` back to the slots, if it is a copy."""
 
     def surplus(self, budget: int) -> int:
         """Number of slots over a budget per head."""
@@ -254,17 +283,12 @@ class LayerSlots(ABC):
         self.hidden = 0
         return False
 
-    def fills(self, tokens: int) -> bool:
-        """Whether `tokens` more tokens fill a block."""
-        return False
-
-    @property
-    def waiting(self) -> int:
-        """Number of plain tokens that fill whole blocks."""
+    def waiting(self, budget: int | None, more: int = 0) -> int:
+        """Number of plain tokens to encode under a budget per head, once `more` were added."""
         return 0
 
-    def encode_waiting(self, *, hide: bool = False) -> bool:
-        """Encode the `waiting` oldest plain tokens, then free their plain slots, or hide them.
+    def encode_waiting(self, count: int, *, hide: bool = False) -> bool:
+        """Encode the `count` oldest plain tokens, then free their plain slots, or hide them.
         Return whether `cut` can still remove any number of the newest tokens."""
         raise NotImplementedError("no tokens wait to be encoded")
 

@@ -28,6 +28,15 @@ class LayerStats:
     kept: float = 1.0
 
 
+def has_tail(policy: Policy, key_codec: Codec, value_codec: Codec) -> bool:
+    """Whether a layer whose storage grows leaves tokens plain for a while. A reach must not make
+    results depend on chunks, and heads of different lengths have storages of their own."""
+    if key_codec.block > 1:
+        return True
+    late = key_codec.together == value_codec.together > 1
+    return late and policy.reach is None and not policy.ragged
+
+
 def slot_planes(
     policy: Policy, key_codec: Codec, value_codec: Codec, geometry: Geometry
 ) -> dict[str, PlaneSpec]:
@@ -51,9 +60,9 @@ def promised_bytes(
         specs = slot_planes(policy, key, value, geometry)
         return sum(spec.slot_bytes(geometry.heads) for spec in specs.values())
 
-    block, late = key_codec.block, key_codec.together == value_codec.together > 1
-    late = late and not policy.evicts
-    encoded = encoded_count(kept, key_codec, value_codec) if late else kept
-    each = encoded // block * slot_bytes(key_codec, value_codec)
+    encoded = kept
+    if has_tail(policy, key_codec, value_codec):
+        encoded = encoded_count(kept, key_codec, value_codec, budget=budget)
+    each = encoded // key_codec.block * slot_bytes(key_codec, value_codec)
     waiting = slot_bytes(key_codec.waiting(Plain()), value_codec.waiting(Plain()))
     return geometry.rows * (each + (kept - encoded) * waiting)

@@ -102,16 +102,20 @@ class Undivided(LayerSlots):
             write(k, v, own, slots, *codecs)
 
         self._rows, n = k.shape[0], k.shape[2]
-        room = self.limit is None or self.length + n <= self.limit
-        fits = room and (self.frozen.runs or self._storage.make_room(self._storage.length + n))
-        storage = self._storage if fits and not self._aside.length else self._aside
+        storage = self._storage_for(n)
         if not storage.append_in_place(n, put):
             storage.append(codecs.encode(k, v) | dict(own))
 
     def append(self, planes: Planes) -> None:
         """Append encoded tokens."""
         self._rows = planes[POSITION].shape[0]
-        self._storage.append(planes)
+        self._storage_for(slot_count(planes)).append(planes)
+
+    def _storage_for(self, n: int) -> Storage:
+        """Where to append n tokens; makes room for what stays if they are set aside."""
+        room = self.limit is None or self.length + n <= self.limit
+        fits = room and (self.frozen.runs or self._storage.make_room(self._storage.length + n))
+        return self._storage if fits and not self._aside.length else self._aside
 
     def evictable(self) -> Planes:
         if not (self.frozen.runs or self._aside.length):
@@ -122,8 +126,11 @@ class Undivided(LayerSlots):
         return self._as_one(links)
 
     def keep(self, name: str, plane: Tensor) -> None:
-        if not (self.frozen.runs or self._aside.length):
-            return
+        if self.frozen.runs or self._aside.length:
+            self.write_plane(name, plane)
+
+    def write_plane(self, name: str, plane: Tensor) -> None:
+        """Write plane `name` of all slots."""
         storages = [storage for storage in (self._storage, self._aside) if storage.length]
         lengths = [slot_count(run.planes) for run in self.frozen.runs]
         pieces = torch.split(plane, lengths + [storage.length for storage in storages], dim=2)

@@ -69,7 +69,8 @@ class Writing(Settling, Step):
         position = self.next_positions(n, k.device) if position is None else position.to(k.device)
         # First free the slots that no later query can reach, so that a sliding window reuses them.
         if self.policy.reach is not None:
-            self._evict(cursor.slots.length - self.sight.reachable(cursor))
+            with cursor.moved():
+                self._evict(cursor.slots.length - self.sight.reachable(cursor))
         self._note(n)
         centre = self.centre_for(k, position, cursor.history.centre)
         coded = k if centre is None else centre.without(k, position)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from struct import Struct, pack
-from typing import Any, NamedTuple
+from struct import pack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,44 +22,22 @@ from kvkeep.layer.decode.records import (
     LayerRecords,
     PartRecords,
     is_read,
+    kind_of,
+    packed_kind,
     possible,
 )
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writing
-from kvkeep.native_library import LIBRARY, TYPES
+from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.planes import LAST, Chunks, limits
 from kvkeep.policy import Arrivals
 from kvkeep.policy.base import rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.storage import Storage
 
-_KIND = Struct("=13q2d")
 FAILED, UNLIKE = 1, 2  # KvStepResult
 BEGUN, RUNNING, DONE = range(3)  # progress of a prepared step
-
-
-class Layout(NamedTuple):
-    """The layout of queries, keys or values of one token a row; strides are in elements."""
-
-    rows: int
-    heads: int
-    width: int
-    by_row: int  # 0 if there is one row
-    by_head: int
-    by_element: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Kind(NamedTuple):
-    """The properties of a step's inputs on which the packed records depend."""
-
-    q: Layout
-    k: Layout
-    v: Layout
-    scale: float
-    softcap: float | None
 
 
 class StepPlan:
@@ -80,6 +58,8 @@ class StepPlan:
     """1 if the next step frees, before it writes its token, a slot that its query cannot reach."""
     evicts: int
     """Number of slots that the next step frees after attention; of all heads if heads compete."""
+    leaves: int
+    """1 if a token leaves the tail after attention of the next step."""
 
     def __init__(
         self, layer: Writing, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -88,11 +68,14 @@ class StepPlan:
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
-        self._left = torch.zeros(len(parts), dtype=torch.int64)
+        behind = parts[0].behind is not None
+        self._left = torch.zeros(len(parts) + behind, dtype=torch.int64)
         centre, self._mean = layer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
-            *(policy, rule, slots.codecs, history.geometry.value_width),
+            policy,
+            rule,
+            history.geometry.value_width,
             *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), centre),
             self._left,
         )
@@ -108,6 +91,8 @@ class StepPlan:
             for one, place in zip(self.parts, self._place, strict=True)
         ]
         self._before = sum(segment.slots for segment in parts[0].before)
+        self._behind, self._sequence = self.parts[0].behind, b""
+        self._sinks = layer.key_codec.sinks
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
@@ -122,10 +107,10 @@ class StepPlan:
         self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
         self._policy, self._sight, self._rotary = policy, layer.sight, layer.rotary
         self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
-        self.packed_kind = _packed(self.kind)
+        self.packed_kind = packed_kind(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = _strides(inputs, self.out_shape)
-        self.column = self.drops = self.evicts = 0
+        self.column = self.drops = self.evicts = self.leaves = 0
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if policy.share is not None else policy.protection.recent
         self._interval = rule.interval
@@ -155,9 +140,15 @@ class StepPlan:
         parts = slots.step_parts()
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
-        if rule.learn != Learn.NOTHING and any(part.before for part in parts):
+        if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
             return None  # the policy's planes of frozen slots lie in other memory
-        if not parts or not all(possible(part, slots.codecs, inputs, rule) for part in parts):
+        if (
+            Enter.ERROR in rule.enter.values()
+            and slots.block > 1
+            and not any(x.behind for x in parts)
+        ):
+            return None  # there are no codes yet, to find the errors that tokens will have
+        if not parts or not all(possible(part, inputs, rule) for part in parts):
             return None
         return cls(layer, inputs, rule, parts)
 
@@ -194,14 +185,18 @@ class StepPlan:
             or history.pads is not self._pads
             or history.centre is not self._mean
             or self._threads != torch.get_num_threads()
-            or any(one.part.storage.described() is not one.described for one in self.parts)
+            or any(one.moved for one in self.parts)
         ):
             return False
         length, columns = slots.length, history.columns
         if length != columns and not (history.floor or history.joined):
             return False
-        if self._in_blocks:
-            self._free = next(n for n in count() if slots.fills(n + 1))
+        policy = self._policy
+        budget = policy.budget_at(columns + 1) if policy.evicts else None
+        if self._behind is not None:
+            self._before = self._behind.part.storage.length
+        elif self._in_blocks:
+            self._free = next(n for n in count() if slots.waiting(budget, n + 1))
             if not self._free:
                 return False
         self.column, self._turn = columns, cursor.turn
@@ -210,8 +205,6 @@ class StepPlan:
                 one.memory[:, :, 0] = 0  # slots may have changed
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
-        policy = self._policy
-        budget = policy.budget_at(columns + 1) if policy.evicts else None
         if budget is not None:
             self._safe = int((self._rule.floor or 0.0) * budget)
             if policy.share is not None:
@@ -241,7 +234,13 @@ class StepPlan:
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
-        if drops > 1 or (self._before and (drops or self.evicts)) or columns >= self._most:
+        if drops > 1 or columns >= self._most:
+            return False
+        if self._behind is not None:
+            self.leaves = self._slots.waiting(budget, 1)
+            if self.leaves > 1 or self._before >= self._behind.capacity:
+                return False
+        elif self._before and (drops or self.evicts):
             return False
         # A part shorter than the longest frees fewer slots before its token is written.
         spare = max(self._lengths) - drops
@@ -311,7 +310,7 @@ class StepPlan:
         )
         sequences = self.sequences()
         cursor.start = cursor.history, self._mark
-        moves = self._changes or (self.drops or self.evicts) > 0
+        moves = self._changes or self._frees_now
         cursor.state = State.MOVING if moves else State.WRITING
         assert LIBRARY is not None
         result = LIBRARY.kv_step(sequences, len(self.parts), tokens)
@@ -319,7 +318,7 @@ class StepPlan:
             cursor.state = State.IDLE  # the call changed nothing
             return None
         if result == FAILED:
-            if not (self.drops or self.evicts):  # the step freed no slots and can be undone
+            if not self._frees_now:  # the step freed no slots and can be undone
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
         self.count(entries, position)
@@ -337,7 +336,7 @@ class StepPlan:
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
-                *(self._recent, self._dense, 0, 0, given),
+                *(self._recent, self._dense, 0, 0, given, self._pack_behind(), 0, 0),
             )
         competes, given, fields = self._rule.floor is not None, 0, list[int]()
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
@@ -351,7 +350,24 @@ class StepPlan:
             fields += (token + row, head, self.column - self._shifts[row], held)
             fields += (max(0, drops - spare), evicts if competes else max(0, evicts - spare))
             fields += (self._recent, self._dense, contest if competes else 0, self._safe, given)
+            fields += (0, 0, 0)
         return pack(f"={len(fields)}q", *fields)
+
+    def _pack_behind(self) -> int:
+        """The address of the packed KvSequence of the slots behind a tail; 0: there is no tail."""
+        if self._behind is None:
+            return 0
+        self._sequence = SEQUENCE.pack(
+            *self._behind.addresses,
+            *(0, 0, self.column, self._before, 0, self.evicts, self._recent),
+            *(self._dense, 0, 0, 0, 0, self.leaves, self._sinks),
+        )
+        return address_of(self._sequence)
+
+    @property
+    def _frees_now(self) -> bool:
+        """Whether the next step moves slots."""
+        return (self.drops or self.evicts or self.leaves) > 0
 
     @property
     def looks(self) -> bool:
@@ -380,7 +396,7 @@ class StepPlan:
         cursor = self.cursor
         cursor.turn.continue_from(entries)
         cursor.start = cursor.history, self._mark
-        moves = self._changes or (self.drops or self.evicts) > 0
+        moves = self._changes or self._frees_now
         cursor.state = State.MOVING if moves else State.WRITING
 
     def end(self, state: int, position: Tensor | None = None) -> None:
@@ -411,19 +427,27 @@ class StepPlan:
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
         follows = self._follows
-        if evicts > 1 or len(self.parts) > 1:
+        if self._behind is not None:
+            lengths[0] += 1 - self.leaves
+            self._before += self.leaves - evicts
+            self._storages[0].extend_to(lengths[0])
+            self._behind.part.storage.extend_to(self._before)
+        elif evicts > 1 or len(self.parts) > 1:
             follows &= self._count_parts()
         else:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
-        floor = column + (evicts > 0) if evicts or self.drops else None
+        moved = evicts > 0 or (self.leaves > 0 and self._pads is not None)
+        floor = column + moved if moved or self.drops else None
         cursor.history = cursor.history.with_column(floor=floor)
         cursor.chunk, cursor.state = position, State.IDLE
         self._entries = -1
         if not follows:
             return
         self.column = column + 1
-        if self._in_blocks:
+        if self._behind is not None:
+            self._mark = (self._before, lengths[0])
+        elif self._in_blocks:
             self._free -= 1
             if not self._free:
                 return
@@ -462,32 +486,6 @@ def _exactly(inputs: StepInputs) -> tuple[object, ...]:
         *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v)),
         *(q.is_neg(), k.is_neg(), v.is_neg(), inputs.scale, inputs.softcap),
     )
-
-
-_kinds: dict[Kind, Kind] = {}
-_MOST_KINDS = 1024
-
-
-def kind_of(inputs: StepInputs) -> Kind:
-    """The kind of a step's inputs, whatever their number of tokens; equal kinds are one object."""
-    q, k, v = map(_layout, inputs[:3])
-    kind = Kind(q, k, v, inputs.scale, inputs.softcap)
-    if len(_kinds) == _MOST_KINDS:
-        _kinds.clear()
-    return _kinds.setdefault(kind, kind)
-
-
-def _layout(x: Tensor) -> Layout:
-    rows, heads, _, width = x.shape
-    by_row, by_head, _, by_element = x.stride()
-    by_row = by_row if rows > 1 else 0
-    return Layout(rows, heads, width, by_row, by_head, by_element, x.dtype, x.device)
-
-
-def _packed(kind: Kind) -> bytes:
-    """A kind packed as a KvKind of native/abi.h."""
-    layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
-    return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
 
 
 def _strides(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:

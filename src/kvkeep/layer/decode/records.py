@@ -14,9 +14,9 @@ from torch import Tensor
 from kvkeep.attention import Centre, Options
 from kvkeep.attention.native import CALL, REACH, call_of_step, pack_centre, pack_segments, reads
 from kvkeep.codec.groups import ENCODING, encoding
-from kvkeep.layer.slots import Codecs, StepPart
+from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs
-from kvkeep.native_library import address_of
+from kvkeep.native_library import TYPES, address_of
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Chunks, OwnWindow, Planes, Reach, slot_count, unsliced
 from kvkeep.policy import Policy
@@ -27,8 +27,31 @@ from kvkeep.storage.buffer import slots_record
 # Layouts of native/abi.h; absent pointers are 0.
 _PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d2q"), Struct("=q")
 _MOST_SCORES = 3  # KV_SCORES
-TOKENS, SEQUENCE = Struct("=14q"), Struct("=15q")
-"""Layouts of KvTokens and KvSequence."""
+TOKENS, SEQUENCE, _KIND = Struct("=14q"), Struct("=18q"), Struct("=13q2d")
+"""Layouts of KvTokens, KvSequence and KvKind."""
+
+
+class Layout(NamedTuple):
+    """The layout of queries, keys or values of one token a row; strides are in elements."""
+
+    rows: int
+    heads: int
+    width: int
+    by_row: int  # 0 if there is one row
+    by_head: int
+    by_element: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Kind(NamedTuple):
+    """The properties of a step's inputs on which the packed records depend."""
+
+    q: Layout
+    k: Layout
+    v: Layout
+    scale: float
+    softcap: float | None
 
 
 class PartRecords(NamedTuple):
@@ -44,6 +67,15 @@ class PartRecords(NamedTuple):
     memory: Tensor | None
     """The memory (B, H, n) of a KvRule that ranks by keys. If a head's first number is 0, its slots
     must be read again."""
+    behind: PartRecords | None = None
+    """The records of the encoded slots behind a plain tail; None: the part is no tail."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether the slots have other addresses than the records."""
+        if self.part.storage.described() is not self.described:
+            return True
+        return self.behind is not None and self.behind.moved
 
 
 class LayerRecords(NamedTuple):
@@ -54,7 +86,6 @@ class LayerRecords(NamedTuple):
 
     policy: Policy
     rule: Rule
-    codecs: Codecs
     value_width: int
     window: OwnWindow | None
     pads: Tensor | None
@@ -73,6 +104,11 @@ class LayerRecords(NamedTuple):
         inputs = inputs._replace(q=q, k=k, v=v)
         tensors: list[Tensor] = []
         planes = part.planes
+        behind = None
+        if part.behind is not None:  # it takes its tokens from the tail
+            k, v = (planes[name].narrow(2, 0, 1) for name in ("k", part.segments()[-1].value_name))
+            behind = self.of(index + 1, part.behind, inputs._replace(k=k, v=v))
+            k = inputs.k
         segments = pack_segments(part.segments(), q, tensors)
         memory = self._memory(planes, k.shape[3])
         centre = self.centre
@@ -95,6 +131,7 @@ class LayerRecords(NamedTuple):
             (first, second, third, len(planes)),
             (step, segments, described, packed, kept, self.pads, self.slopes, self.left),
             memory,
+            behind,
         )
 
     def _memory(self, planes: Planes, key_width: int) -> Tensor | None:
@@ -118,11 +155,11 @@ class LayerRecords(NamedTuple):
         q, k, v = inputs[:3]
         planes, policy = part.planes, self.policy
         heads = planes["k"].shape[1]
-        keys, values = self.codecs.key.layout, self.codecs.value.layout
+        keys, values = part.codecs.key.layout, part.codecs.value.layout
         assert keys is not None  # `possible` has checked it
         assert values is not None
         # Values that are elements of the keys are written with the keys: pass 0 rows of values.
-        within = self.codecs.value.of_keys
+        within = part.codecs.value.of_keys
         written = encoding(*((v[:0], planes, "k", PLAIN) if within else (v, planes, "v", values)))
         place = planes[POSITION]
         rows, position_heads, _ = place.shape
@@ -172,7 +209,7 @@ class LayerRecords(NamedTuple):
         return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0, *kept)])
 
 
-def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> bool:
+def possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:
     """Whether the library can make a decode step in this part with inputs like `inputs`."""
     q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
     if part.storage.described() is None or len(rule.enter) > _MOST_SCORES:
@@ -183,7 +220,9 @@ def possible(part: StepPart, codecs: Codecs, inputs: StepInputs, rule: Rule) -> 
             return False
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
-    planes = part.planes
+    if part.behind is not None and (rule.by_keys or not possible(part.behind, inputs, rule)):
+        return False
+    planes, codecs = part.planes, part.codecs
     tail = ((codecs.key, k, "k"), (codecs.value, v, "k" if codecs.value.of_keys else "v"))
     return (
         all(codec.layout != PLAIN or planes[name].dtype is x.dtype for codec, x, name in tail)
@@ -214,3 +253,29 @@ def is_read(position: Tensor, rows: int) -> bool:
     """Whether the library can read the positions of one token a row in place."""
     fits = position.shape in ((1,), (rows, 1))
     return fits and position.is_cpu and position.dtype is torch.int32 and position.is_contiguous()
+
+
+_kinds: dict[Kind, Kind] = {}
+_MOST_KINDS = 1024
+
+
+def kind_of(inputs: StepInputs) -> Kind:
+    """The kind of a step's inputs, whatever their number of tokens; equal kinds are one object."""
+    q, k, v = map(_layout, inputs[:3])
+    kind = Kind(q, k, v, inputs.scale, inputs.softcap)
+    if len(_kinds) == _MOST_KINDS:
+        _kinds.clear()
+    return _kinds.setdefault(kind, kind)
+
+
+def _layout(x: Tensor) -> Layout:
+    rows, heads, _, width = x.shape
+    by_row, by_head, _, by_element = x.stride()
+    by_row = by_row if rows > 1 else 0
+    return Layout(rows, heads, width, by_row, by_head, by_element, x.dtype, x.device)
+
+
+def packed_kind(kind: Kind) -> bytes:
+    """A kind packed as a KvKind of native/abi.h."""
+    layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
+    return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
