@@ -98,11 +98,11 @@ void run_pairs(const KvLinear& linear, const void* loaded, int64_t rows, int64_t
         const int64_t outputs = std::min(end, begin + group) - n;
         const uint16_t* from = weight + begin * weight_row;
         const char* next = (const char*)(from + group * weight_row);
-        constexpr auto* MULTIPLY[2][2] = {
-            {multiply_outputs<false, false>, multiply_outputs<false, true>},
-            {multiply_outputs<true, false>, multiply_outputs<true, true>}};
-        MULTIPLY[both][split.right > 0](from, weight_row, inputs, (const uint32_t*)loaded, split,
-                                        next, sums);
+        const bool right = split.right > 0;
+        const auto multiply =
+            both ? (right ? multiply_outputs<true, true> : multiply_outputs<true, false>)
+                 : (right ? multiply_outputs<false, true> : multiply_outputs<false, false>);
+        multiply(from, weight_row, inputs, (const uint32_t*)loaded, split, next, sums);
         for (int64_t m = 0; m < rows; m += 8)
             for (int64_t j = 0; j < PAIR_OF_TILES; j += 8) {
                 v8 square[8];
