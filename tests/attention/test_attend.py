@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvkeep import attention
@@ -91,6 +91,23 @@ def written_out(
     with_sinks=st.booleans(),
     with_slopes=st.booleans(),
     value_width=st.sampled_from([D, 5]),
+)
+@example(  # rows with bounds of their own that share slots and positions
+    seed=0,
+    rows=2,
+    heads=1,
+    group=1,
+    past=0,
+    shared=1,
+    n=1,
+    pads=0,
+    reach=None,
+    window=None,
+    bounds="of each row",
+    softcap=None,
+    with_sinks=False,
+    with_slopes=True,
+    value_width=D,
 )
 def test_every_feature(
     seed,

@@ -300,7 +300,7 @@ def _masks(
             distance = view.distances(segment.position, queries)[:, :, None]
             kind = torch.promote_types(q.dtype, torch.float32)
             mask = slopes.to(kind).view(1, *q.shape[1:3], 1, 1) * distance
-        yield queries, mask.masked_fill_(~seen, -torch.inf)
+        yield queries, mask.masked_fill(~seen, -torch.inf)  # of rows that share positions too
 
 
 def _of_head(mask: Tensor, g: int) -> Tensor:
