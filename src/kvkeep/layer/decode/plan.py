@@ -111,6 +111,7 @@ class StepPlan:
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = _strides(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
+        self._frees_now = False  # whether the next step frees or moves slots
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if policy.share is not None else policy.protection.recent
         self._interval = rule.interval
@@ -247,6 +248,7 @@ class StepPlan:
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
                 return False
+        self._frees_now = bool(self.drops or self.evicts or self.leaves)
         return True
 
     def _surplus(self, budget: int) -> int:
@@ -333,10 +335,11 @@ class StepPlan:
         """
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
+            behind = 0 if self._behind is None else self._pack_behind(self._behind)
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
-                *(self._recent, self._dense, 0, 0, given, self._pack_behind(), 0, 0),
+                *(self._recent, self._dense, 0, 0, given, behind, 0, 0),
             )
         competes, given, fields = self._rule.floor is not None, 0, list[int]()
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
@@ -353,21 +356,14 @@ class StepPlan:
             fields += (0, 0, 0)
         return pack(f"={len(fields)}q", *fields)
 
-    def _pack_behind(self) -> int:
-        """The address of the packed KvSequence of the slots behind a tail; 0: there is no tail."""
-        if self._behind is None:
-            return 0
+    def _pack_behind(self, behind: PartRecords) -> int:
+        """The address of the packed KvSequence of the slots behind a tail."""
         self._sequence = SEQUENCE.pack(
-            *self._behind.addresses,
+            *behind.addresses,
             *(0, 0, self.column, self._before, 0, self.evicts, self._recent),
             *(self._dense, 0, 0, 0, 0, self.leaves, self._sinks),
         )
         return address_of(self._sequence)
-
-    @property
-    def _frees_now(self) -> bool:
-        """Whether the next step moves slots."""
-        return (self.drops or self.evicts or self.leaves) > 0
 
     @property
     def looks(self) -> bool:
