@@ -25,12 +25,12 @@ struct Bias {
     float slope;
 };
 
-// Caps a record's scores s (BLOCK), adds the bias, masks them by `mask` (BLOCK; -1: the slot is seen;
-// null: all are seen), and returns the largest of each lane.
+// Scales a record's scores s (BLOCK) unless `raw`, caps them, adds the bias, masks them by `mask`
+// (BLOCK; -1: the slot is seen; null: all are seen), and returns the largest of each lane.
 KV_INLINE vf finish_scores(const KvCall& call, bool raw, float* s, int64_t count, Bias bias,
                            const int32_t* mask) {
     const vf scale = all((float)call.scale), lowest = all(-INFINITY);
-    if (!raw && call.softcap != 0) {
+    if (call.softcap != 0) {
         const float cap = (float)call.softcap;
         for (int64_t j = 0; j < count; j += W)
             store(s + j, tanh(load<vf>(s + j) * scale * (1 / cap)) * cap);
@@ -184,11 +184,13 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                     work.top, work.total);
             work.value = readable(work.segment().v, work.value, work.count, call.value_width,
                                   work.spread_value);
-            if (run.weights) keep_weights(work, true);
+            if (run.weights) {
+                keep_weights(work, true);
 #if defined(KV_BF16_PAIRS)
-            if (values.narrow && !narrow)
-                for (int64_t r = 0; r < records; ++r) narrow_weights(work.s + r * BLOCK);
+                for (int64_t r = 0; r < records && values.narrow; ++r)
+                    narrow_weights(work.s + r * BLOCK);
 #endif
+            }
             values.add(work);
         } else if (run.weights) {
             keep_weights(work, false);

@@ -292,15 +292,6 @@ void with_kernel(const KvLinear& linear, F f) {
     }
 }
 
-// Whether a layer is computed on tiles, whatever the number of rows.
-bool on_tiles([[maybe_unused]] const KvLinear& linear) {
-#if defined(KV_TILES)
-    return linear.type == KV_BF16 && !linear.scale && linear.outputs >= PAIR_OF_TILES;
-#else
-    return false;
-#endif
-}
-
 void load_any(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows, void* loaded) {
 #if defined(KV_TILES)
     if (on_tiles(linear)) return load_pairs(linear, x, x_row, rows, loaded);

@@ -14,6 +14,11 @@ namespace {
 constexpr int64_t TILE_INPUTS = 2 * TILE_PAIRS;
 constexpr int64_t PAIR_OF_TILES = 2 * TILE_ROWS;  // outputs, or most rows of x
 
+// Whether a layer is computed on tiles, whatever the number of rows.
+bool on_tiles(const KvLinear& linear) {
+    return linear.type == KV_BF16 && !linear.scale && linear.outputs >= PAIR_OF_TILES;
+}
+
 // Rows of x in the left and in the right tile.
 struct RowTiles {
     int64_t left, right;

@@ -200,7 +200,6 @@ void add_tiles(const Work& work) {
     tile_values(packed_values_of(work), work.count, work.call.value_width, narrow_weights_of(work),
                 work.alpha, work.records, work.acc);
 }
-
 #endif
 
 void add_pairs_of_slots(const Work& work) {
@@ -462,12 +461,12 @@ ValueMethod value_method(const Work& work, bool many) {
     if (type == KV_I8) return coded_value_method<8>(x, work.call.value_width, many);
     if (type == KV_I4) return coded_value_method<4>(x, work.call.value_width, many);
 #if defined(KV_BF16_PAIRS)
+    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16) {
 #if defined(KV_TILES)
-    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16 && on_tiles(work))
-        return {add_tiles, write_sums<pair_lane>, true};
+        if (on_tiles(work)) return {add_tiles, write_sums<pair_lane>, true};
 #endif
-    if (x.plane.type == KV_BF16 && work.segment().queries.type == KV_BF16)
         return {many ? add_packed : add_pairs_of_slots, write_sums<pair_lane>, true};
+    }
 #endif
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {

@@ -116,6 +116,8 @@ KV_INLINE vf pick(vi mask, vf yes, vf no) {
     return mask ? yes : no;
 }
 
+KV_INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
+
 // -- reductions ------------------------------------------------------------------------------
 
 struct Add {
@@ -124,12 +126,11 @@ struct Add {
 struct AddIntegers {
     KV_INLINE vf join(vf a, vf b) { return (vf)((vu)a + (vu)b); }
 };
+struct Largest {
+    KV_INLINE vf join(vf a, vf b) { return larger(a, b); }
+};
 struct LargestInteger {
     KV_INLINE vf join(vf a, vf b) { return (vf)((vi)a > (vi)b ? (vi)a : (vi)b); }
-};
-
-struct Largest {
-    KV_INLINE vf join(vf a, vf b) { return pick(a > b, a, b); }
 };
 
 #if KV_LANES == 16
@@ -238,16 +239,6 @@ KV_INLINE int32_t sum(vi x) {
     v += (vu)swap2((vf)v);
     v += (vu)swap1((vf)v);
     return (int32_t)v[0];
-}
-
-KV_INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
-
-KV_INLINE float largest(vf v) {
-    if (W == 16) v = larger(swap8(v), v);
-    v = larger(swap4(v), v);
-    v = larger(swap2(v), v);
-    v = larger(swap1(v), v);
-    return v[0];
 }
 
 // -- exp and tanh ----------------------------------------------------------------------------

@@ -88,16 +88,21 @@ def test_other_layers_encode_tokens_as_they_arrive(text: list[Tensor], spec: str
     assert fed(late, text, 120, 1).equal(fed(once, text, 120, 1))
 
 
-def test_drafts_taken_back_change_nothing(text: list[Tensor]) -> None:
-    layer, alone = (made("keep_all+int4:recent=32,sinks=4") for _ in range(2))
+def with_drafts(layer: LayerCache, alone: LayerCache, text: list[Tensor], begin: int) -> None:
+    """Feed both the same tokens; `layer` is also fed drafts, which are taken back."""
     for one in (layer, alone):
-        fed(one, text, 150, 150)
+        fed(one, text, begin, begin)
     layer.record_past = True
-    for stop in range(151, 260, 3):
+    for stop in range(begin + 1, 260, 3):
         fed(layer, text, stop + 4, 5)
         layer.crop(stop - layer.fed)
     layer.record_past = False
     fed(alone, text, layer.fed, 1)
+
+
+def test_drafts_taken_back_change_nothing(text: list[Tensor]) -> None:
+    layer, alone = (made("keep_all+int4:recent=32,sinks=4") for _ in range(2))
+    with_drafts(layer, alone, text, 150)
     assert plain_positions(layer) == plain_positions(alone)
     out, expected = (fed(one, text, TEXT, 1) for one in (layer, alone))
     torch.testing.assert_close(out, expected)
@@ -218,14 +223,7 @@ def test_rows_with_padding_are_as_alone(text: list[Tensor], policy: str, plans: 
 @pytest.mark.parametrize("policy", BUDGETS)
 def test_under_a_budget_drafts_taken_back_change_nothing(text: list[Tensor], policy: str) -> None:
     layer, alone = budgeted(policy), budgeted(policy)
-    for one in (layer, alone):
-        fed(one, text, 90, 90)
-    layer.record_past = True
-    for stop in range(91, 260, 3):
-        fed(layer, text, stop + 4, 5)
-        layer.crop(stop - layer.fed)
-    layer.record_past = False
-    fed(alone, text, layer.fed, 1)
+    with_drafts(layer, alone, text, 90)
     assert alike(layer, alone)
     torch.testing.assert_close(fed(layer, text, TEXT, 1), fed(alone, text, TEXT, 1))
 

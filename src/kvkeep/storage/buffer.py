@@ -101,9 +101,8 @@ class Buffer(Storage):
         return Front(self._planes, self._length)
 
     def evict(self, victims: Tensor) -> None:
-        described = self.described()
-        if described is not None:
-            self._evict_in_one_call(described, victims, self._length)
+        if self.described() is not None:
+            self._evict_in_one_call(victims, self._length)
             return
         holes, movers = moves(victims, self._length)
         # Gather from all planes before changing any, because a gather may run out of memory.
@@ -121,13 +120,12 @@ class Buffer(Storage):
         if kept > self.capacity:
             self._reallocate(self._capacity_for(kept, device_of(planes)), self._planes)
         behind = slots_record({name: planes[name] for name in self._planes})
-        self._evict_in_one_call(self.described() or b"", victims, slots, behind)
+        self._evict_in_one_call(victims, slots, behind)
 
-    def _evict_in_one_call(
-        self, planes: bytes, victims: Tensor, slots: int, behind: bytes | None = None
-    ) -> None:
-        """Evict from `slots` slots; those from `length` on lie in other planes, `behind`."""
-        assert LIBRARY is not None  # it reads what `described` tells
+    def _evict_in_one_call(self, victims: Tensor, slots: int, behind: bytes | None = None) -> None:
+        """Evict from `slots` slots, of which the slots from `length` on lie in the planes that
+        `behind` describes. The storage is `described`."""
+        assert LIBRARY is not None
         heads = max(plane.shape[1] for plane in self._planes.values())
         rows = next(iter(self._planes.values())).shape[0]
         if (
@@ -143,7 +141,7 @@ class Buffer(Storage):
         victims = victims.contiguous()
         place, own = victims.data_ptr(), self._length
         failed = LIBRARY.kv_evict(
-            planes, len(self._planes), rows, place, *victims.shape, slots, behind, own
+            self.described(), len(self._planes), rows, place, *victims.shape, slots, behind, own
         )
         if failed == 1:
             raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
