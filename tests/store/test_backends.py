@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -407,9 +406,8 @@ def _storm(place, processes, seconds, budget):
         killed += 1
         alive.append(start())
         if budget is not None:
-            with ExitStack() as held:  # while nobody puts, so that all files are of one moment
-                backend = place.open()
-                backend._lock(held)
+            backend = place.open()
+            with backend._folder.lock():  # while nobody puts, so that all files are of one moment
                 assert backend.nbytes <= budget
     for process in alive:
         process.kill()

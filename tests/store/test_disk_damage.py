@@ -13,7 +13,6 @@ import signal
 import stat
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -209,8 +208,7 @@ def test_what_lies_in_the_locks_place(filled, make):
 
 def test_a_forked_child_keeps_no_lock(filled):
     disk = Disk(filled, budget=10**9)
-    with ExitStack() as held:
-        disk._lock(held)
+    with disk._folder.lock():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
     module_wait, module._WAIT_S = module._WAIT_S, 1

@@ -560,7 +560,7 @@ def test_what_begins_alike_is_looked_for_in_the_time_of_one_call(server, monkeyp
 
 def test_labels_that_cannot_be_read(server, monkeypatch):
     """Each needs a look at its block, all in the time of one call."""
-    monkeypatch.setattr(module, "_LABELS", 1)
+    monkeypatch.setattr(Redis, "_AT_ONCE", 1)
     backend = Redis(server.url, deadline=0.3)
     keys = [block.key for block in blocks_of(list(range(8 * 90)))]
     _late(backend, monkeypatch, lambda command, _: b"x")
@@ -575,7 +575,7 @@ def test_a_block_larger_than_the_free_memory(server, monkeypatch):
     keys = list(backend.scan())
     assert backend.get(keys[0]) is not None
     monkeypatch.setattr(backend_module, "free_bytes", lambda _: 100)
-    monkeypatch.setattr(backend, "_get_blocks", None)
+    monkeypatch.setattr(backend, "_data", None)
     assert backend.get(keys[0]) is None
     assert backend.leading(keys) == []
     assert "MemoryError" in backend.last_error

@@ -23,28 +23,32 @@ _WRITTEN_AT_ONCE = 1 << 20  # Linux may stall for a second on larger writes to n
 
 
 @contextmanager
-def whole_file(path: Path, *, sync: bool, private: bool = False) -> Iterator[FileIO]:
-    """A context for writing a file: yields a temporary file in the directory of `path` and renames
-    it to `path` at the end, so that readers never see a partial file. The temporary file has the
-    mode of the file that it replaces.
+def whole_file(
+    path: Path, *, sync: bool, private: bool = False, partial: Path | None = None
+) -> Iterator[FileIO]:
+    """A context for writing a file: yields a temporary file and renames it to `path` at the end, so
+    that readers never see a partial file. The temporary file has the mode of the file that it
+    replaces.
 
     Args:
         sync: flush to disk (fsync) before and after the file is renamed.
         private: only the owner may read a new file; otherwise the umask applies.
+        partial: directory of the temporary file, in the same filesystem; None: that of `path`.
 
     Raises:
         OSError: the file cannot be written; the file at `path` is unchanged.
     """
-    _sweep(path.parent)
-    with _new_partial(path, private) as file:
-        partial = Path(file.name)
+    partial = partial or path.parent
+    _sweep(partial)
+    with _new_partial(path, partial, private) as file:
+        new = Path(file.name)
         try:
             yield file
             if sync:
                 os.fsync(file.fileno())
-            partial.replace(path)  # still locked, so that no sweep removes it as abandoned
+            new.replace(path)  # still locked, so that no sweep removes it as abandoned
         except BaseException:
-            partial.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             raise
     if sync:
         sync_to_disk(path.parent)
@@ -66,15 +70,14 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _new_partial(path: Path, private: bool) -> FileIO:
-    """A new temporary file in the directory of `path`, open and locked, with the mode of the file
-    at `path`."""
+def _new_partial(path: Path, directory: Path, private: bool) -> FileIO:
+    """A new temporary file in a directory, open and locked, with the mode of the file at `path`."""
     before = None
     with suppress(FileNotFoundError):
         before = stat.S_IMODE(path.stat().st_mode) & 0o777
     mode = 0o666 if before is None and not private else PRIVATE
     while True:
-        partial = path.parent / f".{uuid.uuid4().hex}{PARTIAL}"
+        partial = directory / f".{uuid.uuid4().hex}{PARTIAL}"
         try:
             file = FileIO(partial, "xb", opener=lambda path, flags: os.open(path, flags, mode))
             if before is not None:

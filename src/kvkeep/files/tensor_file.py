@@ -155,6 +155,7 @@ def write(
     *,
     sync: bool,
     private: bool = False,
+    partial: Path | None = None,
     whole: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> None:
     """Write a file atomically; see `whole_file`.
@@ -163,7 +164,7 @@ def write(
         whole: called for each tensor, in the order of `order`, when its bytes are written; returns
             the full tensor, of the same shape and dtype. For tensors sharded over processes.
     """
-    with whole_file(path, sync=sync, private=private) as file:
+    with whole_file(path, sync=sync, private=private, partial=partial) as file:
         for piece in _file(tensors, metadata, whole):
             write_all(file.fileno(), piece)
 

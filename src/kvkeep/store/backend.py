@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.errors import SpecError
 from kvkeep.storage.allocate import free_bytes
-from kvkeep.store.block import Label, StoredBlock
+from kvkeep.store.block import LABEL_BYTES, Label, StoredBlock
 
 MOST_BYTES = 1 << 32
 """Bytes of the largest block that is read."""
@@ -161,13 +161,70 @@ class Backend(ABC):
 
 
 class Remote(Backend):
-    """A backend that may be unavailable. After a failure, calls return a miss for five seconds, so
-    that an unavailable server costs one timeout, not one per block."""
+    """A backend that keeps blocks as bytes and may be unavailable. After a failure, calls return a
+    miss for five seconds, so that an unavailable server costs one timeout, not one per block."""
+
+    _AT_ONCE: ClassVar[int] = 1
+    """Most blocks that are read in one request."""
 
     _paused_until = 0.0
 
+    @abstractmethod
+    def _data(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
+        """The first `most` bytes of each block, at least those of its label; None: all bytes. An
+        answer is None if the block does not exist, and an exception if that is unknown."""
+
+    def _used(self, keys: Sequence[str]) -> None:
+        """Record the use of a prompt's blocks."""
+
+    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
+        return next(iter(self._leading([key], used)), None)
+
+    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
+        return self._leading(keys, used=True)
+
+    def _leading(self, keys: Sequence[str], used: bool) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
+        with self.as_one_call():
+            blocks = (
+                self._checked(key, data)
+                for some in self._batches(keys)
+                for key, data in zip(some, self._data(some), strict=True)
+            )
+            for block in blocks:
+                if block is None:
+                    break
+                found.append(block)
+            if used:
+                self._used(keys[: len(found)])
+        return found
+
+    def _batches(self, keys: Sequence[str]) -> Iterator[Sequence[str]]:
+        """The keys of blocks, divided by requests."""
+        return _parts(keys, self._AT_ONCE)
+
+    def labels(self, keys: Sequence[str]) -> list[Label | None]:
+        with self.as_one_call():
+            return [
+                self._label(key, data)
+                for some in _parts(keys, self._AT_ONCE)
+                for key, data in zip(some, self._data(some, LABEL_BYTES), strict=True)
+            ]
+
+    def contains(self, key: str) -> bool:
+        return self._exist([key]) == [True]
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key, known in zip(keys, self._exist(keys), strict=True) if known is False]
+
+    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
+        """Whether each block exists; None: unknown."""
+        found = self._data(keys, 1)
+        return [None if isinstance(data, Exception) else data is not None for data in found]
+
     def put(self, block: StoredBlock) -> bool:
-        return self.contains(block.key) or self.put_all([block]) == 1
+        with self.as_one_call():
+            return self.contains(block.key) or self.put_all([block]) == 1
 
     @property
     def resting(self) -> bool:
@@ -191,3 +248,7 @@ class Remote(Backend):
     def _is_unavailable(self, error: Exception) -> bool:
         """Whether further calls would fail after this error."""
         return True
+
+
+def _parts(keys: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    return (keys[start : start + size] for start in range(0, len(keys), size))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,9 +111,18 @@ class StoredBlock:
             "routed": self.routed,
             "compressed": isinstance(self.content, Compressed),
             "likes": [[*one[1:4], str(one.dtype)] for one in self.geometries],
-            "checksums": {name: tensor_file.checksum(x) for name, x in self.tensors().items()},
+            "checksums": self._checksums,
         }
         return sealed(_HEADER, header)
+
+    @cached_property
+    def _checksums(self) -> dict[str, str]:
+        return {name: tensor_file.checksum(x) for name, x in self.tensors().items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Length of `to_bytes()`, header included."""
+        return tensor_file.size(self.tensors(), self.metadata())
 
     def to_bytes(self) -> bytes:
         """The block in the safetensors format."""
@@ -243,8 +253,7 @@ class Label:
         """The label of a block."""
         kind = str(block.geometries[0].dtype)
         parts = (block.identity, block.prefix, block.tokens, len(block.geometries))
-        size = tensor_file.size(block.tensors(), block.metadata())
-        return cls(*parts, kind, size, frozenset(block.content.marks))
+        return cls(*parts, kind, block.nbytes, frozenset(block.content.marks))
 
     @classmethod
     def read(cls, data: bytes | bytearray, key: str | None = None) -> Label:

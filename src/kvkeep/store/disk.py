@@ -6,21 +6,19 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, final
-
-from torch import Tensor
 
 from kvkeep.errors import SpecError
 from kvkeep.files import tensor_file
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.reading import NoFileError, open_file, read_into
 from kvkeep.store.backend import MOST_BYTES, most_bytes
-from kvkeep.store.block import StoredBlock, is_key
-from kvkeep.store.files import SUFFIX, File, Files, key_at
+from kvkeep.store.block import StoredBlock
+from kvkeep.store.files import SUFFIX, File, Files, Folder, new_name
 
 _PARTS = ("blocks", "new", "quarantine")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -47,126 +45,21 @@ class Disk(Files):
     name: ClassVar[str] = "disk"
 
     def __init__(self, path: str | os.PathLike[str], budget: int | None = None) -> None:
-        super().__init__(budget)
         self.path = Path(path)
-        self._known: dict[tuple[str, int], tuple[str, File]] = {}  # by name and inode
+        super().__init__(_Directory(os.fspath(self.path)), budget)
         self._open()
 
-    def contains(self, key: str) -> bool:
-        return is_key(key) and os.path.lexists(self._path(key))
+    def _is_unavailable(self, error: Exception) -> bool:
+        return False
 
-    @property
-    def _root(self) -> str:
-        return os.fspath(self.path)
-
-    def _path(self, key: str) -> str:
-        return f"{self.path}/blocks/{key.replace('/', '-')}{SUFFIX}"
-
-    def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        return [self._content(key, most) for key in keys]
-
-    def _content(self, key: str, most: int | None) -> bytearray | Exception:
-        """The bytes of a block; empty if the file is irregular or too large. The file is not
-        memory-mapped, so that its truncation raises an error instead of a crash."""
-        if not is_key(key):
-            return FileNotFoundError()
-        try:
-            with open_file(Path(self._path(key)), follow=False) as handle:
-                size = os.fstat(handle).st_size
-                if most is None and size > MOST_BYTES:
-                    return bytearray()
-                size = size if most is None else min(size, most)
-                if size > most_bytes():
-                    raise MemoryError(f"a block of {size} bytes does not fit in free memory")
-                data = bytearray(size)
-                read_into(handle, data, 0)
-                return data
-        except FileNotFoundError as error:
-            return error
-        except (NoFileError, ValueError):
-            return bytearray()
-        except (OSError, MemoryError) as error:  # the block itself may be intact
-            self._failed(error)
-            return error
-
-    def _written(self, block: StoredBlock) -> tuple[int, Any]:
-        content = block.tensors(), block.metadata()
-        return tensor_file.size(*content), content
-
-    def _write(
-        self, new: str, path: str, content: tuple[Mapping[str, Tensor], Mapping[str, str]]
-    ) -> None:
-        self._make_directories()
-        try:
-            tensor_file.write(Path(new), *content, sync=False, private=True)
-            os.replace(new, path)
-        except BaseException:
-            Path(new).unlink(missing_ok=True)
-            raise
-
-    def _move(self, path: str, target: str) -> None:
-        self._make_directories()
-        os.replace(path, target)
-
-    def _unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def _listed(self, part: str, start: str = "") -> list[File]:
-        found, start = list[File](), start.replace("/", "-")
-        for entry in self._entries(part):
-            if entry.name.startswith(start):
-                with suppress(FileNotFoundError):  # another process removed it
-                    found.append(_file(entry.path))
-        return found
-
-    def _blocks(self) -> dict[str, File]:
-        """The files of all blocks by key. `stat` takes most of the time, so it is not called again
-        for files known from an earlier call: a block's size never changes."""
-        found = dict[tuple[str, int], tuple[str, File]]()
-        for entry in self._entries("blocks"):
-            place = entry.name, entry.inode()
-            if place in self._known:
-                found[place] = self._known[place]
-            elif key := key_at(entry.path):
-                with suppress(FileNotFoundError):  # another process removed it
-                    found[place] = key, _file(entry.path)
-        self._known = found
-        return dict(found.values())
-
-    def _entries(self, part: str) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(f"{self.path}/{part}") as entries:
-            for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    yield entry
-
-    def _used_since(self, file: File) -> File | None:
-        with suppress(FileNotFoundError):
-            now = _file(file.path)
-            return now if now.used > file.used else None
-        return None
-
-    def _touch(self, keys: Sequence[str]) -> None:
+    def _used(self, keys: Sequence[str]) -> None:
         """Set the time of last use. Later blocks of a prompt get slightly older times, so that a
         prompt is evicted from its end."""
         now = time.time()
         for index, key in enumerate(keys):
             used = now - 1e-5 * index
             with suppress(OSError):  # the file was removed, or has another owner
-                os.utime(self._path(key), (used, used), follow_symlinks=False)
-
-    def _lock(self, held: ExitStack) -> None:
-        self._make_directories()
-        held.enter_context(_locked(self.path / "lock"))
-
-    def _is_unavailable(self, error: Exception) -> bool:
-        return False
-
-    def _make_directories(self) -> None:
-        """Create missing directories."""
-        if not all(os.path.isdir(self.path / part) for part in _PARTS):
-            self.path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-            for part in _PARTS:
-                (self.path / part).mkdir(PRIVATE_DIRECTORY, exist_ok=True)
+                os.utime(self._folder.path(key), (used, used), follow_symlinks=False)
 
     def _open(self) -> None:
         """Create the directories, or check that the store exists and can be read."""
@@ -175,7 +68,7 @@ class Disk(Files):
                 f"{self.path} is not a directory; give a directory or the path of a new one"
             )
         try:
-            self._make_directories()
+            _make_directories(self.path)
         except OSError as error:
             if error.errno not in _REFUSED or not os.path.isdir(self.path / "blocks"):
                 raise SpecError(
@@ -189,13 +82,89 @@ class Disk(Files):
                 )
 
 
+class _Directory(Folder):
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._known: dict[tuple[str, int], File] = {}  # by name and inode
+
+    def path(self, key: str) -> str:
+        return f"{self._path}/blocks/{key.replace('/', '-')}{SUFFIX}"
+
+    def read(self, keys: Sequence[str], most: int | None) -> list[Any]:
+        return [_content(self.path(key), most) for key in keys]
+
+    def write(self, block: StoredBlock) -> str:
+        _make_directories(self._path)
+        place, partial = Path(self.path(block.key)), Path(self._path, "new")
+        content = block.tensors(), block.metadata()
+        tensor_file.write(place, *content, sync=False, private=True, partial=partial)
+        return str(place)
+
+    def put_aside(self, key: str) -> None:
+        _make_directories(self._path)
+        os.replace(self.path(key), f"{self._path}/quarantine/{new_name()}")
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def listed(self, part: str, start: str = "") -> list[File]:
+        """`stat` takes most of the time, so it is not called again for files known from an earlier
+        call: a block's size never changes."""
+        found, start = dict[tuple[str, int], File](), start.replace("/", "-")
+        with os.scandir(f"{self._path}/{part}") as entries:
+            for entry in entries:
+                if entry.name.startswith(start) and not entry.is_dir(follow_symlinks=False):
+                    place = entry.name, entry.inode()
+                    with suppress(FileNotFoundError):  # another process removed it
+                        found[place] = self._known.get(place) or _file(entry.path)
+        if not start:
+            self._known = found
+        return list(found.values())
+
+    def now(self, file: File) -> File:
+        return _file(file.path)
+
+    def lock(self) -> AbstractContextManager[None]:
+        _make_directories(self._path)
+        return _locked(f"{self._path}/lock")
+
+
+def _make_directories(path: str | Path) -> None:
+    """Create the missing directories of a store."""
+    path = Path(path)
+    if not all(os.path.isdir(path / part) for part in _PARTS):
+        path.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        for part in _PARTS:
+            (path / part).mkdir(PRIVATE_DIRECTORY, exist_ok=True)
+
+
 def _file(path: str) -> File:
     status = os.stat(path, follow_symlinks=False)
-    return File(status.st_mtime, path, status.st_size)
+    return File.at(path, status.st_mtime, status.st_size)
+
+
+def _content(path: str, most: int | None) -> bytearray | Exception:
+    """The bytes of a block, or the error; empty if the file is irregular or too large. The file is
+    not memory-mapped, so that its truncation raises an error instead of a crash."""
+    try:
+        with open_file(Path(path), follow=False) as handle:
+            size = os.fstat(handle).st_size
+            if most is None and size > MOST_BYTES:
+                return bytearray()
+            size = size if most is None else min(size, most)
+            if size > most_bytes():
+                return MemoryError(f"a block of {size} bytes does not fit in free memory")
+            data = bytearray(size)
+            read_into(handle, data, 0)
+            return data
+    except (NoFileError, ValueError):
+        return bytearray()
+    except (OSError, MemoryError) as error:  # the block itself may be intact
+        return error
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: str) -> Iterator[None]:
     """Hold a lock that excludes all other threads and processes.
 
     Raises:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from threading import Lock, local
-from typing import ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import xxhash
 
 from kvkeep.errors import SpecError
 from kvkeep.store.backend import ABANDONED_S, Remote, require_budget
-from kvkeep.store.block import Label, StoredBlock, beginning
+from kvkeep.store.block import StoredBlock, beginning
 
 _URL = re.compile(r"lm://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?")
 
@@ -103,24 +103,19 @@ class LMCache(Remote):
         self._local = local()
         self._lock = (os.getpid(), Lock())
 
-    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        data = self._call(_GET, f"block {key}")
-        if not isinstance(data, bytes):
-            return None
-        if not data:  # deleted, but another client's change has listed it again
+    def _data(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
+        return [self._one(key, "block" if most is None else "label") for key in keys]
+
+    def _one(self, key: str, kind: str) -> Answer:
+        data = self._call(_GET, f"{kind} {key}")
+        if data == b"" and kind == "block":  # deleted, but another client has listed it again
             self.delete(key)
             return None
-        return self._checked(key, data)
-
-    def put(self, block: StoredBlock) -> bool:
-        return self.put_all([block]) == 1
+        return data or None
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         now = int(time.time() * 1000)  # later blocks get older times, to be removed first
         return sum(self._put(block, now - after) for after, block in enumerate(blocks))
-
-    def contains(self, key: str) -> bool:
-        return key in (self._listed(_list_of(key)) or {})
 
     def delete(self, key: str) -> None:
         self._remove(key)
@@ -131,12 +126,9 @@ class LMCache(Remote):
         keys = sorted(found, key=lambda key: -found[key].written)  # newest first
         return iter([key for key in keys if key.startswith(prefix)])
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
+    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
         lists = ((key, self._listed(_list_of(key))) for key in keys)
-        return [key for key, listed in lists if listed is not None and key not in listed]
-
-    def labels(self, keys: Sequence[str]) -> list[Label | None]:
-        return [self._label(key, self._call(_GET, f"label {key}")) for key in keys]
+        return [None if listed is None else key in listed for key, listed in lists]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         """Remove blocks, oldest first, until the rest fits `budget` bytes. Returns the bytes freed.

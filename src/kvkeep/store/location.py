@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib import import_module
@@ -14,8 +14,8 @@ from typing import Any, ClassVar, final
 from kvkeep.errors import SpecError
 from kvkeep.extras import needed_by
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
-from kvkeep.store.block import StoredBlock, is_key
-from kvkeep.store.files import SUFFIX, File, Files
+from kvkeep.store.block import StoredBlock
+from kvkeep.store.files import SUFFIX, File, Files, Folder, new_name
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names in filesystems
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
@@ -59,105 +59,84 @@ class Location(Files):
     _AT_ONCE = 8
 
     def __init__(self, url: str, budget: int | None = None, **storage_options: Any) -> None:
-        super().__init__(budget)
+        self.url, self._objects = url, _Objects(url, storage_options)
+        super().__init__(self._objects, budget)
         if re.search(r"[*?\[\]]", url):
             raise SpecError(f"{url} has a wildcard in it; give a path without any of *?[]")
-        self._fsspec = _fsspec()
-        self.url = url
-        self._options = storage_options
         try:
-            self._resolved()
+            self._objects.resolved()
         except (ImportError, ValueError, TypeError) as error:
             raise SpecError(f"fsspec cannot open this URL: {error}") from error
         except Exception as error:  # the location may become available later
             self._failed(error)
 
-    def contains(self, key: str) -> bool:
-        return isinstance(self._read([key], 1)[0], bytes)
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        there = self._read(keys, 1)
-        return [key for key, data in zip(keys, there, strict=True) if _is_missing(data)]
-
     def exists(self) -> bool:
-        return self._asked(self._is_there, False)
-
-    def _resolved(self) -> tuple[Any, str]:
-        """The filesystem object for this thread and process, which fsspec caches, and the path."""
-        filesystem, path = self._fsspec.url_to_fs(self.url, **self._options)
-        return filesystem, path.rstrip("/")
-
-    def _is_there(self) -> bool:
-        filesystem, root = self._resolved()
-        filesystem.invalidate_cache()
-        filesystem.info(f"{root}/blocks")
-        return True
-
-    @property
-    def _root(self) -> str:
-        return self._resolved()[1]
-
-    def _path(self, key: str) -> str:
-        return f"{self._root}/blocks/{key}{SUFFIX}"
-
-    def _read(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        absent = FileNotFoundError()
-        known = [key for key in keys if is_key(key)]
-
-        def read() -> list[Any]:
-            filesystem, root = self._resolved()
-            paths = [f"{root}/blocks/{key}{SUFFIX}" for key in known]
-            found = filesystem.cat_ranges(paths, 0 if most else None, most, on_error="return")
-            for data in found:
-                if isinstance(data, Exception) and not _is_missing(data):
-                    raise data
-            return list(found)
-
-        unknown = OSError("the location was not asked")
-        found = dict(zip(known, self._asked(read, [unknown] * len(known)), strict=True))
-        return [found.get(key, absent) for key in keys]
-
-    def _written(self, block: StoredBlock) -> tuple[int, bytes]:
-        content = block.to_bytes()
-        return len(content), content
-
-    def _write(self, new: str, path: str, content: bytes) -> None:
-        filesystem, root = self._resolved()
-        for each in (new, path):
-            _make_directory(filesystem, root, each.rpartition("/")[0])
-        try:
-            if _is_local(filesystem):  # a write to an existing file keeps its mode
-                Path(new).touch(PRIVATE, exist_ok=False)
-            filesystem.pipe_file(new, content)
-            filesystem.mv(new, path)
-        except BaseException:
-            with suppress(Exception):
-                filesystem.rm_file(new)
-            raise
-
-    def _move(self, path: str, target: str) -> None:
-        filesystem, root = self._resolved()
-        _make_directory(filesystem, root, f"{root}/quarantine")
-        filesystem.mv(path, target)
-
-    def _unlink(self, path: str) -> None:
-        self._resolved()[0].rm_file(path)
-
-    def _listed(self, part: str, start: str = "") -> list[File]:
-        filesystem, root = self._resolved()
-        filesystem.invalidate_cache()  # other processes write, too
-        folder = f"{root}/{part}/{start.rpartition('/')[0]}".rstrip("/")
-        found = filesystem.find(folder, detail=True)
-        return [
-            File(_written_at(info), path, info.get("size") or 0)
-            for path, info in found.items()
-            if info.get("type", "file") == "file"
-        ]
+        return self._asked(self._objects.is_there, False)
 
     def _is_unavailable(self, error: Exception) -> bool:
         return not isinstance(error, PermissionError) and (
             getattr(error, "errno", None) not in _REFUSED
         )
+
+
+class _Objects(Folder):
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._fsspec, self._url, self._options = _fsspec(), url, options
+
+    def resolved(self) -> tuple[Any, str]:
+        """The filesystem object for this thread and process, which fsspec caches, and the path."""
+        filesystem, path = self._fsspec.url_to_fs(self._url, **self._options)
+        return filesystem, path.rstrip("/")
+
+    def is_there(self) -> bool:
+        """Whether blocks were ever put here; raises if not."""
+        filesystem, root = self.resolved()
+        filesystem.invalidate_cache()
+        filesystem.info(f"{root}/blocks")
+        return True
+
+    def path(self, key: str) -> str:
+        return f"{self.resolved()[1]}/blocks/{key}{SUFFIX}"
+
+    def read(self, keys: Sequence[str], most: int | None) -> list[Any]:
+        filesystem, root = self.resolved()
+        paths = [f"{root}/blocks/{key}{SUFFIX}" for key in keys]
+        return list(filesystem.cat_ranges(paths, 0 if most else None, most, on_error="return"))
+
+    def write(self, block: StoredBlock) -> str:
+        filesystem, root = self.resolved()
+        new, path = f"{root}/new/{new_name()}", self.path(block.key)
+        for each in (new, path):
+            _make_directory(filesystem, root, each.rpartition("/")[0])
+        try:
+            if _is_local(filesystem):  # a write to an existing file keeps its mode
+                Path(new).touch(PRIVATE, exist_ok=False)
+            filesystem.pipe_file(new, block.to_bytes())
+            filesystem.mv(new, path)
+        except BaseException:
+            with suppress(Exception):
+                filesystem.rm_file(new)
+            raise
+        return path
+
+    def put_aside(self, key: str) -> None:
+        filesystem, root = self.resolved()
+        _make_directory(filesystem, root, f"{root}/quarantine")
+        filesystem.mv(self.path(key), f"{root}/quarantine/{new_name()}")
+
+    def remove(self, path: str) -> None:
+        self.resolved()[0].rm_file(path)
+
+    def listed(self, part: str, start: str = "") -> list[File]:
+        filesystem, root = self.resolved()
+        filesystem.invalidate_cache()  # other processes write, too
+        folder = f"{root}/{part}/{start.rpartition('/')[0]}".rstrip("/")
+        found = filesystem.find(folder, detail=True)
+        return [
+            File.at(path, _written_at(info), info.get("size") or 0)
+            for path, info in found.items()
+            if info.get("type", "file") == "file"
+        ]
 
 
 def _is_local(filesystem: Any) -> bool:
@@ -177,10 +156,6 @@ def _make_directory(filesystem: Any, root: str, path: str) -> None:
     for part in Path(path).relative_to(place).parts:
         place /= part
         place.mkdir(PRIVATE_DIRECTORY, exist_ok=True)
-
-
-def _is_missing(data: Any) -> bool:
-    return isinstance(data, FileNotFoundError)
 
 
 def _written_at(info: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeGuard, final
 from kvkeep.errors import SpecError
 from kvkeep.extras import needed_by
 from kvkeep.store.backend import ABANDONED_S, Remote, most_bytes
-from kvkeep.store.block import DIGEST, LABEL_BYTES, Label, StoredBlock, is_key, starts_key
+from kvkeep.store.block import DIGEST, StoredBlock, is_key, starts_key
 
 _SCHEMES = {
     "redis": "redis",
@@ -27,7 +27,6 @@ _SCHEMES = {
 
 _MOST = 512 * 2**20  # bytes of a value
 _BATCH_BYTES = 32 * 2**20  # sent or requested in one round trip
-_LABELS = 16  # labels in one round trip
 _MOST_PAGES = 1 << 16  # pages of a listing, which a faulty server could make endless
 _ALIKE = 256  # most keys in the sorted set of one beginning: the newest keys
 _QUARANTINE_MS = 24 * 3600 * 1000  # how long a damaged block is kept
@@ -70,6 +69,7 @@ class Redis(Remote):
     """
 
     name: ClassVar[str] = "redis"
+    _AT_ONCE = 16  # labels in one request
     schemes = tuple(_SCHEMES)
 
     def __init__(
@@ -120,19 +120,6 @@ class Redis(Remote):
             timer.cancel()
             self._call.until = inf
 
-    def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        with self.as_one_call():
-            if not self._readable([key]):
-                return None
-            return self._get_blocks([key], used)[0]
-
-    def put(self, block: StoredBlock) -> bool:
-        with self.as_one_call():
-            return super().put(block)
-
-    def contains(self, key: str) -> bool:
-        return bool(self._sizes([key])[0])
-
     def delete(self, key: str) -> None:
         name, alike = self._names(key)
         self._send([("UNLINK", name), ("ZREM", alike, key[-DIGEST:])])
@@ -161,18 +148,8 @@ class Redis(Remote):
                     seen.add(key)
                     yield key
 
-    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
-        found: list[StoredBlock] = []
-        with self.as_one_call():
-            for batch in _batches(keys, self._readable(keys)):
-                for block in self._get_blocks(batch, used=True):
-                    if block is None:
-                        return found
-                    found.append(block)
-        return found
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        return [key for key, size in zip(keys, self._sizes(keys), strict=True) if size == 0]
+    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
+        return [None if size is None else size > 0 for size in self._sizes(keys)]
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         done, waiting, nbytes = 0, list[Command](), 0
@@ -189,16 +166,6 @@ class Redis(Remote):
                     done += self._put(waiting)
                     waiting, nbytes = [], 0
             return done + self._put(waiting)
-
-    def labels(self, keys: Sequence[str]) -> list[Label | None]:
-        found: list[Label | None] = []
-        with self.as_one_call():
-            for start in range(0, len(keys), _LABELS):
-                some = keys[start : start + _LABELS]
-                asked = [("GETRANGE", self._base + key, 0, LABEL_BYTES - 1) for key in some]
-                answers = self._send(asked) or [None] * len(some)
-                found += [self._label(key, x) for key, x in zip(some, answers, strict=True)]
-        return found
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         _require_no_budget(budget)
@@ -227,27 +194,38 @@ class Redis(Remote):
             for answer in answers or [None] * len(keys)
         ]
 
-    def _readable(self, keys: Sequence[str]) -> list[int]:
-        """Sizes of the leading blocks, up to the first block that is missing or too large for the
-        memory."""
-        most, found = min(_MOST, most_bytes()), list[int]()
-        for size in self._sizes(keys):
+    def _batches(self, keys: Sequence[str]) -> Iterator[list[str]]:
+        """The keys in batches of at most 32 MiB, up to the first block that is missing or too large
+        for the memory."""
+        most, batch, waiting = min(_MOST, most_bytes()), list[str](), 0
+        for key, size in zip(keys, self._sizes(keys), strict=True):
             if not size:
                 break
             if size > most:
                 self._failed(MemoryError(f"a block of {size} bytes, but at most {most} are read"))
                 break
-            found.append(size)
-        return found
+            if batch and waiting + size > _BATCH_BYTES:
+                yield batch
+                batch, waiting = [], 0
+            batch.append(key)
+            waiting += size
+        if batch:
+            yield batch
 
-    def _get_blocks(self, keys: Sequence[str], used: bool) -> list[StoredBlock | None]:
-        asked: list[Command] = [("MGET", *(self._base + key for key in keys))]
-        if used and self._life is not None:
-            asked += [("PEXPIRE", name, self._life) for key in keys for name in self._names(key)]
-        found = (self._send(asked) or [None])[0]
+    def _data(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
+        names = [self._base + key for key in keys]
+        if most is None:
+            found = (self._send([("MGET", *names)]) or [None])[0]
+        else:
+            found = self._send([("GETRANGE", name, 0, most - 1) for name in names])
         if not isinstance(found, list) or len(found) != len(keys):
             found = [None] * len(keys)
-        return [self._checked(key, data) for key, data in zip(keys, found, strict=True)]
+        return found
+
+    def _used(self, keys: Sequence[str]) -> None:
+        names = [name for key in keys for name in self._names(key)]
+        if self._life is not None:
+            self._send([("PEXPIRE", name, self._life) for name in names])
 
     def _names(self, key: str) -> tuple[str, str]:
         """The names of a block and of the sorted set with its key."""
@@ -371,16 +349,3 @@ def _is_expected(answer: Exception) -> bool:
 def _is_count(answer: Any) -> TypeGuard[int]:
     """Whether an answer is a valid number of bytes."""
     return type(answer) is int and answer >= 0
-
-
-def _batches(keys: Sequence[str], sizes: Sequence[int]) -> Iterator[list[str]]:
-    """Batch keys of known sizes to at most 32 MiB per round trip."""
-    batch, waiting = list[str](), 0
-    for key, size in zip(keys, sizes, strict=False):
-        if batch and waiting + size > _BATCH_BYTES:
-            yield batch
-            batch, waiting = [], 0
-        batch.append(key)
-        waiting += size
-    if batch:
-        yield batch
