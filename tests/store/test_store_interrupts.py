@@ -97,7 +97,6 @@ STORES = {
 def held(store):
     """Bytes of all tensors that a store holds."""
     contents = [node.content for node in store._entries.nodes()]
-    contents += [text.content for text in store._entries.texts()]
     tensors = [planes[name] for content in contents for planes in content.layers for name in planes]
     tensors += [x for content in contents for mark in content.marks.values() for x in mark.values()]
     return sum(x.numel() * x.element_size() for x in tensors)

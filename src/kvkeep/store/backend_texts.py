@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvkeep.store.backend import Backend
 from kvkeep.store.block import Label, StoredBlock, beginning, digest, key_of, token_bytes
-from kvkeep.store.compressed import Compressed, CompressedText, begins
+from kvkeep.store.compressed import Compressed
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Pieces, Stretch
-from kvkeep.store.tree import common
+from kvkeep.store.tree import begins, common
 
 _LOOKED_AT = 16  # most blocks with one beginning of keys that are compared
 
@@ -90,15 +90,16 @@ class BackendTexts:
                 self._backend.quarantine(last.key)
         return blocks, stop
 
-    def write_compressed(self, identity: str, text: CompressedText) -> None:
+    def write_compressed(
+        self, identity: str, tokens: Tensor, content: Stretch, geometry: ModelGeometry
+    ) -> None:
         """Write a compressed text as one block, unless the backend has it.
 
         In its key, a hash of the text's first 2**k tokens, for the greatest possible k, replaces
         the hash of preceding tokens.
         """
-        first, geometry = digest(text.tokens[: 1 << _power(len(text.tokens))]), text.geometry
-        layers = text.content, geometry.routed, geometry.of_rows
-        block = StoredBlock(identity, first, text.tokens, *layers)
+        first = digest(tokens[: 1 << _power(len(tokens))])
+        block = StoredBlock(identity, first, tokens, content, geometry.routed, geometry.of_rows)
         if self._backend.missing([block.key]):
             self._backend.put_all([block])
 
@@ -108,18 +109,15 @@ class BackendTexts:
         tokens: Tensor,
         longer_than: int,
         geometry_of: Callable[[], ModelGeometry],
-    ) -> CompressedText | None:
+    ) -> StoredBlock | None:
         """The longest compressed text that is a prefix of `tokens` and has more than `longer_than`
         tokens; None if there is none."""
         for key in self._compressed(identity, tokens, longer_than):
             block = self._backend.get(key)
-            if block is None:
-                continue
-            geometry = geometry_of()
-            if block.why_not(geometry, Compressed):
+            if block is not None:
+                if not block.why_not(geometry_of(), Compressed):
+                    return block
                 self._backend.quarantine(key)
-            elif isinstance(block.content, Compressed):
-                return CompressedText(block.tokens, block.content, geometry)
         return None
 
     def _compressed(self, identity: str, tokens: Tensor, longer_than: int) -> Iterator[str]:

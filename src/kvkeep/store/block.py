@@ -81,7 +81,7 @@ class StoredBlock:
     identity: str
     prefix: str
     tokens: Tensor
-    content: Stretch | Compressed
+    content: Stretch
     routed: bool | None
     geometries: Sequence[Geometry]
 
@@ -128,9 +128,7 @@ class StoredBlock:
         """The block in the safetensors format."""
         return tensor_file.to_bytes(self.tensors(), self.metadata())
 
-    def why_not(
-        self, geometry: ModelGeometry, kind: type[Stretch | Compressed], start: int = 0
-    ) -> str:
+    def why_not(self, geometry: ModelGeometry, kind: type[Stretch], start: int = 0) -> str:
         """Why the block does not fit a model; empty if it does.
 
         Args:
@@ -139,7 +137,7 @@ class StoredBlock:
             start: the position of the block's first token.
         """
         content = self.content
-        if not isinstance(content, kind):
+        if type(content) is not kind:
             return f"it is a {type(content).__name__}, not a {kind.__name__}"
         if self.routed != geometry.routed:
             return f"it was computed with routed={self.routed}, not {geometry.routed}"
@@ -206,9 +204,10 @@ class StoredBlock:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}; expected int64 (n,)"
             )
-        content: Stretch | Compressed
         if header.compressed:
-            content = Compressed(layers, len(tokens))  # its shapes are checked when it is used
+            content: Stretch = Compressed(
+                layers, len(tokens)
+            )  # its shapes are checked when it is used
         else:
             content = Stretch(layers, len(tokens), marks)
             if not all(0 < at <= len(tokens) for at in marks):

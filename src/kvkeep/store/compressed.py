@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import torch
-from torch import Tensor
 
 from kvkeep.geometry import Geometry
 from kvkeep.host import ModelCache
 from kvkeep.layer.history import History, LayerState, by_part
 from kvkeep.planes import POSITION
 from kvkeep.store.geometry import LayerGeometry, ModelGeometry
-from kvkeep.store.layer_slices import Marks
+from kvkeep.store.layer_slices import Stretch
 
 
 @final
-class Compressed:
+class Compressed(Stretch):
     """Each layer's encoded planes, (1, H|1, slots, ...), by part and plane, such as `head.0.k`.
-    Heads keep different tokens, so a compressed text cannot be cut at a token. It never changes.
-
-    Args:
-        tokens: the number of tokens fed.
-    """
-
-    def __init__(self, layers: Sequence[Mapping[str, Tensor]], tokens: int) -> None:
-        self.layers = list(layers)
-        self.marks: Marks = {}  # compressed texts have no recurrent states
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return self._tokens
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of all planes."""
-        return sum(x.nbytes for planes in self.layers for x in planes.values())
+    Heads keep different tokens, so a compressed text cannot be cut at a token."""
 
     @classmethod
     def of(cls, cache: ModelCache) -> Compressed:
@@ -62,6 +41,15 @@ class Compressed:
         parts = by_part(self.layers[index])
         history.centre = parts.pop(_CENTRE, {}).get("mean")
         return LayerState(history, parts).to(geometry.device)
+
+    def fill(self, cache: ModelCache, geometry: ModelGeometry) -> None:
+        """Copy the text into an empty cache of the same specs."""
+        for index, (layer, own) in enumerate(zip(cache.layers, geometry.of_rows, strict=True)):
+            layer.restore(self.state(index, own))
+        cache.routed = geometry.routed
+
+    def bytes_in(self, geometry: ModelGeometry) -> int:
+        return self.nbytes  # heads keep different numbers of tokens
 
     def why_not(self, index: int, layer: LayerGeometry, start: int = 0) -> str:
         """Why the planes of layer `index` do not fit it; empty if they do. `start` is 0."""
@@ -88,27 +76,4 @@ class Compressed:
         return ""
 
 
-@dataclass(eq=False)
-class CompressedText:
-    """A compressed text of a store: its token ids, int64 (n,), and its slots. `used`: the time of
-    its last use, by the store's clock."""
-
-    tokens: Tensor
-    content: Compressed
-    geometry: ModelGeometry
-    priority: int = 0
-    used: int = 0
-
-    def fill(self, cache: ModelCache) -> None:
-        """Copy the text into an empty cache of the same specs."""
-        for index, (layer, own) in enumerate(zip(cache.layers, self.geometry.of_rows, strict=True)):
-            layer.restore(self.content.state(index, own))
-        cache.routed = self.geometry.routed
-
-
 _CENTRE = "centre"  # the part whose only plane is `History.centre`
-
-
-def begins(tokens: Tensor, prefix: Tensor) -> bool:
-    """Whether `prefix` (m,) is a prefix of `tokens` (n,)."""
-    return len(prefix) <= len(tokens) and tokens[: len(prefix)].equal(prefix)

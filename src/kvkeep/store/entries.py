@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import count
 from threading import RLock
 
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.planes import slot_count
 from kvkeep.store.backend import require_budget
-from kvkeep.store.compressed import CompressedText, begins
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.hit import Hit
-from kvkeep.store.layer_slices import Marks, Pieces, Stretch, marks_between
+from kvkeep.store.layer_slices import Pieces, Stretch, marks_between
 from kvkeep.store.stats import StoredNode
 from kvkeep.store.tree import Node, RadixTree
 
@@ -45,14 +42,12 @@ class Entries:
         self._trees: dict[str, RadixTree] = {}
         self._geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
-        self._texts: dict[str, list[CompressedText]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         with self.lock:
-            compressed = sum(text.content.nbytes for text in self.texts())
-            return sum(node.content.nbytes for node in self.nodes()) + compressed
+            return sum(node.content.nbytes for node in self.nodes())
 
     # -- geometries -------------------------------------------------------------------------
 
@@ -114,7 +109,7 @@ class Entries:
             tree, geometry = self.tree(identity), self._geometries[identity]
             marks = content.marks
             path, known = tree.match(tokens)
-            held = _marked(path)
+            held = {node.content.first + at for node in path for at in node.content.marks}
             lacking = [at for at in sorted(marks) if 0 < at <= known and at not in held]
             beyond = [at for at in marks if at > known]
 
@@ -131,7 +126,10 @@ class Entries:
             if lacking:  # prefer later states: hits end there
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
-                _add_marks(path, {at: marks[at] for at in lacking})
+                added_marks = {at: marks[at] for at in lacking}
+                for node in path:
+                    first, stop = node.content.first, node.content.first + len(node.tokens)
+                    node.content = node.content.marked(marks_between(added_marks, first, stop))
             if geometry.windowed:
                 self._add_windows(path, content, known)
             return length
@@ -151,34 +149,22 @@ class Entries:
 
     # -- compressed texts -------------------------------------------------------------------
 
-    def text(self, identity: str, tokens: Tensor, least: int) -> CompressedText | None:
+    def text(self, identity: str, tokens: Tensor, least: int) -> Node | None:
         """The longest compressed text of at least `least` tokens that is a prefix of `tokens` (n,);
         None if there is none."""
         with self.lock:
-            fitting = [
-                text
-                for text in self._texts.get(identity, [])
-                if len(text.tokens) >= least and begins(tokens, text.tokens)
-            ]
-            best = max(fitting, key=lambda text: len(text.tokens), default=None)
-            if best is not None:
-                best.used = next(self._clock)
-            return best
+            return self.tree(identity).whole(tokens, least)
 
-    def keep_text(self, identity: str, text: CompressedText, priority: int = 0) -> CompressedText:
-        """Hold a text if the budget has room. Returns `text`, or the text already held with the
-        same tokens."""
-        nbytes = text.content.nbytes
+    def keep_text(self, identity: str, text: Node) -> Node:
+        """Hold a compressed text if the budget has room. Returns `text`, or the text already held
+        with the same tokens."""
         with self.lock:
-            known = self.text(identity, text.tokens, len(text.tokens))
-            if known is not None:
-                return known
-            if self.budget is not None and nbytes > self.budget:
-                return text
-            if nbytes <= self._make_room(nbytes):
-                text.priority, text.used = priority, next(self._clock)
-                self._texts.setdefault(identity, []).append(text)
-        return text
+            tree, nbytes = self.tree(identity), text.content.nbytes
+            known = tree.whole(text.tokens, len(text.tokens))
+            fits = self.budget is None or nbytes <= self.budget
+            if known is None and fits and nbytes <= self._make_room(nbytes):
+                tree.add_whole(text)
+            return known or text
 
     # -- all entries ------------------------------------------------------------------------
 
@@ -194,19 +180,16 @@ class Entries:
             return nbytes
         room = (self.budget or 0) - self.nbytes
         while nbytes is None or room < nbytes:
-            free: list[tuple[int, int, Callable[[], int]]] = [
-                (leaf.priority, leaf.used, partial(tree.remove, parent, leaf))
+            free = [
+                (tree, parent, leaf)
                 for tree in self._trees.values()
                 for parent, leaf in tree.leaves()
                 if not leaf.locked and not any(leaf is node for node in spared)
             ]
-            for texts in self._texts.values():
-                free += [
-                    (text.priority, text.used, partial(_remove, texts, text)) for text in texts
-                ]
             if not free:
                 break
-            freed = min(free, key=lambda found: found[:2])[2]()
+            tree, parent, leaf = min(free, key=lambda found: (found[2].priority, found[2].used))
+            freed = tree.remove(parent, leaf)
             room += freed
             self.evicted += freed
         return room
@@ -215,49 +198,13 @@ class Entries:
         """The nodes of all trees; hold the lock while using them."""
         return (node for tree in self._trees.values() for node in tree.nodes())
 
-    def texts(self) -> list[CompressedText]:
-        """All compressed texts; hold the lock while using them."""
-        return [text for texts in self._texts.values() for text in texts]
-
     def check(self) -> None:
         """Raise StateError if the entries are inconsistent."""
         with self.lock:
-            for tree in self._trees.values():
-                tree.check()
-            held, expected = self.nbytes, sum(text.content.nbytes for text in self.texts())
+            held, expected = self.nbytes, 0
             for identity, tree in self._trees.items():
+                tree.check()
                 for node in tree.nodes():
-                    expected += _nbytes(node, self._geometries[identity])
+                    expected += node.content.bytes_in(self._geometries[identity])
             if held != expected or held > (self.budget or held):
                 raise StateError(f"{held} bytes held, {expected} expected, budget {self.budget}")
-
-
-def _nbytes(node: Node, geometry: ModelGeometry) -> int:
-    """Bytes of a node."""
-    marks = geometry.state_bytes * len(node.content.marks)
-    pairs = zip(node.content.layers, geometry.layers, strict=True)
-    return sum(slot_count(planes) * layer.slot_bytes for planes, layer in pairs) + marks
-
-
-def _remove(texts: list[CompressedText], text: CompressedText) -> int:
-    """Remove a text; returns the bytes freed."""
-    texts.remove(text)
-    return text.content.nbytes
-
-
-def _marked(path: Sequence[Node]) -> set[int]:
-    """The numbers of tokens after which a path holds recurrent states."""
-    found, start = set[int](), 0
-    for node in path:
-        found |= {start + at for at in node.content.marks}
-        start += len(node.tokens)
-    return found
-
-
-def _add_marks(path: Sequence[Node], marks: Marks) -> None:
-    """Add recurrent states to the nodes of a path that hold their tokens."""
-    start = 0
-    for node in path:
-        stop = start + len(node.tokens)
-        node.content = node.content.marked(marks_between(marks, start, stop))
-        start = stop

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvkeep.store.backend import Backend
 from kvkeep.store.backend_texts import BackendTexts
-from kvkeep.store.compressed import CompressedText
 from kvkeep.store.entries import Entries
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.layer_slices import Pieces, Stretch
+from kvkeep.store.tree import Node
 
 _LOG = logging.getLogger("kvkeep.store")
 _READERS = 8
@@ -70,7 +70,6 @@ class Exchange:
         devices = [layer.of_row.device for layer in agreed().layers]
         pieces, marks, at = list[Stretch](), dict[int, Mapping[str, Tensor]](), first
         for block in blocks:
-            assert isinstance(block.content, Stretch)
             content = block.content.to(devices)
             pieces.append(Stretch(content.layers, len(content), content.marks, at))
             marks |= {at + after: mark for after, mark in block.content.marks.items()}
@@ -123,7 +122,7 @@ class Exchange:
 
     def text(
         self, identity: str, tokens: Tensor, least: int, geometry: Callable[[], ModelGeometry]
-    ) -> CompressedText | None:
+    ) -> Node | None:
         """The longest compressed text of at least `least` tokens that is a prefix of `tokens`, in
         the entries or the backend. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
@@ -132,14 +131,16 @@ class Exchange:
         if self._texts is None or longest >= len(tokens):
             return text
         agreed = partial(entries.geometry, identity, geometry)
-        found = self._texts.read_compressed(identity, tokens, longest, agreed)
-        return text if found is None else entries.keep_text(identity, found)
+        block = self._texts.read_compressed(identity, tokens, longest, agreed)
+        if block is None:
+            return text
+        return entries.keep_text(identity, Node(block.tokens, block.content, whole=True))
 
-    def keep_text(self, identity: str, text: CompressedText, priority: int) -> None:
+    def keep_text(self, identity: str, text: Node, geometry: ModelGeometry) -> None:
         """Keep a compressed text, and write it to the backend."""
-        self._entries.keep_text(identity, text, priority)
+        self._entries.keep_text(identity, text)
         if self._texts is not None:
-            self._texts.write_compressed(identity, text)
+            self._texts.write_compressed(identity, text.tokens, text.content, geometry)
 
     def flush(self) -> None:
         """Wait until all earlier writes are complete."""

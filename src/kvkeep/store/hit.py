@@ -104,13 +104,13 @@ def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[
     ends = _with_windows(match, geometry)
     if not geometry.states:
         return int(ends.nonzero()[-1]), {}
-    length, start = 0, 0
+    length = 0
     state: Mapping[str, Tensor] = {}
     for node in match.path:
-        for at in sorted(node.content.marks):
-            if start + at <= match.length and ends[start + at]:
-                length, state = start + at, node.content.marks[at]
-        start += len(node.tokens)
+        for at, mark in sorted(node.content.marks.items()):
+            end = node.content.first + at
+            if end <= match.length and ends[end]:
+                length, state = end, mark
     return length, state
 
 

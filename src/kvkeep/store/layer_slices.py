@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.layer.frozen import FrozenPlanes
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, Planes, concatenated, plane_bytes, slot_count
-from kvkeep.store.geometry import LayerGeometry, window_in
+from kvkeep.store.geometry import LayerGeometry, ModelGeometry, window_in
 
 Marks = Mapping[int, Mapping[str, Tensor]]
 """A number of tokens -> the recurrent states after them, by name."""
 
 
-@final
 class Stretch:
     """Each layer's encoded planes, (1, H|1, S, ...), for n consecutive tokens of a text, and the
     recurrent states, (1, ...) each, after some of the tokens (`marks`). It never changes.
@@ -48,6 +47,12 @@ class Stretch:
         """Bytes of all planes and states."""
         states = sum(x.nbytes for mark in self.marks.values() for x in mark.values())
         return sum(plane_bytes(planes) for planes in self.layers) + states
+
+    def bytes_in(self, geometry: ModelGeometry) -> int:
+        """Bytes that the slots and states should have."""
+        pairs = zip(self.layers, geometry.layers, strict=True)
+        slots = sum(slot_count(planes) * layer.slot_bytes for planes, layer in pairs)
+        return slots + geometry.state_bytes * len(self.marks)
 
     def part(self, start: int, stop: int) -> Stretch:
         """A copy of tokens `start` to `stop`. States are shared, because they never change."""

@@ -25,7 +25,7 @@ from kvkeep.store.beginning import (
     observed_again,
     settle,
 )
-from kvkeep.store.compressed import Compressed, CompressedText
+from kvkeep.store.compressed import Compressed
 from kvkeep.store.geometry import ModelGeometry
 from kvkeep.store.identity import (
     Keyed,
@@ -38,7 +38,7 @@ from kvkeep.store.identity import (
 )
 from kvkeep.store.stats import StoredNode
 from kvkeep.store.text_store import TextStore
-from kvkeep.store.tree import common
+from kvkeep.store.tree import Node, common
 
 _SHORTEST = 16  # fewest common tokens of a batch that are worth a separate forward
 
@@ -446,8 +446,8 @@ class PrefixStore(TextStore):
             identity, tokens, least, partial(geometry_of, host, cache, tokens)
         )
         self._count(0 if text is None else len(text.tokens), len(tokens))
-        if text is not None:
-            text.fill(cache)
+        if text is not None and isinstance(text.content, Compressed):
+            text.content.fill(cache, self._entries.geometry(identity, None))
 
     def _add_compressed(
         self, host: Host, tokens: Tensor, cache: ModelCache, namespace: str, priority: int
@@ -455,5 +455,6 @@ class PrefixStore(TextStore):
         """Store the slots of a cache that was just compressed."""
         identity = keyed(host, tokens, cache.specs, namespace).identity
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
-        text = CompressedText(tokens.clone(), Compressed.of(cache), geometry)
-        self._exchange.keep_text(identity, text, priority)
+        text = Node(tokens.clone(), Compressed.of(cache), whole=True)
+        text.priority = priority
+        self._exchange.keep_text(identity, text, geometry)

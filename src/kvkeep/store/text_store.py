@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.cache import Cache
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.store.backend import Backend
+from kvkeep.store.compressed import Compressed
 from kvkeep.store.entries import Entries
 from kvkeep.store.exchange import Exchange
 from kvkeep.store.geometry import ModelGeometry
@@ -147,15 +148,15 @@ class TextStore:
     def stats(self) -> StoreStats:
         """All figures at once."""
         with self._entries.lock:
-            nodes, texts = list(self._entries.nodes()), self._entries.texts()
-            compressed = sum(len(text.tokens) for text in texts)
+            nodes = list(self._entries.nodes())
+            texts = [node for node in nodes if isinstance(node.content, Compressed)]
             return StoreStats(
                 nbytes=self.nbytes,
                 budget=self.budget,
-                entries=sum(not node.children for node in nodes) + len(texts),
-                tokens=sum(len(node.tokens) for node in nodes) + compressed,
+                entries=sum(not node.children for node in nodes),
+                tokens=sum(len(node.tokens) for node in nodes),
                 compressed_entries=len(texts),
-                compressed_tokens=compressed,
+                compressed_tokens=sum(len(text.tokens) for text in texts),
                 locked=sum(node.locked for node in nodes),
                 hits=self._hits,
                 misses=self._misses,

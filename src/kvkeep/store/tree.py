@@ -28,13 +28,18 @@ class Lock:
 
 
 class Node:
-    """A run of tokens after the parent's, up to the point where stored sequences differ. The root
-    has no tokens."""
+    """A run of tokens after the parent's, up to the point where stored sequences differ; or a text
+    that is found only as a whole, below the root. The root has no tokens.
 
-    def __init__(self, tokens: Tensor, content: Stretch) -> None:
+    Attributes:
+        name: the bytes of the first token, or of all tokens of a whole text.
+    """
+
+    def __init__(self, tokens: Tensor, content: Stretch, *, whole: bool = False) -> None:
         self.tokens = tokens
         self.content = content
-        self.children: dict[int, Node] = {}
+        self.name = tokens.numpy().tobytes() if whole else tokens[:1].numpy().tobytes()
+        self.children: dict[bytes, Node] = {}
         self.used = 0
         self.priority = 0
         self._lock: ref[Lock] | None = None
@@ -58,7 +63,7 @@ class Node:
         above = Node(self.tokens[:tokens].clone(), self.content.part(0, tokens))
         below = Node(self.tokens[tokens:].clone(), self.content.part(tokens, len(self.tokens)))
         below.children, below._lock = self.children, self._lock
-        above.children[int(below.tokens[0])] = below
+        above.children[below.name] = below
         for node in (above, below):
             node.used, node.priority = self.used, self.priority
         return above
@@ -105,7 +110,7 @@ class RadixTree:
         if beyond:
             parent = path[-2] if len(path) > 1 else self.root
             path[-1] = path[-1].split(len(path[-1].tokens) - beyond)
-            parent.children[int(path[-1].tokens[0])] = path[-1]
+            parent.children[path[-1].name] = path[-1]
         for node in path:
             node.priority = max(node.priority, priority)
         if length < len(tokens):
@@ -113,9 +118,24 @@ class RadixTree:
             child.used = path[-1].used if path else next(self._clock)
             child.priority = priority
             parent = path[-1] if path else self.root
-            parent.children[int(tokens[length])] = child
+            parent.children[child.name] = child
             path.append(child)
         return path
+
+    def whole(self, tokens: Tensor, least: int) -> Node | None:
+        """The longest whole text of at least `least` tokens that is a prefix of `tokens`; it is
+        marked as used."""
+        texts = self.root.children.values()
+        found = [x for x in texts if len(x.tokens) >= least and begins(tokens, x.tokens)]
+        best = max(found, key=lambda text: len(text.tokens), default=None)
+        if best is not None:
+            best.used = next(self._clock)
+        return best
+
+    def add_whole(self, text: Node) -> None:
+        """Store a whole text."""
+        text.used = next(self._clock)
+        self.root.children[text.name] = text
 
     def leaves(self) -> Iterator[tuple[Node, Node]]:
         """Nodes without children, as pairs (parent, node)."""
@@ -168,7 +188,7 @@ class RadixTree:
         """
         if leaf.children or leaf.locked:
             raise StateError("only a leaf that is not locked can be removed")
-        del parent.children[int(leaf.tokens[0])]
+        del parent.children[leaf.name]
         return leaf.content.nbytes
 
     def check(self) -> None:
@@ -176,7 +196,7 @@ class RadixTree:
         for parent, node in self._edges():
             if not len(node.tokens) or len(node.content) != len(node.tokens):
                 raise StateError(f"{len(node.tokens)} tokens with content of {len(node.content)}")
-            if parent.children.get(int(node.tokens[0])) is not node:
+            if parent.children.get(node.name) is not node:
                 raise StateError(f"tokens {node.tokens[:4].tolist()}... are not under their parent")
 
     def _edges(self) -> Iterator[tuple[Node, Node]]:
@@ -190,7 +210,7 @@ class RadixTree:
     def _walk(self, tokens: Tensor) -> Match:
         path, node, length = list[Node](), self.root, 0
         while length < len(tokens):
-            child = node.children.get(int(tokens[length]))
+            child = node.children.get(tokens[length : length + 1].numpy().tobytes())
             if child is None:
                 break
             path.append(child)
@@ -207,3 +227,8 @@ def common(a: Tensor, b: Tensor) -> int:
     most = min(len(a), len(b))
     differ = (a[:most] != b[:most]).nonzero()
     return int(differ[0]) if len(differ) else most
+
+
+def begins(tokens: Tensor, prefix: Tensor) -> bool:
+    """Whether `prefix` (m,) is a prefix of `tokens` (n,)."""
+    return len(prefix) <= len(tokens) and tokens[: len(prefix)].equal(prefix)
