@@ -123,7 +123,7 @@ def test_values_in_redis(monkeypatch, count):
                 given.append([b""])
         return given
 
-    monkeypatch.setattr(backend, "_pipeline", answers)
+    monkeypatch.setattr(backend._server, "pipeline", answers)
     wrong = 0
     for _ in range(count):
         values.clear()

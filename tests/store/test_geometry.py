@@ -16,7 +16,8 @@ from kvkeep.files.headers import sealed
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION
 from kvkeep.store import Disk, Memory, PrefixStore, StoredBlock
-from kvkeep.store.backend_texts import BackendTexts
+from kvkeep.store.entries import Entries
+from kvkeep.store.exchange import Exchange
 from kvkeep.store.layer_slices import Stretch
 
 TOKENS = list(range(24))
@@ -178,7 +179,7 @@ def test_tokens_before_a_block_that_hash_alike_once_are_told_apart():
     """Two texts whose first eight tokens have one XXH3: the second begins with what it is not."""
     one, two = torch.arange(16), torch.arange(16)
     two[3] = 77
-    texts = BackendTexts(Memory(), 8)
+    texts = Exchange(Entries(None), Memory(), 8)
     keys = [list(texts._places("m", tokens, 0)) for tokens in (one, two)]
     assert keys[0][0] != keys[1][0]
     assert keys[0][1] != keys[1][1]

@@ -154,11 +154,11 @@ class Raw:
 
     def request(self, command, what, length=0):
         own = hashlib.sha256(what.encode()).hexdigest()[:32]
-        name = f"{self._backend._model}@1@0@{own}@uint8".encode().ljust(150)
+        name = f"{self._backend._client.model}@1@0@{own}@uint8".encode().ljust(150)
         return struct.pack("<9i150s", command, length, 5, 6, 0, length, 0, 0, 0, name)
 
     def get(self, what):
-        with socket.create_connection(self._backend._address) as client:
+        with socket.create_connection(self._backend._client.address) as client:
             client.sendall(self.request(GET, what))
             code, length, *_ = struct.unpack("<9i", read(client, 36))
             return read(client, length) if code == 200 else None
@@ -166,7 +166,7 @@ class Raw:
     def put(self, what, data, length=None):
         """All of it, or the beginning of a longer value."""
         length = len(data) if length is None else length
-        with socket.create_connection(self._backend._address) as client:
+        with socket.create_connection(self._backend._client.address) as client:
             client.sendall(self.request(PUT, what, length) + data)
             if length == len(data):
                 client.sendall(self.request(EXIST, what))
@@ -538,7 +538,7 @@ def test_a_fork_has_its_own_connection(client):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     children = [context.Process(target=_in_child, args=(backend, results)) for _ in range(3)]
-    with backend._list_lock():  # no thread of the child will release it
+    with backend._lists.lock():  # no thread of the child will release it
         for child in children:
             child.start()
     for _ in range(20):

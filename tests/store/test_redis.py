@@ -23,8 +23,9 @@ from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.store import PrefixStore, Redis
 from kvkeep.store import backend as backend_module
 from kvkeep.store import redis as module
-from kvkeep.store.backend_texts import BackendTexts
 from kvkeep.store.block import beginning, digest
+from kvkeep.store.entries import Entries
+from kvkeep.store.exchange import Exchange
 
 TEXT = list(range(40))  # five blocks
 
@@ -527,7 +528,7 @@ def _late(backend, monkeypatch, answer):
         time.sleep(0.02)
         return [answer(command, len(round_trips)) for command in commands]
 
-    monkeypatch.setattr(backend, "_pipeline", piped)
+    monkeypatch.setattr(backend._server, "pipeline", piped)
     return round_trips
 
 
@@ -554,7 +555,7 @@ def test_what_begins_alike_is_looked_for_in_the_time_of_one_call(server, monkeyp
         return [key[-64:].encode() for key in keys] if command[0] == "ZREVRANGE" else b"x"
 
     _late(backend, monkeypatch, answer)
-    assert BackendTexts(backend, 8)._alike(identity, prefix, tokens) is None
+    assert Exchange(Entries(None), backend, 8)._alike(identity, prefix, tokens) is None
     assert "Timeout" in backend.last_error
 
 
@@ -617,7 +618,7 @@ def test_answers_of_any_kind(server, monkeypatch, seed):
         given = [draw.choice(ANSWERS) for _ in commands]
         return given if draw.random() < 0.9 else given[: draw.randrange(3)]
 
-    monkeypatch.setattr(backend, "_pipeline", answers)
+    monkeypatch.setattr(backend._server, "pipeline", answers)
     for _ in range(60):
         assert backend.get(draw.choice(keys)) is None
         assert backend.leading(keys) == []

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -36,6 +37,12 @@ def require_budget(budget: int | None) -> None:
     """Raise SpecError for a budget below one byte."""
     if budget is not None and budget < 1:
         raise SpecError(f"a store's budget of {budget} bytes; give at least 1, or None")
+
+
+def require_seconds(what: str, seconds: float, example: int) -> None:
+    """Raise SpecError for a time that is not positive and finite."""
+    if not 0 < seconds < inf:
+        raise SpecError(f"a {what} of {seconds} seconds; give more than 0, such as {example}")
 
 
 class Backend(ABC):
@@ -178,12 +185,9 @@ class Remote(Backend):
         """Record the use of a prompt's blocks."""
 
     def get(self, key: str, *, used: bool = True) -> StoredBlock | None:
-        return next(iter(self._leading([key], used)), None)
+        return next(iter(self.leading([key], used=used)), None)
 
-    def leading(self, keys: Sequence[str]) -> list[StoredBlock]:
-        return self._leading(keys, used=True)
-
-    def _leading(self, keys: Sequence[str], used: bool) -> list[StoredBlock]:
+    def leading(self, keys: Sequence[str], *, used: bool = True) -> list[StoredBlock]:
         found: list[StoredBlock] = []
         with self.as_one_call():
             blocks = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +33,7 @@ HEADER_BYTES = 1 << 22
 separate planes for each head of each layer."""
 
 _MOST_LAYERS = 1 << 12
-_MOST_HEADS = _MOST_WIDTH = 1 << 20
+_MOST = 1 << 20  # heads, or the width of a key or a value
 _KEY = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{72,80}")
 _START = re.compile(r"[0-9a-f/]*")
 
@@ -166,59 +166,39 @@ class StoredBlock:
             ValueError: the bytes are damaged, or are another key's block.
         """
         with _parse_errors():
-            layout = Layout.read(data, HEADER_BYTES)
-            if layout.nbytes != len(data):
-                raise ValueError(f"{len(data)} bytes, but the header describes {layout.nbytes}")
             own = data if isinstance(data, bytearray) else bytearray(data)
-            tensors = {name: layout.tensor(name, own) for name in layout.entries}
-            block = cls._read(tensors, layout.metadata)
+            block = cls._read(own, *_start(own))
         if block.key != key:
             raise ValueError(f"an intact block, but its key is {block.key}, not {key[:250]!r}")
         return block
 
     @classmethod
-    def _read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StoredBlock:
-        """Build a block from the results of `tensors` and `metadata`. May raise any exception."""
-        header = _header(metadata)
-        if set(tensors) != set(header.checksums):
+    def _read(cls, data: bytearray, layout: Layout, header: _Header, tokens: Tensor) -> StoredBlock:
+        """Build a block, whose shapes are compared with a model's when it is used. May raise any
+        exception."""
+        if layout.nbytes != len(data):
+            raise ValueError(f"{len(data)} bytes, but the header describes {layout.nbytes}")
+        if set(layout.entries) != set(header.checksums):
             raise ValueError("the header and the data have different tensors")
-        if len(header.likes) > _MOST_LAYERS:
-            raise ValueError(f"{len(header.likes)} layers, but at most {_MOST_LAYERS} are read")
-        geometries = [_geometry(fields) for fields in header.likes]
-        numbers = {str(number): number for number in range(len(geometries))}
-        layers: list[dict[str, Tensor]] = [{} for _ in geometries]
+        geometries = list(map(_geometry, header.likes))
+        layers = {str(index): dict[str, Tensor]() for index in range(len(geometries))}
         marks: dict[int, dict[str, Tensor]] = {}
-        for name, x in tensors.items():
+        for name in layout.entries:
+            x = layout.tensor(name, data)
             if tensor_file.checksum(x) != header.checksums[name]:
                 raise ValueError(f"the checksum of tensor {name} does not match")
-            index, dot, plane = name.partition(".")
-            if dot and index in numbers:
-                layers[numbers[index]][plane] = x
-            elif dot and index == _MARK and not header.compressed:
+            index, _, plane = name.partition(".")
+            if plane and index in layers:
+                layers[index][plane] = x
+            elif plane and index == _MARK and not header.compressed:
                 at, _, state = plane.partition(".")
                 marks.setdefault(int(at), {})[state] = x
             elif name != "tokens":
                 raise ValueError(f"tensor {name[:50]!r} belongs to no layer")
-        tokens = tensors["tokens"]
-        if tokens.dim() != 1 or tokens.dtype != torch.int64 or not len(tokens):
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype}; expected int64 (n,)"
-            )
-        if header.compressed:
-            content: Stretch = Compressed(
-                layers, len(tokens)
-            )  # its shapes are checked when it is used
-        else:
-            content = Stretch(layers, len(tokens), marks)
-            if not all(0 < at <= len(tokens) for at in marks):
-                raise ValueError(f"marks after {sorted(marks)[:8]} of {len(tokens)} tokens")
-            for geometry, planes in zip(geometries, layers, strict=True):
-                shapes = {(1, heads, len(tokens)) for heads in (1, geometry.heads)}
-                for name, x in planes.items():
-                    if x.shape[:3] not in shapes:
-                        raise ValueError(f"plane {name} has the wrong shape {tuple(x.shape)}")
-        if not content.nbytes:
-            raise ValueError("the block holds no slots")
+        if not all(0 < at <= len(tokens) for at in marks):
+            raise ValueError(f"marks after {sorted(marks)[:8]} of {len(tokens)} tokens")
+        kind = Compressed if header.compressed else Stretch
+        content = kind(list(layers.values()), len(tokens), marks)
         return cls(header.identity, header.prefix, tokens, content, header.routed, geometries)
 
 
@@ -265,13 +245,7 @@ class Label:
             ValueError: there are too few bytes, or they are not the start of the key's block.
         """
         with _parse_errors():
-            layout = Layout.read(data, HEADER_BYTES)
-            header = _header(layout.metadata)
-            entry = layout.entries["tokens"]
-            stop = layout.start + entry.stop
-            if entry.dtype != torch.int64 or len(entry.shape) != 1 or stop > len(data):
-                raise ValueError("the tokens are not an int64 tensor within these bytes")
-            tokens = layout.tensor("tokens", bytearray(data[:stop])).clone()
+            layout, header, tokens = _start(data)
             kind = str(_geometry(header.likes[0]).dtype)
             parts = (header.identity, header.prefix, tokens, len(header.likes))
             named = [name.split(".") for name in layout.entries]
@@ -282,23 +256,31 @@ class Label:
             return label
 
 
-def _header(metadata: Mapping[str, str]) -> _Header:
-    require_seal(_HEADER, metadata)
-    header = typed(_Header, json.loads(metadata[_HEADER]))
+def _start(data: bytes | bytearray) -> tuple[Layout, _Header, Tensor]:
+    """Parse a block's header and its tokens, which are copied. May raise any exception."""
+    layout = Layout.read(data, HEADER_BYTES)
+    require_seal(_HEADER, layout.metadata)
+    header = typed(_Header, json.loads(layout.metadata[_HEADER]))
     if header.format != FORMAT:
         raise ValueError(f"the block has format {header.format}; only {FORMAT} is read")
-    return header
+    if len(header.likes) > _MOST_LAYERS:
+        raise ValueError(f"{len(header.likes)} layers, but at most {_MOST_LAYERS} are read")
+    entry = layout.entries["tokens"]
+    stop = layout.start + entry.stop
+    if (
+        entry.dtype != torch.int64
+        or len(entry.shape) != 1
+        or stop > len(data)
+        or not entry.shape[0]
+    ):
+        raise ValueError("the tokens are not an int64 tensor (n,) within these bytes")
+    return layout, header, layout.tensor("tokens", bytearray(data[:stop])).clone()
 
 
 def _geometry(fields: Any) -> Geometry:
     heads, key_width, value_width, dtype = fields
-    for number, most in (
-        (heads, _MOST_HEADS),
-        (key_width, _MOST_WIDTH),
-        (value_width, _MOST_WIDTH),
-    ):
-        if type(number) is not int or not 1 <= number <= most:
-            raise ValueError(f"a layer has impossible sizes: {str(fields)[:80]}")
+    if not all(type(x) is int and 1 <= x <= _MOST for x in (heads, key_width, value_width)):
+        raise ValueError(f"a layer has impossible sizes: {str(fields)[:80]}")
     return Geometry(1, heads, key_width, value_width, DTYPES[dtype])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from threading import RLock
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.errors import StateError
 from kvkeep.store.backend import require_budget
-from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.layer_slices import Pieces, Stretch, marks_between
 from kvkeep.store.stats import StoredNode
@@ -28,6 +28,7 @@ class Entries:
 
     Attributes:
         evicted: bytes evicted so far.
+        geometries: the geometry of each identity's entries.
         lock: held while entries are read or changed.
 
     Raises:
@@ -40,7 +41,7 @@ class Entries:
         self.evicted = 0
         self.lock = RLock()
         self._trees: dict[str, RadixTree] = {}
-        self._geometries: dict[str, ModelGeometry] = {}
+        self.geometries: dict[str, ModelGeometry] = {}
         self._clock = count(1)
 
     @property
@@ -51,18 +52,12 @@ class Entries:
 
     # -- geometries -------------------------------------------------------------------------
 
-    def known(self, identity: str) -> bool:
-        """Whether the geometry of an identity's entries is known."""
-        return identity in self._geometries
-
-    def geometry(
-        self, identity: str, geometry: Callable[[], ModelGeometry] | None
-    ) -> ModelGeometry:
-        """The geometry of an identity's entries; `geometry` is called only the first time."""
-        own = self._geometries.get(identity)
+    def geometry(self, identity: str, find: FindGeometry | None) -> ModelGeometry:
+        """The geometry of an identity's entries; `find` is called only the first time."""
+        own = self.geometries.get(identity)
         if own is None:
-            assert geometry is not None
-            own = self.agreed(identity, geometry())
+            assert find is not None
+            own = self.agreed(identity, find())
         return own
 
     def agreed(self, identity: str, geometry: ModelGeometry) -> ModelGeometry:
@@ -72,7 +67,7 @@ class Entries:
             StateError: the entries have another geometry.
         """
         with self.lock:
-            known = self._geometries.setdefault(identity, geometry)
+            known = self.geometries.setdefault(identity, geometry)
         if known != geometry:
             raise StateError(
                 f"identity {identity[:60]!r} has entries of another model: {known}, not "
@@ -89,15 +84,14 @@ class Entries:
     def outline(self, identity: str, tokens: Tensor, most: int) -> list[StoredNode]:
         """The prefixes of an identity; see `RadixTree.outline`."""
         with self.lock:
-            tree = self._trees.get(identity)
-            if tree is None or not self.known(identity):
+            if identity not in self._trees or identity not in self.geometries:
                 return []
-            return tree.outline(tokens, most)
+            return self.tree(identity).outline(tokens, most)
 
     def hit(self, identity: str, tokens: Tensor) -> Hit:
         """The longest prefix of tokens (n,), locked until it is released."""
         with self.lock:
-            return Hit(self.tree(identity).match(tokens), self._geometries.get(identity))
+            return Hit(self.tree(identity).match(tokens), self.geometries.get(identity))
 
     def keep(self, identity: str, tokens: Tensor, content: Pieces, priority: int = 0) -> int:
         """Put tokens into the tree as far as the budget allows; returns how many of them it holds
@@ -106,7 +100,7 @@ class Entries:
         Slots in windows and recurrent states that the tree lacks are added to its tokens, too.
         """
         with self.lock:
-            tree, geometry = self.tree(identity), self._geometries[identity]
+            tree, geometry = self.tree(identity), self.geometries[identity]
             marks = content.marks
             path, known = tree.match(tokens)
             held = {node.content.first + at for node in path for at in node.content.marks}
@@ -136,12 +130,11 @@ class Entries:
 
     def _add_windows(self, path: Sequence[Node], content: Pieces, known: int) -> None:
         """Add slots that nodes lack among the first `known` tokens, if they fit."""
-        found = list[tuple[Node, Stretch]]()
+        found: list[tuple[Node, Stretch]] = []
         for node in path:
-            first = node.content.first
+            first, stop = node.content.first, node.content.first + len(node.tokens)
             if first < known:
-                new = node.content.lacking(content(first, first + len(node.tokens)))
-                found.append((node, new))
+                found.append((node, node.content.lacking(content(first, stop))))
         needed = sum(new.nbytes for _, new in found)
         if needed and self._make_room(needed, path) >= needed:
             for node, new in found:
@@ -205,6 +198,6 @@ class Entries:
             for identity, tree in self._trees.items():
                 tree.check()
                 for node in tree.nodes():
-                    expected += node.content.bytes_in(self._geometries[identity])
+                    expected += node.content.bytes_in(self.geometries[identity])
             if held != expected or held > (self.budget or held):
                 raise StateError(f"{held} bytes held, {expected} expected, budget {self.budget}")

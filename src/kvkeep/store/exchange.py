@@ -1,113 +1,122 @@
-"""Exchange: copies blocks between a store's entries and its backend, also in threads."""
+"""Exchange: copies texts between a store's entries and the blocks of its backend, also in
+threads."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from threading import Lock
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from kvkeep.store.backend import Backend
-from kvkeep.store.backend_texts import BackendTexts
+from kvkeep.store.block import Label, StoredBlock, beginning, digest, key_of, token_bytes
+from kvkeep.store.compressed import Compressed
 from kvkeep.store.entries import Entries
-from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.layer_slices import Pieces, Stretch
-from kvkeep.store.tree import Node
+from kvkeep.store.tree import Node, begins, common
 
 _LOG = logging.getLogger("kvkeep.store")
 _READERS = 8
 _MOST_BYTES = 1 << 30  # most bytes that wait to be written; a single text may exceed it
+_LOOKED_AT = 16  # most blocks with one beginning of keys that are compared
 
 
-class _Write(NamedTuple):
-    done: Future[None]
-    nbytes: int
+class _Place(NamedTuple):
+    """A block's start in its text, and the hash of the tokens before it."""
+
+    start: int
+    prefix: str
 
 
 @final
 class Exchange:
-    """Copies requested blocks from a backend to a store's entries, and new entries to the backend.
-    Threads may share an exchange.
+    """Copies requested texts from a backend to a store's entries, and new entries to the backend,
+    in blocks of `size` tokens. Threads may share an exchange.
+
+    A block is found by the hash of its tokens and the hash of the tokens before it, then compared
+    with the tokens and the model's geometry; a block that differs is quarantined.
 
     Callers need not wait for the backend: several threads read, and one thread writes in the order
     of calls. The threads change only the entries and the backend. They start when needed, and
     finish their work before Python exits.
-
-    Args:
-        backend: the backend; None: copy nothing.
-        block: tokens per block of the backend.
     """
 
-    def __init__(self, entries: Entries, backend: Backend | None, block: int) -> None:
-        self._entries, self._block = entries, block
-        self._texts = None if backend is None else BackendTexts(backend, block)
+    def __init__(self, entries: Entries, backend: Backend, size: int) -> None:
+        self._entries, self._backend, self._size = entries, backend, size
         self._readers = ThreadPoolExecutor(_READERS, "kvkeep-store-read")
         self._writer = ThreadPoolExecutor(1, "kvkeep-store-write")
-        self._writes: list[_Write] = []  # unfinished and recently finished writes
+        self._writes: dict[Future[None], int] = {}  # bytes of unfinished writes, and a few others
         self._lock = Lock()
 
-    def fetch(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None
-    ) -> None:
+    # -- prefixes ---------------------------------------------------------------------------
+
+    def fetch(self, identity: str, tokens: Tensor, geometry: FindGeometry | None) -> None:
         """Copy blocks that the tree lacks from the backend. The entries are not locked while the
         backend is read. See `PrefixStore.match` for `geometry`."""
         entries = self._entries
-        if self._texts is None or (geometry is None and not entries.known(identity)):
+        if geometry is None and identity not in entries.geometries:
             return
         with entries.hit(identity, tokens) as hit:
             known = hit.length
         if known == len(tokens):
             return
         agreed = partial(entries.geometry, identity, geometry)
-        first = known // self._block * self._block
-        blocks, stop = self._texts.read(identity, tokens, first, agreed)
+        first = known // self._size * self._size
+        blocks, stop = self._read(identity, tokens, first, agreed)
         if stop <= known:
             return
         devices = [layer.of_row.device for layer in agreed().layers]
         pieces, marks, at = list[Stretch](), dict[int, Mapping[str, Tensor]](), first
         for block in blocks:
-            content = block.content.to(devices)
-            pieces.append(Stretch(content.layers, len(content), content.marks, at))
+            pieces.append(block.content.to(devices, at))
             marks |= {at + after: mark for after, mark in block.content.marks.items()}
             at += len(block.content)
         with entries.lock:
-            if entries.tree(identity).match(tokens).length < first:
-                return  # the prefix was evicted meanwhile
-            entries.keep(identity, tokens[:stop], Pieces(pieces, marks))
+            if entries.tree(identity).match(tokens).length >= first:  # else evicted meanwhile
+                entries.keep(identity, tokens[:stop], Pieces(pieces, marks))
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. The future holds its error."""
         return self._readers.submit(self.fetch, identity, tokens, lambda: geometry)
 
     def write(
-        self,
-        identity: str,
-        tokens: Tensor,
-        content: Pieces,
-        geometry: ModelGeometry,
-        *,
-        wait: bool,
+        self, identity: str, tokens: Tensor, content: Pieces, geometry: ModelGeometry
     ) -> None:
-        """Write tokens, int64 (n,), to the backend.
+        """Write the blocks of a text, int64 (n,), that the backend lacks, or has without the
+        recurrent states after their last token."""
+        places = self._places(identity, tokens, 0)
 
-        Args:
-            content: the tokens' slots, which are copied before this returns.
-            wait: write now. Otherwise a thread writes; if too much waits to be written, or on an
-                error, the tokens are not written, and a later prompt computes them.
-        """
-        if self._texts is None:
-            return
-        if wait:
-            self._texts.write(identity, tokens, content, geometry)
-            return
+        def block(key: str) -> StoredBlock:
+            start, prefix = places[key]
+            own = tokens[start : start + self._size]
+            part = content(start, start + len(own))
+            return StoredBlock(identity, prefix, own, part, geometry.routed, geometry.of_rows)
+
+        missing = self._backend.missing(list(places))
+        stops = {key: min(start + self._size, len(tokens)) for key, (start, _) in places.items()}
+        marked = [key for key in stops if stops[key] in content.marks and key not in missing]
+        for key, label in zip(marked, self._backend.labels(marked) if marked else [], strict=True):
+            if label is not None and len(label.tokens) not in label.marks:
+                self._backend.delete(key)
+                missing.append(key)
+        self._backend.put_all(map(block, missing))
+
+    def begin_write(
+        self, identity: str, tokens: Tensor, content: Pieces, geometry: ModelGeometry
+    ) -> None:
+        """`write` in another thread; the content is copied before this returns. If too much waits
+        to be written, or on an error, the text is not written, and a later prompt computes it."""
         nbytes = geometry.text_bytes(len(tokens))
         with self._lock:
-            self._writes = [one for one in self._writes if not one.done.done()]
-            if self._writes and sum(one.nbytes for one in self._writes) + nbytes > _MOST_BYTES:
+            self._writes = {done: size for done, size in self._writes.items() if not done.done()}
+            if self._writes and sum(self._writes.values()) + nbytes > _MOST_BYTES:
                 _LOG.warning("the store's backend is slow, so %s bytes are not written", nbytes)
                 return
             # Take stretches from the tree if possible: they never change, so need no copy.
@@ -116,40 +125,121 @@ class Exchange:
             start = hit.length if pieces else 0
             if start < len(tokens):
                 pieces = [*pieces, content(start, len(tokens))]
-            args = identity, tokens.clone(), content._replace(stretches=pieces), geometry
-            job = partial(_logged, partial(self._texts.write, *args))
-            self._writes.append(_Write(self._writer.submit(job), nbytes))
+            text = identity, tokens.clone(), content._replace(stretches=pieces), geometry
+            self._writes[self._writer.submit(self._write_or_log, *text)] = nbytes
 
-    def text(
-        self, identity: str, tokens: Tensor, least: int, geometry: Callable[[], ModelGeometry]
-    ) -> Node | None:
-        """The longest compressed text of at least `least` tokens that is a prefix of `tokens`, in
-        the entries or the backend. See `PrefixStore.match` for `geometry`."""
-        entries = self._entries
-        text = entries.text(identity, tokens, least)
-        longest = least - 1 if text is None else len(text.tokens)
-        if self._texts is None or longest >= len(tokens):
-            return text
-        agreed = partial(entries.geometry, identity, geometry)
-        block = self._texts.read_compressed(identity, tokens, longest, agreed)
-        if block is None:
-            return text
-        return entries.keep_text(identity, Node(block.tokens, block.content, whole=True))
-
-    def keep_text(self, identity: str, text: Node, geometry: ModelGeometry) -> None:
-        """Keep a compressed text, and write it to the backend."""
-        self._entries.keep_text(identity, text)
-        if self._texts is not None:
-            self._texts.write_compressed(identity, text.tokens, text.content, geometry)
+    def _write_or_log(self, *text: Any) -> None:
+        try:
+            self.write(*text)
+        except Exception as error:
+            _LOG.warning("a text was not written to the store's backend", exc_info=error)
 
     def flush(self) -> None:
         """Wait until all earlier writes are complete."""
         if self._writes:
             self._writer.submit(int).result()
 
+    def _read(
+        self, identity: str, tokens: Tensor, first: int, geometry_of: FindGeometry
+    ) -> tuple[list[StoredBlock], int]:
+        """Find the longest stored part of a text from token `first` on.
 
-def _logged(job: Callable[[], None]) -> None:
-    try:
-        job()
-    except Exception as error:
-        _LOG.warning("a text was not written to the store's backend", exc_info=error)
+        Returns:
+            Consecutive blocks, and the index after the last token that they share with the text.
+        """
+        blocks: list[StoredBlock] = []
+        stop, fit = first, True
+        places = self._places(identity, tokens, first)
+        leading = self._backend.leading(list(places))
+        for (key, (start, _)), block in zip(places.items(), leading, strict=False):
+            own = tokens[start : start + self._size]
+            if not block.tokens.equal(own) or block.why_not(geometry_of(), Stretch, start):
+                self._backend.quarantine(key)
+                fit = False
+            elif fit:
+                blocks.append(block)
+                stop += len(own)
+        if fit and stop < len(tokens):
+            own = tokens[stop : stop + self._size]
+            prefix = places[list(places)[(stop - first) // self._size]].prefix
+            last = self._alike(identity, prefix, own)
+            if last is not None:
+                if not last.why_not(geometry_of(), Stretch, stop):
+                    return [*blocks, last], stop + common(last.tokens, own)
+                self._backend.quarantine(last.key)
+        return blocks, stop
+
+    # -- compressed texts -------------------------------------------------------------------
+
+    def write_compressed(
+        self, identity: str, tokens: Tensor, content: Stretch, geometry: ModelGeometry
+    ) -> None:
+        """Write a compressed text as one block, unless the backend has it.
+
+        In its key, a hash of the text's first 2**k tokens, for the greatest possible k, replaces
+        the hash of preceding tokens.
+        """
+        first = digest(tokens[: 1 << _power(len(tokens))])
+        block = StoredBlock(identity, first, tokens, content, geometry.routed, geometry.of_rows)
+        if self._backend.missing([block.key]):
+            self._backend.put_all([block])
+
+    def fetch_compressed(
+        self, identity: str, tokens: Tensor, longer_than: int, geometry: FindGeometry
+    ) -> Node | None:
+        """Copy the longest compressed text that is a prefix of `tokens` and has more than
+        `longer_than` tokens from the backend; None if there is none."""
+        for key in self._compressed(identity, tokens, longer_than):
+            block = self._backend.get(key)
+            if block is not None:
+                if not block.why_not(self._entries.geometry(identity, geometry), Compressed):
+                    text = Node(block.tokens, block.content, whole=True)
+                    return self._entries.keep_text(identity, text)
+                self._backend.quarantine(key)
+        return None
+
+    def _compressed(self, identity: str, tokens: Tensor, longer_than: int) -> Iterator[str]:
+        """Keys of compressed texts that may be prefixes of `tokens`, the longest first."""
+        for power in range(_power(len(tokens)), _power(longer_than + 1) - 1, -1):
+            first = digest(tokens[: 1 << power])
+            if power == _power(len(tokens)):
+                yield key_of(identity, first, tokens)
+                if longer_than + 1 == len(tokens):
+                    return
+            with self._backend.as_one_call():
+                labels = self._labels(identity, first, int(tokens[0]))
+                lengths = {k: len(x.tokens) for k, x in labels.items() if begins(tokens, x.tokens)}
+            fitting = [key for key, length in lengths.items() if longer_than < length < len(tokens)]
+            yield from sorted(fitting, key=lambda key: -lengths[key])
+
+    def _alike(self, identity: str, prefix: str, tokens: Tensor) -> StoredBlock | None:
+        """The block after `prefix` that shares the most leading tokens with `tokens`."""
+        with self._backend.as_one_call():
+            labels = self._labels(identity, prefix, int(tokens[0]))
+            same = {key: common(label.tokens, tokens) for key, label in labels.items()}
+            for key in sorted(filter(same.get, same), key=lambda key: -same[key]):
+                found = self._backend.get(key)
+                if found is not None:
+                    return found
+            return None
+
+    def _labels(self, identity: str, prefix: str, token: int) -> dict[str, Label]:
+        """The labels of at most 16 blocks that follow a prefix and begin with `token`, by key."""
+        keys = list(islice(self._backend.scan(beginning(identity, prefix, token)), _LOOKED_AT))
+        labels = zip(keys, self._backend.labels(keys), strict=True)
+        return {key: label for key, label in labels if label is not None}
+
+    def _places(self, identity: str, tokens: Tensor, first: int) -> dict[str, _Place]:
+        """The blocks of a text by key, in order. Each token is hashed once for all prefixes."""
+        before = hashlib.sha256(token_bytes(tokens[:first]))
+        found: dict[str, _Place] = {}
+        for start in range(first, len(tokens), self._size):
+            own, prefix = tokens[start : start + self._size], before.hexdigest()
+            found[key_of(identity, prefix, own)] = _Place(start, prefix)
+            before.update(token_bytes(own))
+        return found
+
+
+def _power(tokens: int) -> int:
+    """The exponent of the greatest power of two that is at most `tokens`."""
+    return tokens.bit_length() - 1

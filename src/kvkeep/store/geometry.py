@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -130,6 +130,10 @@ class ModelGeometry:
             f"{first.key_width}/{first.value_width}, {first.dtype} on {first.device}, planes "
             f"{', '.join(planes)}, routed={self.routed}"
         )
+
+
+FindGeometry = Callable[[], ModelGeometry]
+"""Finds the geometry of a model, which may take a forward."""
 
 
 def window_in(layer: LayerCache) -> OwnWindow | None:

@@ -59,13 +59,14 @@ class Stretch:
         marks = {self.first + at: mark for at, mark in self.marks.items()}
         return Pieces([self], marks)(self.first + start, self.first + stop)
 
-    def to(self, devices: Sequence[torch.device]) -> Stretch:
-        """This stretch on the layers' devices; a layer already on its device is not copied."""
+    def to(self, devices: Sequence[torch.device], first: int) -> Stretch:
+        """This stretch on the layers' devices, from position `first` on; a layer already on its
+        device is not copied."""
         layers = [
             {n: planes[n].to(device) for n in planes}
             for planes, device in zip(self.layers, devices, strict=True)
         ]
-        return Stretch(layers, self._tokens, self.marks, self.first)
+        return Stretch(layers, self._tokens, self.marks, first)
 
     def marked(self, marks: Marks) -> Stretch:
         """This stretch with further states; nothing is copied."""

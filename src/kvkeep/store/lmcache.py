@@ -8,15 +8,14 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock, local
 from typing import Any, ClassVar, NamedTuple, final
 
 import xxhash
 
 from kvkeep.errors import SpecError
-from kvkeep.store.backend import ABANDONED_S, Remote, require_budget
+from kvkeep.store.backend import ABANDONED_S, Remote, require_budget, require_seconds
 from kvkeep.store.block import StoredBlock, beginning
 
 _URL = re.compile(r"lm://([A-Za-z0-9_.-]+):([1-9]\d{0,4})/?")
@@ -86,8 +85,7 @@ class LMCache(Remote):
             raise SpecError(
                 f"URL {url.rpartition('@')[2]!r} is not valid for LMCache; give lm://host:port"
             )
-        if not 0 < timeout < inf:
-            raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
+        require_seconds("timeout", timeout, 2)
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name):
             raise SpecError(
                 f"name {name!r} is not valid; give 1 to 100 letters, digits or any of _.-"
@@ -97,11 +95,8 @@ class LMCache(Remote):
                 f"a budget of {budget} bytes, but LMCache's server enforces none; call "
                 "gc(budget=...) instead"
             )
-        self._address = found[1], int(found[2])
-        self._timeout = timeout
-        self._model = name
-        self._local = local()
-        self._lock = (os.getpid(), Lock())
+        self._client = _Client((found[1], int(found[2])), timeout, name)
+        self._lists = _Lists(self._call)
 
     def _data(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
         return [self._one(key, "block" if most is None else "label") for key in keys]
@@ -110,31 +105,49 @@ class LMCache(Remote):
         data = self._call(_GET, f"{kind} {key}")
         if data == b"" and kind == "block":  # deleted, but another client has listed it again
             self.delete(key)
-            return None
         return data or None
+
+    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
+        lists = ((key, self._lists.read(_list_of(key))) for key in keys)
+        return [None if listed is None else key in listed for key, listed in lists]
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         now = int(time.time() * 1000)  # later blocks get older times, to be removed first
         return sum(self._put(block, now - after) for after, block in enumerate(blocks))
 
+    def _put(self, block: StoredBlock, written: int) -> bool:
+        key = block.key
+        [exists] = self._exist([key])
+        if exists is not False:
+            return exists is True
+        data = block.to_bytes()
+        if len(data) > _MOST:
+            return False
+        start = data[: 8 + int.from_bytes(data[:8], "little") + block.tokens.nbytes]
+        puts = [(f"label {key}", start), (f"block {key}", data)]
+        if self._call(_EXIST, f"block {key}", puts) is not True:  # puts get no answer
+            return False
+        return self._lists.update(key, _Entry(len(data), written))
+
     def delete(self, key: str) -> None:
         self._remove(key)
 
+    def _remove(self, key: str) -> bool:
+        if self._call(_EXIST, f"block {key}") is not True:
+            return False
+        return self._lists.update(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
+
     def scan(self, prefix: str = "") -> Iterator[str]:
         known = len(prefix) >= _BEGINNING
-        found = self._entries(_lists_of(prefix[:_BEGINNING]) if known else range(_LISTS))
+        found = self._lists.entries(_lists_of(prefix[:_BEGINNING]) if known else range(_LISTS))
         keys = sorted(found, key=lambda key: -found[key].written)  # newest first
         return iter([key for key in keys if key.startswith(prefix)])
-
-    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
-        lists = ((key, self._listed(_list_of(key))) for key in keys)
-        return [None if listed is None else key in listed for key, listed in lists]
 
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         """Remove blocks, oldest first, until the rest fits `budget` bytes. Returns the bytes freed.
         `older_than` has no effect, since the server keeps no abandoned or quarantined data."""
         require_budget(budget)
-        entries = self._entries(range(_LISTS))
+        entries = self._lists.entries(range(_LISTS))
         over = 0 if budget is None else sum(entry.nbytes for entry in entries.values()) - budget
         freed = 0
         for key, entry in sorted(entries.items(), key=lambda item: item[1].written):
@@ -149,33 +162,36 @@ class LMCache(Remote):
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(entry.nbytes for entry in self._entries(range(_LISTS)).values())
+        return sum(entry.nbytes for entry in self._lists.entries(range(_LISTS)).values())
 
-    def _put(self, block: StoredBlock, written: int) -> bool:
-        key = block.key
-        listed = self._listed(_list_of(key))
-        if listed is None or key in listed:
-            return listed is not None
-        data = block.to_bytes()
-        if len(data) > _MOST:
-            return False
-        start = data[: 8 + int.from_bytes(data[:8], "little") + block.tokens.nbytes]
-        puts = [(f"label {key}", start), (f"block {key}", data)]
-        if self._call(_EXIST, f"block {key}", puts) is not True:  # puts get no answer
-            return False
-        return self._update_list(key, _Entry(len(data), written))
+    def _call(self, command: int, what: str, puts: Iterable[tuple[str, bytes]] = ()) -> Answer:
+        """Send `puts`, then one command; None if the server did not answer."""
 
-    def _remove(self, key: str) -> bool:
-        if self._call(_EXIST, f"block {key}") is not True:
-            return False
-        return self._update_list(key, None, [(f"block {key}", b""), (f"label {key}", b"")])
+        def call() -> Answer:
+            try:
+                return self._client.call(command, what, puts)
+            except _NoValueError:  # a writer died halfway; the server disconnects every reader
+                self.damaged += 1
+                return b""
 
-    def _entries(self, numbers: Iterable[int]) -> dict[str, _Entry]:
-        return {key: e for n in numbers for key, e in (self._listed(n) or {}).items()}
+        return self._asked(call, None)
 
-    def _listed(
-        self, number: int, puts: Sequence[tuple[str, bytes]] = ()
-    ) -> dict[str, _Entry] | None:
+
+class _Lists:
+    """The lists of keys in a server, which are changed by one thread of this process at a time.
+
+    Args:
+        call: see `LMCache._call`.
+    """
+
+    def __init__(self, call: Callable[..., Answer]) -> None:
+        self._call, self._lock = call, (os.getpid(), Lock())
+
+    def entries(self, numbers: Iterable[int]) -> dict[str, _Entry]:
+        """The keys in some lists."""
+        return {key: e for n in numbers for key, e in (self.read(n) or {}).items()}
+
+    def read(self, number: int, puts: Iterable[tuple[str, bytes]] = ()) -> dict[str, _Entry] | None:
         """Send `puts`, then read the keys in a list; None if the server did not answer."""
         data = self._call(_GET, f"list {number}", puts)
         if data is None:
@@ -183,14 +199,14 @@ class LMCache(Remote):
         lines = _LISTED.findall(data.decode("ascii", "replace")) if isinstance(data, bytes) else []
         return {key: _Entry(int(nbytes), int(written)) for key, nbytes, written in lines}
 
-    def _update_list(
-        self, key: str, entry: _Entry | None, puts: Sequence[tuple[str, bytes]] = ()
+    def update(
+        self, key: str, entry: _Entry | None, puts: Iterable[tuple[str, bytes]] = ()
     ) -> bool:
         """Send `puts`, then add a key to its list, or remove it if `entry` is None."""
         number = _list_of(key)
-        with self._list_lock():
+        with self.lock():
             for _ in range(_TRIES):  # another client may overwrite the list with an older state
-                listed = self._listed(number, puts)
+                listed = self.read(number, puts)
                 if listed is None:
                     return False
                 if (key in listed) == (entry is not None):
@@ -202,20 +218,34 @@ class LMCache(Remote):
                 puts = [(f"list {number}", "".join(lines).encode())]
         return False
 
-    def _call(self, command: int, what: str, puts: Iterable[tuple[str, bytes]] = ()) -> Answer:
-        """Send `puts`, then one command; None if the server did not answer."""
-        return self._asked(lambda: self._round_trip(command, what, puts), None)
+    def lock(self) -> Lock:
+        """The lock for this process's threads. A forked process gets a new one, because the thread
+        that would release the inherited lock does not exist in it."""
+        if self._lock[0] != os.getpid():
+            self._lock = (os.getpid(), Lock())
+        return self._lock[1]
 
-    def _round_trip(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
+
+class _Client:
+    """A connection to the server for each thread. Threads and forked processes may share it.
+
+    Args:
+        address: host and port.
+        timeout: see `LMCache`.
+        model: the model name in the server's keys.
+    """
+
+    def __init__(self, address: tuple[str, int], timeout: float, model: str) -> None:
+        self.address, self.model, self._timeout = address, model, timeout
+        self._local = local()
+
+    def call(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
+        """Send `puts`, then one command. May raise any exception."""
         connection = self._connection()
         try:
             for name, data in puts:
                 connection.put(self._named(name), data)
             return connection.ask(command, self._named(what))
-        except _NoValueError:  # a writer died halfway; the server closes every reader's connection
-            connection.close()
-            self.damaged += 1
-            return b""
         except BaseException:
             connection.close()
             raise
@@ -224,7 +254,7 @@ class LMCache(Remote):
         """LMCache's form of a key: model, ranks, hash and dtype."""
         # The key field of a request has no room for the whole hash.
         own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[:32]
-        return f"{self._model}@1@0@{own}@uint8".encode()
+        return f"{self.model}@1@0@{own}@uint8".encode()
 
     def _connection(self) -> _Connection:
         """This thread's connection; a forked process opens its own."""
@@ -233,16 +263,9 @@ class LMCache(Remote):
             held.close()
             held = None
         if held is None:
-            held = _Connection(self._address, self._timeout)
+            held = _Connection(self.address, self._timeout)
             self._local.held = (os.getpid(), held)
         return held
-
-    def _list_lock(self) -> Lock:
-        """The lock for this process's threads. A forked process gets a new one, because the thread
-        that would release the inherited lock does not exist in it."""
-        if self._lock[0] != os.getpid():
-            self._lock = (os.getpid(), Lock())
-        return self._lock[1]
 
 
 class _Connection:

@@ -26,7 +26,7 @@ from kvkeep.store.beginning import (
     settle,
 )
 from kvkeep.store.compressed import Compressed
-from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.identity import (
     Keyed,
     feed,
@@ -48,6 +48,16 @@ class Reading(NamedTuple):
 
     cache: ModelCache
     found: int
+
+
+class FindOptions(TypedDict, total=False):
+    """Which stored text is found; see `PrefixStore.find`."""
+
+    prompt: Tensor | None
+    spec: Specs
+    namespace: str
+    capacity: int | None
+    whole_text: bool
 
 
 class ReadOptions(TypedDict, total=False):
@@ -104,14 +114,7 @@ class PrefixStore(TextStore):
         return self.read(model, tokens[:-1], prompt=tokens, **options).cache
 
     def prefill_rows(
-        self,
-        model: Any,
-        prompts: Sequence[Tensor],
-        *,
-        spec: Specs = "keep_all",
-        namespace: str = "",
-        chunk: int | None = None,
-        capacity: int | None = None,
+        self, model: Any, prompts: Sequence[Tensor], **options: Unpack[ReadOptions]
     ) -> ModelCache | None:
         """A cache with a row for each prompt, which holds the common beginning of all prompts
         (without any prompt's last token). The beginning is read once, see `read`, and shared by the
@@ -122,7 +125,7 @@ class PrefixStore(TextStore):
 
         Args:
             prompts: int64 (n,) each.
-            spec, namespace, chunk, capacity: see `read`.
+            options: `spec`, `namespace`, `chunk` and `capacity`, as of `read`.
 
         Raises:
             ShapeError: no prompts, or an empty prompt.
@@ -133,7 +136,7 @@ class PrefixStore(TextStore):
             raise ShapeError(
                 f"prompts of {list(map(len, prompts))} tokens; give prompts of at least one token"
             )
-        cache = host.new_cache(spec, capacity=capacity)
+        cache = host.new_cache(options.get("spec", "keep_all"), capacity=options.get("capacity"))
         if compresses(cache):
             raise UnsupportedError("kvzip compresses one text; read each prompt by itself")
         if any(host.activation_in(prompt) is not None for prompt in prompts):
@@ -145,12 +148,12 @@ class PrefixStore(TextStore):
         most = min(map(len, prompts)) - max(1, observed_again(cache))
         shared = min(most, *(common(prompts[0], one) for one in prompts))
         tokens = prompts[0][: max(0, shared)]
-        if len(tokens) < _SHORTEST or not self.has_room(host, exact, tokens, namespace):
+        options["spec"] = exact
+        if len(tokens) < _SHORTEST or not self.has_room(
+            host, exact, tokens, options.get("namespace", "")
+        ):
             return None
-        text = self.read(
-            model, tokens, spec=exact, namespace=namespace, chunk=chunk, capacity=capacity
-        ).cache
-        cache = begun(cache, text)
+        cache = begun(cache, self.read(model, tokens, **options).cache)
         cache.freeze()
         cache.repeat(len(prompts))
         return cache
@@ -177,13 +180,9 @@ class PrefixStore(TextStore):
         model: Any,
         tokens: Tensor,
         *,
-        prompt: Tensor | None = None,
-        spec: Specs = "keep_all",
-        namespace: str = "",
         chunk: int | None = None,
-        capacity: int | None = None,
         priority: int = 0,
-        whole_text: bool = False,
+        **options: Unpack[FindOptions],
     ) -> Reading:
         """A cache of tokens. The stored prefix is shared; the rest is computed and stored.
 
@@ -199,63 +198,62 @@ class PrefixStore(TextStore):
         Args:
             model: a model of a library that kvkeep knows; see `kvkeep.host.host_of`.
             tokens: int64 (n,) or (1, n).
-            prompt: the whole prompt that begins with `tokens`; None: `tokens`. An activated adapter
-                computes from its last invocation in the prompt on.
-            spec: the cache's spec. Caches that keep all have entries for each codec.
-            namespace: only entries of the same namespace are found.
             chunk: tokens computed at once; None: all.
-            capacity: see `kvkeep.Cache`.
             priority: see `insert`.
-            whole_text: use a compressed text only if it has all tokens.
+            options: `prompt`, `spec`, `namespace`, `capacity` and `whole_text`, as of `find`.
 
         Raises:
             UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         host, tokens = host_of(model), flat(tokens)
+        spec, namespace = options.get("spec", "keep_all"), options.get("namespace", "")
         specs = per_layer(spec, host.kinds)
         if exact_specs(specs) != specs:
-            cache = host.new_cache(spec, capacity=capacity)
-            place = {"prompt": tokens if prompt is None else prompt, "namespace": namespace}
-            found = self._read_exactly(host, tokens, cache, chunk, priority=priority, **place)
-            return Reading(cache, found)
-        cache, found = self.find(
-            model,
-            tokens,
-            prompt=prompt,
-            spec=spec,
-            namespace=namespace,
-            capacity=capacity,
-            whole_text=whole_text,
-        )
-        if not compresses(cache):
-            text = keyed(host, tokens, cache.specs, namespace, cache.activation)
-            self._read_to_border(host, tokens, cache, chunk, text, priority)
-        feed(host, tokens[cache.fed :], cache, chunk, block=self.block)
+            return self._read_exactly(host, tokens, chunk, priority, options)
+        cache, found = self.find(model, tokens, **options)
         if compresses(cache):
+            feed(host, tokens[cache.fed :], cache, chunk)
             if len(tokens):
                 compress(host, cache, tokens)
                 self._add_compressed(host, tokens, cache, namespace, priority)
-        elif cache.fed > found and not compressed_tokens(cache):
-            self.offer(*text, cache, priority=priority)
-            cache.carried.unmark()  # the store has these states now
+            return Reading(cache, found)
+        text = keyed(host, tokens, cache.specs, namespace, cache.activation)
+        with self._entries.hit(*text) as hit:
+            border = hit.border
+        # Windows are also stored where the text departs from stored texts.
+        for stop in (border, len(tokens)):
+            if cache.fed < stop <= len(tokens):
+                feed(host, tokens[cache.fed : stop], cache, chunk, block=self.block)
+                self.offer(text.identity, text.keys[:stop], cache, priority=priority)
+        cache.carried.unmark()  # the store has these states now
         return Reading(cache, found)
 
-    def _read_to_border(
+    def _read_exactly(
         self,
         host: Host,
         tokens: Tensor,
-        cache: ModelCache,
         chunk: int | None,
-        text: Keyed,
         priority: int,
-    ) -> None:
-        """Feed tokens up to `Hit.border`, where the text departs from stored texts, and store the
-        windows there, so that the next text with this beginning can begin there."""
-        with self._entries.hit(*text) as hit:
-            border = hit.border
-        if cache.fed < border < len(tokens):
-            feed(host, tokens[cache.fed : border], cache, chunk, block=self.block)
-            self.offer(text.identity, text.keys[:border], cache, priority=priority)
+        options: FindOptions,
+    ) -> Reading:
+        """Read tokens into a cache that begins with exact slots; see `exact_specs`.
+
+        Missing exact slots are computed and stored. If they do not fit in the store, the missing
+        tokens are fed to the cache directly.
+        """
+        cache = host.new_cache(options.get("spec", "keep_all"), capacity=options.get("capacity"))
+        exact, known = beginning_of(cache, tokens)
+        prompt, namespace = options.get("prompt"), options.get("namespace", "")
+        whole = tokens if prompt is None else prompt
+        own: FindOptions = {"prompt": whole, "namespace": namespace, "spec": exact}
+        if self.has_room(host, exact, known, namespace):
+            text, found = self.read(host.model, known, chunk=chunk, priority=priority, **own)
+        else:
+            text, found = self.find(host.model, known, **own)
+        begin(cache, text)
+        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, observed_again(cache)))
+        settle(cache)
+        return Reading(cache, found)
 
     def find(
         self,
@@ -270,29 +268,37 @@ class PrefixStore(TextStore):
         fetch: bool = True,
     ) -> Reading:
         """A cache of the stored prefix of tokens, which may be empty: `read` without computing the
-        rest. See `read` for the other arguments and errors. A cache with a budget evicts after the
-        next forward.
+        rest. A cache with a budget evicts after the next forward.
 
         Args:
+            model, tokens: see `read`.
+            prompt: the whole prompt that begins with `tokens`; None: `tokens`. An activated adapter
+                computes from its last invocation in the prompt on.
+            spec: the cache's spec. Caches that keep all have entries for each codec.
+            namespace: only entries of the same namespace are found.
+            capacity: see `kvkeep.Cache`.
+            whole_text: use a compressed text only if it has all tokens.
             fetch: copy missing slots from the backend first; see `fetch`.
+
+        Raises:
+            UnsupportedError: slots of this spec or model cannot be shared with other prompts.
         """
         host, tokens = host_of(model), flat(tokens)
         cache = host.new_cache(spec, capacity=capacity)
-        whole, (exact, known) = (
-            tokens if prompt is None else flat(prompt),
-            beginning_of(cache, tokens),
-        )
+        whole = tokens if prompt is None else flat(prompt)
+        exact, known = beginning_of(cache, tokens)
         if exact != cache.specs:
-            options: dict[str, Any] = {"prompt": whole, "namespace": namespace, "fetch": fetch}
-            text = self.find(model, known, spec=exact, **options)
+            own: FindOptions = {"prompt": whole, "namespace": namespace, "spec": exact}
+            text = self.find(model, known, fetch=fetch, **own)
             begin(cache, text.cache)
             return Reading(cache, text.found)
         identity, keys = self._keyed(host, tokens, whole, cache, namespace)
+        probed = partial(geometry_of, host, cache, tokens)
         if compresses(cache):
-            self._fill_compressed(identity, host, tokens, cache, whole_text)
+            self._fill_compressed(identity, tokens, cache, whole_text, probed)
         else:
             if fetch:
-                self._exchange.fetch(identity, keys, lambda: geometry_of(host, cache, tokens))
+                self._fetch(identity, keys, probed)
             with self._counted(identity, keys) as hit:
                 if hit.fits(cache):
                     hit.fill(cache)
@@ -316,12 +322,11 @@ class PrefixStore(TextStore):
         """
         done = Future[None]()
         done.set_result(None)
-        if self.backend is None:
+        if self._exchange is None:
             return done
         host, tokens = host_of(model), flat(tokens)
-        cache = host.new_cache(spec)
         whole = tokens if prompt is None else flat(prompt)
-        exact, tokens = beginning_of(cache, tokens)
+        exact, tokens = beginning_of(host.new_cache(spec), tokens)
         cache = host.new_cache(exact)
         identity, keys = self._keyed(host, tokens, whole, cache, namespace)
         with self._entries.hit(identity, keys) as hit:
@@ -412,39 +417,17 @@ class PrefixStore(TextStore):
         text = keyed(host, tokens, specs, namespace, host.activation_in(tokens))
         return self.outline_of(*text, most)
 
-    def _read_exactly(
-        self, host: Host, tokens: Tensor, cache: ModelCache, chunk: int | None, **options: Any
-    ) -> int:
-        """Read tokens into an empty cache that begins with exact slots; see `exact_specs`. Returns
-        how many tokens were found.
-
-        Missing exact slots are computed and stored. If they do not fit in the store, the missing
-        tokens are fed to the cache directly.
-
-        Args:
-            options: `prompt`, `namespace` and `priority` of `read`.
-        """
-        exact, known = beginning_of(cache, tokens)
-        if self.has_room(host, exact, known, options["namespace"]):
-            text, found = self.read(host.model, known, spec=exact, chunk=chunk, **options)
-        else:
-            del options["priority"]
-            text, found = self.find(host.model, known, spec=exact, **options)
-        begin(cache, text)
-        feed(host, tokens[cache.fed :], cache, chunk and max(chunk, observed_again(cache)))
-        settle(cache)
-        return found
-
     def _fill_compressed(
-        self, identity: str, host: Host, tokens: Tensor, cache: ModelCache, whole: bool
+        self, identity: str, tokens: Tensor, cache: ModelCache, whole: bool, probed: FindGeometry
     ) -> None:
         """Copy the longest compressed text that is a prefix of `tokens` into an empty cache. If
         `whole`, the text must have all tokens, otherwise at least half of them, because the rest is
         not compressed."""
         least = len(tokens) if whole else (len(tokens) + 1) // 2
-        text = self._exchange.text(
-            identity, tokens, least, partial(geometry_of, host, cache, tokens)
-        )
+        text = self._entries.text(identity, tokens, least)
+        longest = least - 1 if text is None else len(text.tokens)
+        if self._exchange is not None and longest < len(tokens):
+            text = self._exchange.fetch_compressed(identity, tokens, longest, probed) or text
         self._count(0 if text is None else len(text.tokens), len(tokens))
         if text is not None and isinstance(text.content, Compressed):
             text.content.fill(cache, self._entries.geometry(identity, None))
@@ -457,4 +440,6 @@ class PrefixStore(TextStore):
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         text = Node(tokens.clone(), Compressed.of(cache), whole=True)
         text.priority = priority
-        self._exchange.keep_text(identity, text, geometry)
+        self._entries.keep_text(identity, text)
+        if self._exchange is not None:
+            self._exchange.write_compressed(identity, tokens, text.content, geometry)

@@ -6,15 +6,16 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from math import inf
 from threading import Timer, local
-from typing import Any, ClassVar, TypeGuard, final
+from typing import Any, ClassVar, TypeVar, final
 
 from kvkeep.errors import SpecError
 from kvkeep.extras import needed_by
-from kvkeep.store.backend import ABANDONED_S, Remote, most_bytes
+from kvkeep.store.backend import ABANDONED_S, Remote, most_bytes, require_seconds
 from kvkeep.store.block import DIGEST, StoredBlock, is_key, starts_key
 
 _SCHEMES = {
@@ -34,12 +35,7 @@ _QUARANTINE_MS = 24 * 3600 * 1000  # how long a damaged block is kept
 _BEGINNING = re.compile(r"[0-9a-f]{64}/[0-9a-f]{64}/[0-9a-f]{8,16}")  # of a block's key
 
 Command = tuple[Any, ...]
-
-
-class _Call(local):
-    """The deadline of a thread's present call; infinite outside of a call."""
-
-    until = inf
+Kind = TypeVar("Kind")
 
 
 @final
@@ -89,67 +85,45 @@ class Redis(Remote):
         _require_no_budget(budget)
         if ttl is not None and not 1 <= ttl < inf:
             raise SpecError(f"a ttl of {ttl} seconds; give at least 1, or None")
-        if not 0 < timeout < inf:
-            raise SpecError(f"a timeout of {timeout} seconds; give more than 0, such as 2")
-        if not 0 < deadline < inf:
-            raise SpecError(f"a deadline of {deadline} seconds; give more than 0, such as 10")
+        require_seconds("timeout", timeout, 2)
+        require_seconds("deadline", deadline, 10)
         if not re.fullmatch(r"[\w.:{}-]+", name):
             raise SpecError(f"name {name!r} is not valid; give letters, digits or any of _.:-{{}}")
         self.ttl = ttl
         self._life = None if ttl is None else int(ttl * 1000)
-        self._deadline, self._call = deadline, _Call()
-        self._client = _client(f"{_SCHEMES[scheme]}://{rest}", timeout)
+        self._server = _Server(f"{_SCHEMES[scheme]}://{rest}", timeout, deadline)
         self._base, self._alike = f"{name}:block:", f"{name}:alike:"
         self._quarantined = f"{name}:quarantine:"
 
-    @contextmanager
-    def as_one_call(self) -> Iterator[None]:
-        """A context whose calls share one deadline. When it passes, the connections are closed;
-        otherwise a server that sends single bytes slowly would keep its client waiting forever."""
-        if self._call.until < inf:
-            yield
-            return
-        self._call.until = time.monotonic() + self._deadline
-        pool = self._client.connection_pool
-        timer = Timer(self._deadline, pool.disconnect)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self._call.until = inf
+    def as_one_call(self) -> AbstractContextManager[None]:
+        return self._server.call()
 
     def delete(self, key: str) -> None:
         name, alike = self._names(key)
-        self._send([("UNLINK", name), ("ZREM", alike, key[-DIGEST:])])
+        self._send([("UNLINK", name), ("ZREM", alike, key[-DIGEST:])], int)
 
     def quarantine(self, key: str) -> None:
         self.damaged += 1
         (name, alike), target = self._names(key), self._quarantined + uuid.uuid4().hex
         expire = ("PEXPIRE", name, _QUARANTINE_MS)  # first, so that a killed client leaves no block
-        self._send([expire, ("RENAME", name, target), ("ZREM", alike, key[-DIGEST:])])
+        self._send([expire, ("RENAME", name, target), ("ZREM", alike, key[-DIGEST:])], int)
 
     def scan(self, prefix: str = "") -> Iterator[str]:
         """Iterate over the keys that start with `prefix`; if `prefix` is a complete beginning, over
         the newest 256 of them."""
-        pages: Iterable[list[bytes]] = ()
+        names: Iterable[bytes] = ()
         if _BEGINNING.fullmatch(prefix):
-            [found] = self._send([("ZREVRANGE", self._alike + prefix, 0, -1)]) or [None]
-            if isinstance(found, list) and all(isinstance(own, bytes) for own in found):
-                pages = [[(self._base + prefix).encode() + own for own in found]]
+            [found] = self._send([("ZREVRANGE", self._alike + prefix, 0, -1)], list)
+            start = (self._base + prefix).encode()
+            names = [start + own for own in found or () if isinstance(own, bytes)]
         elif starts_key(prefix):
-            pages = self._scan_names(self._base + prefix)
+            names = self._listed(self._base + prefix)
         seen = set[str]()
-        for names in pages:
-            for name in names:
-                key = name.decode(errors="replace").removeprefix(self._base)
-                if is_key(key) and key not in seen:
-                    seen.add(key)
-                    yield key
-
-    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
-        return [None if size is None else size > 0 for size in self._sizes(keys)]
+        for name in names:
+            key = name.decode(errors="replace").removeprefix(self._base)
+            if is_key(key) and key not in seen:
+                seen.add(key)
+                yield key
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         done, waiting, nbytes = 0, list[Command](), 0
@@ -170,36 +144,34 @@ class Redis(Remote):
     def gc(self, older_than: float = ABANDONED_S, budget: int | None = None) -> int:
         _require_no_budget(budget)
         freed = 0
-        for names in self._scan_names(self._quarantined):
-            for name in names:
-                left, size = self._send([("PTTL", name), ("STRLEN", name)]) or (None, None)
-                if type(left) is int and _QUARANTINE_MS - left >= older_than * 1000:
-                    self._send([("UNLINK", name)])
-                    freed += size if _is_count(size) else 0
+        for name in self._listed(self._quarantined):
+            left, size = self._send([("PTTL", name), ("STRLEN", name)], int)
+            if left is not None and _QUARANTINE_MS - left >= older_than * 1000:
+                self._send([("UNLINK", name)], int)
+                freed += max(0, size or 0)
         return freed
 
     def exists(self) -> bool:
-        return next(self._scan_names(self._base), None) is not None
+        return next(self._listed(self._base), None) is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks. The server counts this as a use of every block."""
-        return sum(size or 0 for size in self._sizes([*self.scan()]))
+        return sum(max(0, size or 0) for size in self._sizes([*self.scan()]))
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Sizes of blocks in bytes; 0 for a missing block, None if unknown."""
-        answers = self._send([("STRLEN", self._base + key) for key in keys])
-        return [
-            0 if _is_other_type(answer) else answer if _is_count(answer) else None
-            for answer in answers or [None] * len(keys)
-        ]
+        return self._send([("STRLEN", self._base + key) for key in keys], int)
+
+    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
+        return [None if size is None else size > 0 for size in self._sizes(keys)]
 
     def _batches(self, keys: Sequence[str]) -> Iterator[list[str]]:
         """The keys in batches of at most 32 MiB, up to the first block that is missing or too large
         for the memory."""
         most, batch, waiting = min(_MOST, most_bytes()), list[str](), 0
         for key, size in zip(keys, self._sizes(keys), strict=True):
-            if not size:
+            if not size or size < 0:
                 break
             if size > most:
                 self._failed(MemoryError(f"a block of {size} bytes, but at most {most} are read"))
@@ -214,18 +186,15 @@ class Redis(Remote):
 
     def _data(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
         names = [self._base + key for key in keys]
-        if most is None:
-            found = (self._send([("MGET", *names)]) or [None])[0]
-        else:
-            found = self._send([("GETRANGE", name, 0, most - 1) for name in names])
-        if not isinstance(found, list) or len(found) != len(keys):
-            found = [None] * len(keys)
-        return found
+        if most is not None:
+            return self._send([("GETRANGE", name, 0, most - 1) for name in names], bytes)
+        [found] = self._send([("MGET", *names)], list)
+        return found if found is not None and len(found) == len(keys) else [None] * len(keys)
 
     def _used(self, keys: Sequence[str]) -> None:
         names = [name for key in keys for name in self._names(key)]
         if self._life is not None:
-            self._send([("PEXPIRE", name, self._life) for name in names])
+            self._send([("PEXPIRE", name, self._life) for name in names], int)
 
     def _names(self, key: str) -> tuple[str, str]:
         """The names of a block and of the sorted set with its key."""
@@ -244,45 +213,78 @@ class Redis(Remote):
 
     def _put(self, commands: Sequence[Command]) -> int:
         """Send commands that store blocks; returns how many are stored."""
-        answers = self._send(commands) or []
-        return sum(
-            command[0] == "SET" and answer is True
-            for command, answer in zip(commands, answers, strict=False)
-        )
+        pairs = zip(commands, self._send(commands, bool), strict=True)
+        return sum(command[0] == "SET" and stored is True for command, stored in pairs)
 
-    def _scan_names(self, start: str) -> Iterator[list[bytes]]:
-        """Yield, in batches, all names in the server that start with `start`; some may be
-        repeated."""
-        cursor: Any = 0
+    def _listed(self, start: str) -> Iterator[bytes]:
+        """Yield all names in the server that start with `start`; some may be repeated."""
+        cursor = 0
         for _ in range(_MOST_PAGES):
-            pattern = ("MATCH", start + "*", "COUNT", 1000)
-            [answer] = self._send([("SCAN", cursor, *pattern)]) or [None]
-            if not isinstance(answer, (list, tuple)) or len(answer) != 2:
-                return
-            cursor, names = answer
-            if not isinstance(names, list) or not all(isinstance(name, bytes) for name in names):
-                return
-            if names:
-                yield names
-            if not isinstance(cursor, int) or not cursor:
+            scan = ("SCAN", cursor, "MATCH", start + "*", "COUNT", 1000)
+            match self._send([scan], tuple)[0]:
+                case (int(cursor), [*names]) if all(isinstance(name, bytes) for name in names):
+                    yield from names
+                case _:
+                    return
+            if not cursor:
                 return
 
-    def _send(self, commands: Sequence[Command]) -> list[Any] | None:
-        """Send commands in one round trip and return their answers; None if the server did not
-        answer. The answer to a refused command is an exception."""
-        if not commands:
-            return []
-        answers = self._asked(lambda: self._round_trip(commands), None)
-        for answer in answers or ():
-            if isinstance(answer, Exception) and not _is_expected(answer):
+    def _send(self, commands: Sequence[Command], kind: type[Kind]) -> list[Kind | None]:
+        """Send commands in one round trip and return their answers; None for a command that failed
+        or was answered by another type. An empty value if a key holds something else."""
+        unknown: list[Any] = [None] * len(commands)
+        found: list[Kind | None] = []
+        answers = partial(self._server.answers, commands)
+        for answer in self._asked(answers, unknown) if commands else ():
+            elsewhere = str(answer).startswith(("WRONGTYPE", "no such key"))
+            if isinstance(answer, Exception) and elsewhere:
+                found.append(kind())
+                continue
+            if isinstance(answer, Exception):
                 self._failed(answer)
-        return answers
+            found.append(answer if type(answer) is kind else None)
+        return found
 
-    def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
-        with self.as_one_call():
+
+class _Call(local):
+    """The deadline of a thread's present call; infinite outside of a call."""
+
+    until = inf
+
+
+class _Server:
+    """A client of a server, which gives each call `deadline` seconds. Threads may share it."""
+
+    def __init__(self, url: str, timeout: float, deadline: float) -> None:
+        self._client, self._deadline, self._call = _client(url, timeout), deadline, _Call()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A context whose calls share one deadline. When it passes, the connections are closed;
+        otherwise a server that sends single bytes slowly would keep its client waiting forever."""
+        if self._call.until < inf:
+            yield
+            return
+        self._call.until = time.monotonic() + self._deadline
+        timer = Timer(self._deadline, self._client.connection_pool.disconnect)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._call.until = inf
+
+    def answers(self, commands: Sequence[Command]) -> list[Any]:
+        """The answers to commands, sent in one round trip; an exception for a refused command.
+
+        Raises:
+            Exception: any exception, if the server did not answer.
+        """
+        with self.call():
             try:
                 self._require_time()
-                answers = self._pipeline(commands)
+                answers = self.pipeline(commands)
             except Exception:
                 self._require_time()  # the deadline closed the connection
                 raise
@@ -294,7 +296,8 @@ class Redis(Remote):
         if time.monotonic() >= self._call.until:
             raise TimeoutError("the call exceeded its deadline")
 
-    def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
+    def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands and receive answers."""
         with self._client.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
@@ -334,18 +337,3 @@ def _require_no_budget(budget: int | None) -> None:
             f"and run `redis-cli config set maxmemory {budget}` and `redis-cli config set "
             "maxmemory-policy allkeys-lru`"
         )
-
-
-def _is_other_type(answer: Any) -> bool:
-    """Whether an answer says that the key's value has another type than a block."""
-    return isinstance(answer, Exception) and str(answer).startswith("WRONGTYPE")
-
-
-def _is_expected(answer: Exception) -> bool:
-    """Whether an error means that a block is missing or not a block, which is no failure."""
-    return _is_other_type(answer) or str(answer) == "no such key"
-
-
-def _is_count(answer: Any) -> TypeGuard[int]:
-    """Whether an answer is a valid number of bytes."""
-    return type(answer) is int and answer >= 0

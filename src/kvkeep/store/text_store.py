@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from kvkeep.store.backend import Backend
 from kvkeep.store.compressed import Compressed
 from kvkeep.store.entries import Entries
 from kvkeep.store.exchange import Exchange
-from kvkeep.store.geometry import ModelGeometry
+from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.identity import flat
 from kvkeep.store.layer_slices import (
@@ -49,7 +49,7 @@ class TextStore:
         if block < 1:
             raise SpecError(f"blocks of {block} tokens; give at least 1, such as 256")
         self.backend, self.block = backend, block
-        self._exchange = Exchange(self._entries, backend, block)
+        self._exchange = None if backend is None else Exchange(self._entries, backend, block)
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = 0
         self._refused = 0
 
@@ -63,9 +63,7 @@ class TextStore:
         """Bytes held."""
         return self._entries.nbytes
 
-    def match(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
-    ) -> Hit:
+    def match(self, identity: str, tokens: Tensor, geometry: FindGeometry | None = None) -> Hit:
         """The longest stored prefix of tokens, locked until the hit is released or no longer
         referenced.
 
@@ -76,8 +74,12 @@ class TextStore:
                 known from an earlier call or an insertion.
         """
         tokens = flat(tokens)
-        self._exchange.fetch(identity, tokens, geometry)
+        self._fetch(identity, tokens, geometry)
         return self._counted(identity, tokens)
+
+    def _fetch(self, identity: str, tokens: Tensor, geometry: FindGeometry | None) -> None:
+        if self._exchange is not None:
+            self._exchange.fetch(identity, tokens, geometry)
 
     def _counted(self, identity: str, tokens: Tensor) -> Hit:
         hit = self._entries.hit(identity, tokens)
@@ -121,8 +123,9 @@ class TextStore:
         content = Pieces([stored_slots(cache, row)], marks_of(cache, row))
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         kept = self._entries.keep(identity, tokens, content, priority)
-        if not any(map(why_not_whole, cache.layers)):  # a backend's blocks are whole
-            self._exchange.write(identity, tokens, content, geometry, wait=wait)
+        if self._exchange is not None and not any(map(why_not_whole, cache.layers)):
+            write = self._exchange.write if wait else self._exchange.begin_write
+            write(identity, tokens, content, geometry)  # a backend's blocks are whole
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:
@@ -135,7 +138,8 @@ class TextStore:
 
     def flush(self) -> None:
         """Wait until the backend has received everything that was stored with `wait=False`."""
-        self._exchange.flush()
+        if self._exchange is not None:
+            self._exchange.flush()
 
     def clear(self) -> None:
         """Remove all entries that are not locked."""
@@ -175,13 +179,11 @@ class TextStore:
         with self._entries.lock:
             return iter([*self._entries.tree(identity).sequences()])
 
-    def known(
-        self, identity: str, tokens: Tensor, geometry: Callable[[], ModelGeometry] | None = None
-    ) -> int:
+    def known(self, identity: str, tokens: Tensor, geometry: FindGeometry | None = None) -> int:
         """The length of the longest stored prefix; it is not counted as a hit or a miss. See
         `match` for `geometry`."""
         tokens = flat(tokens)
-        self._exchange.fetch(identity, tokens, geometry)
+        self._fetch(identity, tokens, geometry)
         with self._entries.hit(identity, tokens) as hit:
             return hit.length
 
