@@ -102,9 +102,8 @@ class Entries:
         with self.lock:
             tree, geometry = self.tree(identity), self.geometries[identity]
             marks = content.marks
-            path, known = tree.match(tokens)
-            held = {node.content.first + at for node in path for at in node.content.marks}
-            lacking = [at for at in sorted(marks) if 0 < at <= known and at not in held]
+            path, known = match = tree.match(tokens)
+            lacking = [at for at in sorted(marks) if 0 < at <= known and at not in match.marks]
             beyond = [at for at in marks if at > known]
 
             def added(length: int) -> int:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from threading import Lock
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -26,13 +26,6 @@ _LOG = logging.getLogger("kvkeep.store")
 _READERS = 8
 _MOST_BYTES = 1 << 30  # most bytes that wait to be written; a single text may exceed it
 _LOOKED_AT = 16  # most blocks with one beginning of keys that are compared
-
-
-class _Place(NamedTuple):
-    """A block's start in its text, and the hash of the tokens before it."""
-
-    start: int
-    prefix: str
 
 
 @final
@@ -161,7 +154,7 @@ class Exchange:
                 stop += len(own)
         if fit and stop < len(tokens):
             own = tokens[stop : stop + self._size]
-            prefix = places[list(places)[(stop - first) // self._size]].prefix
+            _, prefix = places[list(places)[(stop - first) // self._size]]
             last = self._alike(identity, prefix, own)
             if last is not None:
                 if not last.why_not(geometry_of(), Stretch, stop):
@@ -229,13 +222,14 @@ class Exchange:
         labels = zip(keys, self._backend.labels(keys), strict=True)
         return {key: label for key, label in labels if label is not None}
 
-    def _places(self, identity: str, tokens: Tensor, first: int) -> dict[str, _Place]:
-        """The blocks of a text by key, in order. Each token is hashed once for all prefixes."""
+    def _places(self, identity: str, tokens: Tensor, first: int) -> dict[str, tuple[int, str]]:
+        """The blocks of a text, in order: by key, a block's start and the hash of the tokens before
+        it. Each token is hashed once for all prefixes."""
         before = hashlib.sha256(token_bytes(tokens[:first]))
-        found: dict[str, _Place] = {}
+        found: dict[str, tuple[int, str]] = {}
         for start in range(first, len(tokens), self._size):
             own, prefix = tokens[start : start + self._size], before.hexdigest()
-            found[key_of(identity, prefix, own)] = _Place(start, prefix)
+            found[key_of(identity, prefix, own)] = (start, prefix)
             before.update(token_bytes(own))
         return found
 

@@ -13,7 +13,6 @@ from kvkeep.errors import StateError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
 from kvkeep.planes import POSITION, slot_count
-from kvkeep.policy import Policy
 from kvkeep.store.geometry import ModelGeometry, planes_of
 from kvkeep.store.layer_slices import Stretch
 from kvkeep.store.tree import Lock, Match
@@ -52,7 +51,8 @@ class Hit(AbstractContextManager["Hit"]):
         if bool(cache.carried) != bool(geometry.states):
             return False
         return all(
-            planes_of(layer, own.of_row) == own.planes and not _scores(layer.policy)
+            planes_of(layer, own.of_row) == own.planes
+            and not (layer.policy.per_head or layer.policy.planes)  # scores are not stored
             for layer, own in zip(cache.layers, geometry.layers, strict=True)
         )
 
@@ -104,14 +104,9 @@ def _usable(match: Match, geometry: ModelGeometry | None) -> tuple[int, Mapping[
     ends = _with_windows(match, geometry)
     if not geometry.states:
         return int(ends.nonzero()[-1]), {}
-    length = 0
-    state: Mapping[str, Tensor] = {}
-    for node in match.path:
-        for at, mark in sorted(node.content.marks.items()):
-            end = node.content.first + at
-            if end <= match.length and ends[end]:
-                length, state = end, mark
-    return length, state
+    marks = match.marks
+    length = max((at for at in marks if at <= match.length and ends[at]), default=0)
+    return length, marks.get(length, {})
 
 
 def _with_windows(match: Match, geometry: ModelGeometry) -> Tensor:
@@ -137,15 +132,5 @@ def _with_windows(match: Match, geometry: ModelGeometry) -> Tensor:
 
 def _stretches(match: Match, length: int) -> list[Stretch]:
     """The stretches of a match's first `length` tokens, in order; nothing is copied."""
-    found, left = [], length
-    for node in match.path:
-        if left <= 0:
-            break
-        found.append(node.content if left >= len(node.tokens) else node.content.head(left))
-        left -= len(node.tokens)
-    return found
-
-
-def _scores(policy: Policy) -> bool:
-    """Whether a policy's slots have planes that are not stored; see `kvkeep.store.beginning`."""
-    return policy.per_head or bool(policy.planes)
+    contents = (node.content for node in match.path if node.content.first < length)
+    return [one.head(min(len(one), length - one.first)) for one in contents]

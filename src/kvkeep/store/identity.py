@@ -117,7 +117,14 @@ def require_reusable(host: Host, cache: ModelCache, *, outside: bool) -> None:
     """
     require_storable(cache, why_not_keepable)
     require_steady(host)
-    _require_alike(host, cache, outside=outside)
+    reason = "a backend may lose blocks of one process" if outside else ""
+    if compresses(cache) and not outside:
+        reason = "kvzip keeps different numbers of slots in each process"
+    if reason and host.parallel:
+        raise UnsupportedError(
+            f"several processes compute {host.name} together and must find the same tokens, but "
+            f"{reason}; use a PrefixStore() without a backend, with keep_all"
+        )
     if compresses(cache) and cache.activation is not None:
         raise UnsupportedError(
             "a text is compressed without regard to an activated adapter, which computes only a "
@@ -133,23 +140,6 @@ def require_steady(host: Host) -> None:
         raise UnsupportedError(
             f"rotary frequencies of kind {host.changing_rotary} depend on a text's length, so its "
             "slots cannot be reused in another text; use the cache without a store"
-        )
-
-
-def _require_alike(host: Host, cache: ModelCache, *, outside: bool) -> None:
-    """Raise UnsupportedError when the stores of processes that compute a forward together could
-    hold different tokens."""
-    reason = (
-        "a backend may lose blocks of one process"
-        if outside
-        else "kvzip keeps different numbers of slots in each process"
-        if compresses(cache)
-        else ""
-    )
-    if reason and host.parallel:
-        raise UnsupportedError(
-            f"several processes compute {host.name} together and must find the same tokens, but "
-            f"{reason}; use a PrefixStore() without a backend, with keep_all"
         )
 
 

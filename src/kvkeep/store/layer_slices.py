@@ -88,6 +88,8 @@ class Stretch:
 
     def head(self, tokens: int) -> Stretch:
         """The first `tokens` tokens, not copied."""
+        if tokens == len(self):
+            return self
         stop = self.first + tokens
         layers = [planes.head(_slots(planes, self.first, stop)[1]) for planes in self.layers]
         return Stretch(layers, tokens, marks_between(self.marks, 0, tokens), self.first)

@@ -372,19 +372,16 @@ class PrefixStore(TextStore):
         """
         if compressed_tokens(cache):
             return 0
-        host = host_of(model)
-        if foreign_hooks(host.model):
+        host, tokens = host_of(model), flat(tokens)
+        active, before = host.activation_in(tokens), cache.activation
+        # It is unknown which tokens another adapter computed.
+        unknown = active is not None and (before is None or before.adapter != active.adapter)
+        alike = encodes_alike(cache.specs, exact_specs(cache.specs))  # exact slots are plain
+        if unknown or not alike or foreign_hooks(host.model):
             self._refused += 1
             return 0
-        active, before = host.activation_in(flat(tokens)), cache.activation
-        if active is not None and (before is None or before.adapter != active.adapter):
-            self._refused += 1  # it is unknown which tokens the adapter computed
-            return 0
-        if not encodes_alike(cache.specs, exact_specs(cache.specs)):
-            self._refused += 1  # exact slots are plain
-            return 0
-        text = keyed(host, flat(tokens), cache.specs, namespace, cache.activation)
-        if len(flat(tokens)) == cache.fed:
+        text = keyed(host, tokens, cache.specs, namespace, cache.activation)
+        if len(tokens) == cache.fed:
             cache.mark()
         kept = self.offer(*text, cache, priority=priority, wait=wait)
         cache.carried.unmark()  # the store has these states now

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.store.layer_slices import Pieces, Stretch
+from kvkeep.store.layer_slices import Marks, Pieces, Stretch
 from kvkeep.store.stats import StoredNode
 
 _LOOKED_AT = 4096  # newest children of a node that an outline considers
@@ -75,6 +75,12 @@ class Match(NamedTuple):
 
     path: list[Node]
     length: int
+
+    @property
+    def marks(self) -> Marks:
+        """The recurrent states in the path, by the number of tokens before them."""
+        contents = [node.content for node in self.path]
+        return {one.first + at: mark for one in contents for at, mark in one.marks.items()}
 
 
 class RadixTree:
@@ -160,9 +166,8 @@ class RadixTree:
         used of the newest 4096."""
         match = self._walk(tokens)
         path = match.path[:most]
-        shared = {id(node): len(node.tokens) for node in path}
-        if path and len(path) == len(match.path):
-            shared[id(path[-1])] -= sum(shared.values()) - match.length
+        left_in = ((node, match.length - node.content.first) for node in path)
+        shared = {id(node): min(len(node.tokens), left) for node, left in left_in}
         following = {id(node): child for node, child in pairwise([self.root, *path])}
         left = most - len(path)
         found: list[StoredNode] = []
