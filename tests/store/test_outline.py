@@ -10,36 +10,35 @@ from support.token_caches import TOKEN_BYTES, fed
 import kvkeep
 from kvkeep.errors import SpecError
 from kvkeep.store import PrefixStore, tree
-from kvkeep.store.entries import Entries
 
 
 def stored(*texts):
     store = PrefixStore()
     for text in texts:
         store.insert("a", torch.tensor(text), fed(text))
-    return store._entries
+    return store
 
 
-def shape(entries: Entries, tokens, most=99):
-    nodes = entries.outline("a", torch.tensor(tokens), most)
+def shape(store, tokens, most=99):
+    nodes = store.outline_of("a", torch.tensor(tokens), most)
     return [(n.parent, n.tokens, n.nbytes // TOKEN_BYTES, n.shared, n.left_out) for n in nodes]
 
 
 def test_a_text_is_marked_as_far_as_it_is_stored():
-    entries = stored([1, 2, 3, 4, 5], [1, 2, 3, 7], [8, 8])
+    store = stored([1, 2, 3, 4, 5], [1, 2, 3, 7], [8, 8])
     root, common = (-1, 0, 0, 0, 0), (0, 3, 3, 3, 0)
-    assert shape(entries, [1, 2, 3, 4, 9]) == [
+    assert shape(store, [1, 2, 3, 4, 9]) == [
         root,
         common,
         (0, 2, 2, 0, 0),
         (1, 2, 2, 1, 0),
         (1, 1, 1, 0, 0),
     ]
-    assert shape(entries, [1, 2])[1] == (0, 3, 3, 2, 0)
-    assert {shared for *_, shared, _ in shape(entries, [9])} == {0}
-    assert entries.outline("b", torch.tensor([1, 2]), 9) == []
-    with entries.hit("a", torch.tensor([8, 8])):
-        assert [node.locked for node in entries.outline("a", torch.tensor([1]), 9)] == [
+    assert shape(store, [1, 2])[1] == (0, 3, 3, 2, 0)
+    assert {shared for *_, shared, _ in shape(store, [9])} == {0}
+    assert store.outline_of("b", torch.tensor([1, 2]), 9) == []
+    with store.match("a", torch.tensor([8, 8])):
+        assert [node.locked for node in store.outline_of("a", torch.tensor([1]), 9)] == [
             *[False] * 2,
             True,
             *[False] * 2,
@@ -47,10 +46,10 @@ def test_a_text_is_marked_as_far_as_it_is_stored():
 
 
 def test_an_outline_has_a_texts_own_nodes_and_those_used_last():
-    entries = stored([1, 1, 1], [1, 1, 2], *([i, 5] for i in range(2, 40)))
-    with entries.hit("a", torch.tensor([7, 5])):
+    store = stored([1, 1, 1], [1, 1, 2], *([i, 5] for i in range(2, 40)))
+    with store.match("a", torch.tensor([7, 5])):
         pass
-    found = shape(entries, [1, 1, 1], most=4)
+    found = shape(store, [1, 1, 1], most=4)
     assert found == [
         (-1, 0, 0, 0, 36),
         (0, 2, 2, 2, 1),
@@ -58,18 +57,18 @@ def test_an_outline_has_a_texts_own_nodes_and_those_used_last():
         (0, 2, 2, 0, 0),
         (1, 1, 1, 1, 0),
     ]
-    before = [node.used for node in entries.nodes()]
-    entries.outline("a", torch.tensor([7, 5]), 99)
-    assert [node.used for node in entries.nodes()] == before
-    assert shape(entries, [1, 1, 1], most=1) == [(-1, 0, 0, 0, 38), (0, 2, 2, 2, 2)]
+    before = [node.used for node in store._entries.nodes()]
+    store.outline_of("a", torch.tensor([7, 5]), 99)
+    assert [node.used for node in store._entries.nodes()] == before
+    assert shape(store, [1, 1, 1], most=1) == [(-1, 0, 0, 0, 38), (0, 2, 2, 2, 2)]
 
 
 def test_an_outline_looks_at_the_last_of_many_siblings(monkeypatch):
-    entries = stored([1, 1], *([i] * i for i in range(2, 40)))
-    with entries.hit("a", torch.tensor([3] * 3)), entries.hit("a", torch.tensor([38] * 38)):
+    store = stored([1, 1], *([i] * i for i in range(2, 40)))
+    with store.match("a", torch.tensor([3] * 3)), store.match("a", torch.tensor([38] * 38)):
         pass
     monkeypatch.setattr(tree, "_LOOKED_AT", 4)
-    nodes = entries.outline("a", torch.tensor([1, 1]), 3)
+    nodes = store.outline_of("a", torch.tensor([1, 1]), 3)
     assert [(n.shared, n.left_out) for n in nodes] == [(0, 36), (2, 0), (0, 0), (0, 0)]
     assert [n.tokens for n in nodes] == [0, 2, 38, 39]
 

@@ -67,7 +67,20 @@ def _parse_errors() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class StoredBlock:
+class _Keyed:
+    identity: str
+    prefix: str
+    tokens: Tensor
+
+    @property
+    def key(self) -> str:
+        """The block's key, `identity/prefix/tokens`: three hashes. The block's first token, in
+        hexadecimal, precedes the third."""
+        return key_of(self.identity, self.prefix, self.tokens)
+
+
+@dataclass(frozen=True)
+class StoredBlock(_Keyed):
     """Tokens after a known prefix, with the layers' slots; or a compressed text.
 
     Args:
@@ -78,18 +91,9 @@ class StoredBlock:
         geometries: the geometry of each layer, for one row.
     """
 
-    identity: str
-    prefix: str
-    tokens: Tensor
     content: Stretch
     routed: bool | None
     geometries: Sequence[Geometry]
-
-    @property
-    def key(self) -> str:
-        """The block's key, `identity/prefix/tokens`: three hashes. The block's first token, in
-        hexadecimal, precedes the third."""
-        return key_of(self.identity, self.prefix, self.tokens)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the block, by name."""
@@ -203,7 +207,7 @@ class StoredBlock:
 
 
 @dataclass(frozen=True)
-class Label:
+class Label(_Keyed):
     """A block's description, read from its header without its slots.
 
     Args:
@@ -214,18 +218,10 @@ class Label:
         marks: numbers of tokens after which the block holds recurrent states.
     """
 
-    identity: str
-    prefix: str
-    tokens: Tensor
     layers: int
     dtype: str
     nbytes: int
     marks: frozenset[int] = frozenset()
-
-    @property
-    def key(self) -> str:
-        """See `StoredBlock.key`."""
-        return key_of(self.identity, self.prefix, self.tokens)
 
     @classmethod
     def of(cls, block: StoredBlock) -> Label:

@@ -14,7 +14,6 @@ from kvkeep.store.backend import require_budget
 from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.hit import Hit
 from kvkeep.store.layer_slices import Pieces, Stretch, marks_between
-from kvkeep.store.stats import StoredNode
 from kvkeep.store.tree import Node, RadixTree
 
 
@@ -80,13 +79,6 @@ class Entries:
     def tree(self, identity: str) -> RadixTree:
         """The tree of an identity; hold the lock while using it."""
         return self._trees.setdefault(identity, RadixTree(self._clock))
-
-    def outline(self, identity: str, tokens: Tensor, most: int) -> list[StoredNode]:
-        """The prefixes of an identity; see `RadixTree.outline`."""
-        with self.lock:
-            if identity not in self._trees or identity not in self.geometries:
-                return []
-            return self.tree(identity).outline(tokens, most)
 
     def hit(self, identity: str, tokens: Tensor) -> Hit:
         """The longest prefix of tokens (n,), locked until it is released."""

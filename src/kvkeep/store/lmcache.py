@@ -226,8 +226,8 @@ class _Lists:
         return self._lock[1]
 
 
-class _Client:
-    """A connection to the server for each thread. Threads and forked processes may share it.
+class _Client(local):
+    """A connection to the server, for each thread and each forked process that uses the client.
 
     Args:
         address: host and port.
@@ -237,61 +237,41 @@ class _Client:
 
     def __init__(self, address: tuple[str, int], timeout: float, model: str) -> None:
         self.address, self.model, self._timeout = address, model, timeout
-        self._local = local()
+        self._socket, self._pid = socket.socket(), 0  # replaced when it is first used
+        self._socket.close()
 
     def call(self, command: int, what: str, puts: Iterable[tuple[str, bytes]]) -> Answer:
-        """Send `puts`, then one command. May raise any exception."""
-        connection = self._connection()
-        try:
-            for name, data in puts:
-                connection.put(self._named(name), data)
-            return connection.ask(command, self._named(what))
-        except BaseException:
-            connection.close()
-            raise
-
-    def _named(self, what: str) -> bytes:
-        """LMCache's form of a key: model, ranks, hash and dtype."""
-        # The key field of a request has no room for the whole hash.
-        own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[:32]
-        return f"{self.model}@1@0@{own}@uint8".encode()
-
-    def _connection(self) -> _Connection:
-        """This thread's connection; a forked process opens its own."""
-        pid, held = getattr(self._local, "held", (0, None))
-        if held is not None and (pid != os.getpid() or not held.is_idle()):
-            held.close()
-            held = None
-        if held is None:
-            held = _Connection(self.address, self._timeout)
-            self._local.held = (os.getpid(), held)
-        return held
-
-
-class _Connection:
-    """A connection to the server, for one thread at a time."""
-
-    def __init__(self, address: tuple[str, int], timeout: float) -> None:
-        self._timeout = timeout
-        self._socket = socket.create_connection(address, timeout)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.close = self._socket.close
-
-    def put(self, name: bytes, data: bytes) -> None:
-        """Send a value; the server does not acknowledge it."""
-        length = len(data)
-        request = _REQUEST.pack(_PUT, length, _BYTES, _UINT8, 0, length, 0, 0, 0, name.ljust(150))
-        self._socket.sendall(request)
-        self._socket.sendall(data)
-
-    def ask(self, command: int, name: bytes) -> Answer:
-        """Send a command and return the value, or whether it exists.
+        """Send `puts`, which the server does not acknowledge, then a command. Returns the value, or
+        whether it exists.
 
         Raises:
             OSError: the answer is missing or incomplete.
             ValueError: the answer does not follow LMCache's protocol.
         """
-        self._socket.sendall(_REQUEST.pack(command, 0, _BYTES, _UINT8, *[0] * 5, name.ljust(150)))
+        if self._pid != os.getpid() or not self._is_idle():
+            self._socket.close()
+            self._socket = socket.create_connection(self.address, self._timeout)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._pid = os.getpid()
+        try:
+            for name, data in puts:
+                self._send(_PUT, name, data)
+            self._send(command, what)
+            return self._answer(command)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _send(self, command: int, what: str, data: bytes = b"") -> None:
+        # The field for LMCache's form of a key (model, ranks, hash and dtype) has no room for the
+        # whole hash.
+        own = hashlib.sha256(what.encode(errors="replace")).hexdigest()[:32]
+        name = f"{self.model}@1@0@{own}@uint8".encode().ljust(150)
+        kind, length = (_BYTES, _UINT8), len(data)
+        self._socket.sendall(_REQUEST.pack(command, length, *kind, 0, length, 0, 0, 0, name))
+        self._socket.sendall(data)
+
+    def _answer(self, command: int) -> Answer:
         head = self._receive(_ANSWER.size)
         if len(head) < _ANSWER.size:
             raise ConnectionError(f"the server disconnected after {len(head)} bytes of an answer")
@@ -309,7 +289,7 @@ class _Connection:
             raise ConnectionError(f"the server disconnected after {len(data)} of {length} bytes")
         return data
 
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether the connection is open and has no unexpected data waiting."""
         try:
             self._socket.settimeout(0)

@@ -172,7 +172,10 @@ class TextStore:
 
     def outline_of(self, identity: str, tokens: Tensor, most: int = 256) -> list[StoredNode]:
         """The outline of an identity's prefixes; see `outline`."""
-        return self._entries.outline(identity, tokens, most)
+        entries = self._entries
+        with entries.lock:
+            known = identity in entries.geometries
+            return entries.tree(identity).outline(tokens, most) if known else []
 
     def prefixes(self, identity: str) -> Iterator[Tensor]:
         """The tokens of every entry."""
