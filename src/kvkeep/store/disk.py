@@ -17,7 +17,7 @@ from kvkeep.files import tensor_file
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.reading import NoFileError, open_file, read_into
 from kvkeep.store.backend import MOST_BYTES, most_bytes
-from kvkeep.store.block import StoredBlock
+from kvkeep.store.block import StoredBlock, is_key
 from kvkeep.store.files import SUFFIX, File, Files, Folder, new_name
 
 _PARTS = ("blocks", "new", "quarantine")
@@ -49,8 +49,11 @@ class Disk(Files):
         super().__init__(_Directory(os.fspath(self.path)), budget)
         self._open()
 
+    def _exist(self, keys: Sequence[str]) -> list[bool | None]:
+        return [is_key(key) and os.path.lexists(self._folder.path(key)) for key in keys]
+
     def _is_unavailable(self, error: Exception) -> bool:
-        return False
+        return False  # another block may be readable
 
     def _used(self, keys: Sequence[str]) -> None:
         """Set the time of last use. Later blocks of a prompt get slightly older times, so that a
@@ -143,9 +146,9 @@ def _file(path: str) -> File:
     return File.at(path, status.st_mtime, status.st_size)
 
 
-def _content(path: str, most: int | None) -> bytearray | Exception:
-    """The bytes of a block, or the error; empty if the file is irregular or too large. The file is
-    not memory-mapped, so that its truncation raises an error instead of a crash."""
+def _content(path: str, most: int | None) -> bytearray | None:
+    """The bytes of a block; None if there is no file, empty if it is irregular or too large. The
+    file is not memory-mapped, so that its truncation raises an error instead of a crash."""
     try:
         with open_file(Path(path), follow=False) as handle:
             size = os.fstat(handle).st_size
@@ -153,14 +156,14 @@ def _content(path: str, most: int | None) -> bytearray | Exception:
                 return bytearray()
             size = size if most is None else min(size, most)
             if size > most_bytes():
-                return MemoryError(f"a block of {size} bytes does not fit in free memory")
+                raise MemoryError(f"a block of {size} bytes does not fit in free memory")
             data = bytearray(size)
             read_into(handle, data, 0)
             return data
+    except FileNotFoundError:
+        return None
     except (NoFileError, ValueError):
         return bytearray()
-    except (OSError, MemoryError) as error:  # the block itself may be intact
-        return error
 
 
 @contextmanager

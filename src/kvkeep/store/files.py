@@ -45,7 +45,7 @@ class Folder(ABC):
 
     @abstractmethod
     def read(self, keys: Sequence[str], most: int | None) -> list[Any]:
-        """The first `most` bytes of each block (None: all), or the error."""
+        """The first `most` bytes of each block (None: all); None for a missing block."""
 
     @abstractmethod
     def write(self, block: StoredBlock) -> str:
@@ -121,21 +121,11 @@ class Files(Remote):
         self._folder, self.budget = folder, budget
 
     def _data(self, keys: Sequence[str], most: int | None = None) -> list[Any]:
-        def given(data: Any) -> Any:
-            if isinstance(data, Exception):
-                raise data
-            return data
-
         known = [key for key in keys if is_key(key)]
-        unknown = OSError("the store was not asked")
+        unknown: list[Any] = [OSError("the store was not asked")] * len(known)
         read = partial(self._folder.read, known, most)
-        found = dict(zip(known, self._asked(read, [unknown] * len(known)), strict=True))
-        return [
-            None
-            if isinstance(data, FileNotFoundError)
-            else self._asked(partial(given, data), unknown)
-            for data in (found.get(key) for key in keys)
-        ]
+        found = dict(zip(known, self._asked(read, unknown), strict=True))
+        return [found.get(key) for key in keys]
 
     def put_all(self, blocks: Iterable[StoredBlock]) -> int:
         stored: list[str] = []

@@ -101,7 +101,8 @@ class _Objects(Folder):
     def read(self, keys: Sequence[str], most: int | None) -> list[Any]:
         filesystem, root = self.resolved()
         paths = [f"{root}/blocks/{key}{SUFFIX}" for key in keys]
-        return list(filesystem.cat_ranges(paths, 0 if most else None, most, on_error="return"))
+        found = filesystem.cat_ranges(paths, 0 if most else None, most, on_error="return")
+        return list(map(_found, found))
 
     def write(self, block: StoredBlock) -> str:
         filesystem, root = self.resolved()
@@ -137,6 +138,15 @@ class _Objects(Folder):
             for path, info in found.items()
             if info.get("type", "file") == "file"
         ]
+
+
+def _found(data: Any) -> Any:
+    """The bytes of an object; None if it does not exist. Raises any other error."""
+    if isinstance(data, FileNotFoundError):
+        return None
+    if isinstance(data, Exception):
+        raise data
+    return data
 
 
 def _is_local(filesystem: Any) -> bool:
