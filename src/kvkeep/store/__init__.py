@@ -16,8 +16,8 @@
 - A hit is a list of frozen runs: filling a cache with it copies nothing, and the cache may outlive
   the entry. Entries that a hit locks, or that are prefixes of other entries, are not evicted. Bytes
   and locks are computed from the entries, not counted, so an interrupt cannot make them wrong.
-- A text compressed by `kvzip` is one entry outside the tree, because its heads keep different
-  tokens.
+- A text compressed by `kvzip` is one entry below the root, found only as a whole, because its heads
+  keep different tokens.
 - An activated adapter (aLoRA) computes tokens from its invocation on. The tree keys of these tokens
   carry 32 bits of the adapter's hash; tokens before the invocation are shared by the base model and
   all adapters.

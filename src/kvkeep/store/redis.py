@@ -236,13 +236,13 @@ class Redis(Remote):
         found: list[Kind | None] = []
         answers = partial(self._server.answers, commands)
         for answer in self._asked(answers, unknown) if commands else ():
-            elsewhere = str(answer).startswith(("WRONGTYPE", "no such key"))
-            if isinstance(answer, Exception) and elsewhere:
-                found.append(kind())
-                continue
             if isinstance(answer, Exception):
-                self._failed(answer)
-            found.append(answer if type(answer) is kind else None)
+                elsewhere = str(answer).startswith(("WRONGTYPE", "no such key"))
+                if not elsewhere:
+                    self._failed(answer)
+                found.append(kind() if elsewhere else None)
+            else:
+                found.append(answer if type(answer) is kind else None)
         return found
 
 
