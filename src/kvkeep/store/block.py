@@ -67,7 +67,7 @@ def _parse_errors() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Keyed:
+class _Named:
     identity: str
     prefix: str
     tokens: Tensor
@@ -80,7 +80,7 @@ class _Keyed:
 
 
 @dataclass(frozen=True)
-class StoredBlock(_Keyed):
+class StoredBlock(_Named):
     """Tokens after a known prefix, with the layers' slots; or a compressed text.
 
     Args:
@@ -207,7 +207,7 @@ class StoredBlock(_Keyed):
 
 
 @dataclass(frozen=True)
-class Label(_Keyed):
+class Label(_Named):
     """A block's description, read from its header without its slots.
 
     Args:

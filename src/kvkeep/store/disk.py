@@ -120,7 +120,7 @@ class _Directory(Folder):
                     place = entry.name, entry.inode()
                     with suppress(FileNotFoundError):  # another process removed it
                         found[place] = self._known.get(place) or _file(entry.path)
-        if not start:
+        if part == "blocks" and not start:
             self._known = found
         return list(found.values())
 

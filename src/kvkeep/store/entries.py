@@ -13,7 +13,7 @@ from kvkeep.errors import StateError
 from kvkeep.store.backend import require_budget
 from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.hit import Hit
-from kvkeep.store.layer_slices import Pieces, Stretch, marks_between
+from kvkeep.store.layer_slices import Pieces, Stretch
 from kvkeep.store.tree import Node, RadixTree
 
 
@@ -93,9 +93,9 @@ class Entries:
         """
         with self.lock:
             tree, geometry = self.tree(identity), self.geometries[identity]
-            marks = content.marks
             path, known = match = tree.match(tokens)
-            lacking = [at for at in sorted(marks) if 0 < at <= known and at not in match.marks]
+            marks, held = content.marks, match.marks
+            lacking = [at for at in sorted(marks) if 0 < at <= known and at not in held]
             beyond = [at for at in marks if at > known]
 
             def added(length: int) -> int:
@@ -111,10 +111,9 @@ class Entries:
             if lacking:  # prefer later states: hits end there
                 fitting = max(0, room - added(length)) // geometry.state_bytes
                 lacking = lacking[max(0, len(lacking) - fitting) :]
-                added_marks = {at: marks[at] for at in lacking}
+                new_marks = {at: marks[at] for at in lacking}
                 for node in path:
-                    first, stop = node.content.first, node.content.first + len(node.tokens)
-                    node.content = node.content.marked(marks_between(added_marks, first, stop))
+                    node.content = node.content.marked(new_marks)
             if geometry.windowed:
                 self._add_windows(path, content, known)
             return length
@@ -123,9 +122,9 @@ class Entries:
         """Add slots that nodes lack among the first `known` tokens, if they fit."""
         found: list[tuple[Node, Stretch]] = []
         for node in path:
-            first, stop = node.content.first, node.content.first + len(node.tokens)
-            if first < known:
-                found.append((node, node.content.lacking(content(first, stop))))
+            own = node.content
+            if own.first < known:
+                found.append((node, own.lacking(content(own.first, own.stop))))
         needed = sum(new.nbytes for _, new in found)
         if needed and self._make_room(needed, path) >= needed:
             for node, new in found:

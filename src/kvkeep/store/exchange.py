@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -66,14 +66,12 @@ class Exchange:
         if stop <= known:
             return
         devices = [layer.of_row.device for layer in agreed().layers]
-        pieces, marks, at = list[Stretch](), dict[int, Mapping[str, Tensor]](), first
+        pieces = list[Stretch]()
         for block in blocks:
-            pieces.append(block.content.to(devices, at))
-            marks |= {at + after: mark for after, mark in block.content.marks.items()}
-            at += len(block.content)
+            pieces.append(block.content.to(devices, pieces[-1].stop if pieces else first))
         with entries.lock:
             if entries.tree(identity).match(tokens).length >= first:  # else evicted meanwhile
-                entries.keep(identity, tokens[:stop], Pieces(pieces, marks))
+                entries.keep(identity, tokens[:stop], Pieces(pieces))
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. The future holds its error."""
@@ -114,11 +112,12 @@ class Exchange:
                 return
             # Take stretches from the tree if possible: they never change, so need no copy.
             with self._entries.hit(identity, tokens) as hit:
-                pieces = hit.stretches if hit.known == hit.length else []
+                held = hit.stretches if hit.known == hit.length else []
+            pieces = [one.marked(content.marks) for one in held]
             start = hit.length if pieces else 0
             if start < len(tokens):
                 pieces = [*pieces, content(start, len(tokens))]
-            text = identity, tokens.clone(), content._replace(stretches=pieces), geometry
+            text = identity, tokens.clone(), Pieces(pieces), geometry
             self._writes[self._writer.submit(self._write_or_log, *text)] = nbytes
 
     def _write_or_log(self, *text: Any) -> None:

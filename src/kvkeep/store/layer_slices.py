@@ -42,6 +42,11 @@ class Stretch:
     def __len__(self) -> int:
         return self._tokens
 
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.first + self._tokens
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all planes and states."""
@@ -56,8 +61,7 @@ class Stretch:
 
     def part(self, start: int, stop: int) -> Stretch:
         """A copy of tokens `start` to `stop`. States are shared, because they never change."""
-        marks = {self.first + at: mark for at, mark in self.marks.items()}
-        return Pieces([self], marks)(self.first + start, self.first + stop)
+        return Pieces([self])(self.first + start, self.first + stop)
 
     def to(self, devices: Sequence[torch.device], first: int) -> Stretch:
         """This stretch on the layers' devices, from position `first` on; a layer already on its
@@ -69,8 +73,9 @@ class Stretch:
         return Stretch(layers, self._tokens, self.marks, first)
 
     def marked(self, marks: Marks) -> Stretch:
-        """This stretch with further states; nothing is copied."""
-        return Stretch(self.layers, self._tokens, {**self.marks, **marks}, self.first)
+        """This stretch with those of a text's states that are after its tokens; not copied."""
+        new = marks_between(marks, self.first, self.stop)
+        return Stretch(self.layers, self._tokens, {**self.marks, **new}, self.first)
 
     def lacking(self, other: Stretch) -> Stretch:
         """The slots that `other`, of the same tokens, has and this stretch lacks, copied."""
@@ -97,7 +102,7 @@ class Stretch:
     def planes_from(self, index: int, position: int) -> Planes:
         """The slots of layer `index` from a position on, not copied."""
         planes = self.layers[index]
-        start, stop = _slots(planes, position, self.first + len(self))
+        start, stop = _slots(planes, position, self.stop)
         return {n: planes[n].narrow(2, start, stop - start) for n in planes}
 
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
@@ -112,15 +117,14 @@ class Stretch:
 
 
 class Pieces(NamedTuple):
-    """Consecutive stretches of a text, from which parts can be copied.
-
-    Args:
-        stretches: in order.
-        marks: recurrent states, by number of the text's tokens.
-    """
+    """Consecutive stretches of a text, in order, from which parts can be copied."""
 
     stretches: Sequence[Stretch]
-    marks: Marks
+
+    @property
+    def marks(self) -> Marks:
+        """The recurrent states, by number of the text's tokens."""
+        return {x.first + at: mark for x in self.stretches for at, mark in x.marks.items()}
 
     def __call__(self, start: int, stop: int) -> Stretch:
         """A copy of tokens `start` to `stop` of the text, with their marks."""
@@ -136,7 +140,7 @@ class Pieces(NamedTuple):
 
     def _within(self, start: int, stop: int) -> Iterator[Sequence[Planes]]:
         for stretch in self.stretches:
-            if start < stretch.first + len(stretch) and stretch.first < stop:
+            if start < stretch.stop and stretch.first < stop:
                 bounds = [_slots(planes, start, stop) for planes in stretch.layers]
                 yield [
                     {n: p[n][:, :, a:b] for n in p}
@@ -224,22 +228,19 @@ def require_storable(cache: Cache, why_not: Callable[[LayerCache], str]) -> None
 
 
 def stored_slots(cache: Cache, row: int = 0) -> Stretch:
-    """A row's slots for a store, without the policy's scores. See `why_not_kept`."""
+    """A row's slots for a store, without the policy's scores, and its recurrent states at the marks
+    of the cache. See `why_not_kept`."""
     found: list[Planes] = []
     for layer, state in zip(cache.layers, cache.states("store"), strict=True):
         planes = state.parts["slots"]
         stored = {n: planes[n][row : row + 1] for n in planes if n not in layer.policy.planes}
         stored |= {POSITION: stored[POSITION][:, :1]}
         found.append(stored if window_in(layer) is None else _in_order(stored))
-    return Stretch(found, cache.fed)
-
-
-def marks_of(cache: Cache, row: int = 0) -> Marks:
-    """The recurrent states of a row, at the marks of a cache."""
-    return {
+    marks = {
         at: {name: x if len(x) == 1 else x[row : row + 1].clone() for name, x in mark.items()}
         for at, mark in cache.carried.marks.items()
     }
+    return Stretch(found, cache.fed, marks)
 
 
 def marks_between(marks: Marks, start: int, stop: int) -> Marks:

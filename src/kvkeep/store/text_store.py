@@ -18,7 +18,6 @@ from kvkeep.store.hit import Hit
 from kvkeep.store.identity import flat
 from kvkeep.store.layer_slices import (
     Pieces,
-    marks_of,
     require_storable,
     stored_slots,
     why_not_kept,
@@ -120,7 +119,7 @@ class TextStore:
         if not len(tokens):
             return 0
         require_storable(cache, why_not_kept)
-        content = Pieces([stored_slots(cache, row)], marks_of(cache, row))
+        content = Pieces([stored_slots(cache, row)])
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         kept = self._entries.keep(identity, tokens, content, priority)
         if self._exchange is not None and not any(map(why_not_whole, cache.layers)):

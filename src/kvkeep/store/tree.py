@@ -7,7 +7,7 @@ and each change of the tree is one assignment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import nsmallest
 from itertools import count, islice, pairwise
 from typing import NamedTuple
@@ -42,19 +42,17 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.used = 0
         self.priority = 0
-        self._lock: ref[Lock] | None = None
+        self._lock: Callable[[], Lock | None] = lambda: None
 
     @property
     def locked(self) -> bool:
         """Whether a lock of this node is still referenced."""
-        return self._lock is not None and self._lock() is not None
+        return self._lock() is not None
 
     def lock(self) -> Lock:
         """Lock the node until the returned object is no longer referenced."""
-        lock = None if self._lock is None else self._lock()
-        if lock is None:
-            lock = Lock()
-            self._lock = ref(lock)
+        lock = self._lock() or Lock()
+        self._lock = ref(lock)
         return lock
 
     def split(self, tokens: int) -> Node:
@@ -79,8 +77,7 @@ class Match(NamedTuple):
     @property
     def marks(self) -> Marks:
         """The recurrent states in the path, by the number of tokens before them."""
-        contents = [node.content for node in self.path]
-        return {one.first + at: mark for one in contents for at, mark in one.marks.items()}
+        return Pieces([node.content for node in self.path]).marks
 
 
 class RadixTree:
