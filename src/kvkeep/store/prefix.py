@@ -50,23 +50,23 @@ class Reading(NamedTuple):
     found: int
 
 
-class FindOptions(TypedDict, total=False):
+class _Options(TypedDict, total=False):
+    spec: Specs
+    namespace: str
+    capacity: int | None
+
+
+class FindOptions(_Options, total=False):
     """Which stored text is found; see `PrefixStore.find`."""
 
     prompt: Tensor | None
-    spec: Specs
-    namespace: str
-    capacity: int | None
     whole_text: bool
 
 
-class ReadOptions(TypedDict, total=False):
+class ReadOptions(_Options, total=False):
     """How a store reads a text; see `PrefixStore.read`."""
 
-    spec: Specs
-    namespace: str
     chunk: int | None
-    capacity: int | None
     priority: int
 
 
