@@ -561,7 +561,7 @@ def test_what_begins_alike_is_looked_for_in_the_time_of_one_call(server, monkeyp
 
 def test_labels_that_cannot_be_read(server, monkeypatch):
     """Each needs a look at its block, all in the time of one call."""
-    monkeypatch.setattr(Redis, "_AT_ONCE", 1)
+    monkeypatch.setattr(Redis, "_LABELS", 1)
     backend = Redis(server.url, deadline=0.3)
     keys = [block.key for block in blocks_of(list(range(8 * 90)))]
     _late(backend, monkeypatch, lambda command, _: b"x")

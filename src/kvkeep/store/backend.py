@@ -172,7 +172,8 @@ class Remote(Backend):
     miss for five seconds, so that an unavailable server costs one timeout, not one per block."""
 
     _AT_ONCE: ClassVar[int] = 1
-    """Most blocks that are read in one request."""
+    _LABELS: ClassVar[int] = 16
+    """Most blocks, and most labels, that are read in one request."""
 
     _paused_until = 0.0
 
@@ -211,7 +212,7 @@ class Remote(Backend):
         with self.as_one_call():
             return [
                 self._label(key, data)
-                for some in _parts(keys, self._AT_ONCE)
+                for some in _parts(keys, self._LABELS)
                 for key, data in zip(some, self._data(some, LABEL_BYTES), strict=True)
             ]
 

@@ -43,6 +43,7 @@ class Disk(Files):
     """
 
     name: ClassVar[str] = "disk"
+    _LABELS = 1  # a file that cannot be read hides no other
 
     def __init__(self, path: str | os.PathLike[str], budget: int | None = None) -> None:
         self.path = Path(path)

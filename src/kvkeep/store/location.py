@@ -56,7 +56,7 @@ class Location(Files):
     """
 
     name: ClassVar[str] = "location"
-    _AT_ONCE = 8
+    _AT_ONCE, _LABELS = 8, 64
 
     def __init__(self, url: str, budget: int | None = None, **storage_options: Any) -> None:
         self.url, self._objects = url, _Objects(url, storage_options)

@@ -65,7 +65,6 @@ class Redis(Remote):
     """
 
     name: ClassVar[str] = "redis"
-    _AT_ONCE = 16  # labels in one request
     schemes = tuple(_SCHEMES)
 
     def __init__(
