@@ -539,7 +539,7 @@ FAULTS = (
     Fault(
         "rollback-beyond-a-policy",
         "layer",
-        "before = oldest.columns - oldest.floor if self.policy.rollback else 0",
+        "before = oldest.columns - oldest.floor if self._policy.rollback else 0",
         "before = oldest.columns - oldest.floor",
         "layer/test_layer.py",
     ),
@@ -587,7 +587,7 @@ FAULTS = (
     ),
     Fault(
         "hidden-slots-are-seen",
-        "layer/settling.py",
+        "layer/writing.py",
         "hides = slots.frozen.hides or slots.hidden > 0",
         "hides = slots.frozen.hides",
         "layer/test_drafts.py",
@@ -623,7 +623,7 @@ FAULTS = (
     Fault(
         "crops-some-layers",
         "cache.py",
-        "layer.require_rollback(-tokens)",
+        "layer.drafts.require_rollback(-tokens)",
         "pass",
         "test_cache.py",
     ),
@@ -965,9 +965,9 @@ FAULTS = (
     ),
     Fault(
         "images-are-not-recorded",
-        "layer/layer.py",
-        "history.embedded, history.offset = True, offset",
-        "history.offset = offset",
+        "layer/history.py",
+        "self.embedded, self.offset = True, offset",
+        "self.offset = offset",
         "hf/test_multimodal.py",
     ),
     Fault(

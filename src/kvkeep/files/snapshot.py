@@ -298,7 +298,7 @@ class Saved:
         _require_tokens(parts, layer, header, where, padded=history.pads is not None)
         self._check_centre(index, history.centre, layer, header)
         state = LayerState(history, parts)
-        layer.require_room(state)
+        layer.slots.require_room(state.length)
         return state
 
     def _history(self, index: int, header: LayerHeader, tensors: Planes) -> History:

@@ -76,8 +76,9 @@ class BlockEncoded(LayerSlots):
     def capacity(self) -> int:
         return self.blocks.capacity * self._each + self.tail.capacity
 
+    @property
     def stats(self) -> LayerStats:
-        one, two = self.blocks.stats(), self.tail.stats()
+        one, two = self.blocks.stats, self.tail.stats
         return LayerStats(
             self.length,
             self.capacity,

@@ -34,7 +34,7 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
         )
     gone = tokens & ~shown
     why = ""
-    if layer.by_token or policy.ragged:
+    if layer.setup.by_token or policy.ragged:
         why = f"policy {policy.name} has already used them to choose slots"
     elif layer.slots.block > 1:
         why = f"codec {codec.name} has encoded them together with other tokens"
@@ -55,7 +55,7 @@ def hide(layer: LayerCache, shown: Tensor) -> None:
     gone, cursor = require_hiding(layer, shown), layer.cursor
     if not bool(gone.any()):
         return
-    layer.accept()
+    layer.settler.accept()
     kinds = cursor.history.columns_as()
     assert kinds is not None
     place = (kinds != -1).cumsum(dim=1) - 1

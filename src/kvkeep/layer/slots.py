@@ -171,6 +171,7 @@ class LayerSlots(ABC):
         """Whether a change failed after changing some of the slots."""
         return False
 
+    @property
     def stats(self) -> LayerStats:
         """All figures at once."""
         held, frozen, shared = self.storage, self.frozen.nbytes, self.frozen.shared_bytes

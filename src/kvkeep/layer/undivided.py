@@ -60,8 +60,9 @@ class Undivided(LayerSlots):
     def capacity(self) -> int:
         return self.frozen.length + self._storage.capacity
 
+    @property
     def stats(self) -> LayerStats:
-        found, aside = super().stats(), self._aside.nbytes
+        found, aside = super().stats, self._aside.nbytes
         return replace(found, live_bytes=found.live_bytes + aside, nbytes=found.nbytes + aside)
 
     @property
