@@ -20,6 +20,7 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import NoStates, RecurrentStates
 from kvkeep.layer.stats import LayerStats
 from kvkeep.renamed import Renamed
+from kvkeep.storage.base import require_within
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ class Cache:
                 "cache of that model"
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
-            layer.slots.require_room(state.length)
+            require_within(layer.slots.limit, state.length)
         with self._turns():
             self._changing = True
             for layer, state in zip(self.layers, snapshot.layers, strict=True):

@@ -1,9 +1,8 @@
-"""Names of earlier versions: they lead to the new names, or raise errors that give them."""
+"""Errors for names of earlier versions, which give the new names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any, NoReturn
 
 
@@ -26,26 +25,6 @@ class Renamed:
 
     def __set__(self, instance: Any, value: Any) -> NoReturn:
         self.__get__(instance, type(instance))
-
-
-class Moved:
-    """A member that a part of the object has now: it is read and set there.
-
-    Args:
-        path: where it is, as names joined by dots, such as `cursor.evicted`.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._part, _, self._name = path.rpartition(".")
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else getattr(self._owner(instance), self._name)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        setattr(self._owner(instance), self._name, value)
-
-    def _owner(self, instance: Any) -> Any:
-        return attrgetter(self._part)(instance)
 
 
 def require_new_names(kind: type) -> None:

@@ -408,7 +408,7 @@ def test_steps_in_and_outside_inference_mode():
             expected = plain.step(q, k, v, scale=0.25)
         assert found.equal(expected)
         if index % 4 == 3:
-            mixed.accept()  # the next step is looked up
+            mixed.settler.accept()  # the next step is looked up
             mixed.freeze()
             mixed = mixed.fork()
     assert mixed.positions().sort().values.equal(plain.positions().sort().values)

@@ -70,9 +70,9 @@ FAULTS = (
     ),
     Fault(
         "room-for-encoded-tokens-beyond-the-budget",
-        "layer/undivided.py",
-        "self._storage_for(slot_count(planes)).append(planes)",
-        "self._storage.append(planes)",
+        "layer/block_encoded.py",
+        "self.blocks.storage_for(slot_count(encoded), rows).append(encoded)",
+        "self.blocks.storage.append(encoded)",
         "layer/test_plain_tail.py",
     ),
     Fault(
@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "fixed-storage-overfull",
         "storage/base.py",
-        "if self.limit is not None and slots > self.limit:",
-        "if self.limit is not None and slots > self.limit + 1:",
+        "if limit is not None and slots > limit:",
+        "if limit is not None and slots > limit + 1:",
         "storage/test_storage.py layer/test_layer.py",
     ),
     Fault(
@@ -616,7 +616,7 @@ FAULTS = (
     Fault(
         "half-an-eviction-goes-unnoticed",
         "layer",
-        "if not self.slots.torn and self.slots.mark() == mark:",
+        "if not torn and self.slots.mark() == mark:",
         "if True:",
         "test_interrupts.py storage/test_storage.py storage/test_split.py storage/test_growth.py",
     ),

@@ -212,7 +212,7 @@ class DeviceStep:
             newest = newest - self._pads[:, None, None]
         rows = self._planes[POSITION].shape[0]
         state = dict(self._memory)
-        seen = layer.settler.seeing(observation, layer.slots.decoded)._replace(
+        seen = layer.settler.seeing(observation)._replace(
             position=observation.position, newest=newest.expand(rows, 1, 1), state=state
         )
         with torch.inference_mode():
@@ -247,7 +247,7 @@ def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
         )
     if not layer.fed or not layer.slots.storage.length:
         raise StateError("the cache holds no prompt of its own; feed a prompt first")
-    if layer.cursor.record_past or layer.slots.aside is not None:
+    if layer.cursor.record_past or "aside" in layer.slots.parts():
         raise StateError(
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "
             "reset() the cache first"

@@ -119,7 +119,8 @@ class Cursor:
             yield
         except Exception:
             # Storages evict all victims or none: with equal lengths, nothing has changed.
-            if not self.slots.torn and self.slots.mark() == mark:
+            torn = self.slots.torn or self.slots.storage.torn
+            if not torn and self.slots.mark() == mark:
                 self.state = before
             raise
         self.state = before
@@ -139,30 +140,27 @@ class Cursor:
                 columns fed.
         """
         with self.turn:
-            self._mend()
-
-    def _mend(self) -> None:
-        if self.state is State.MOVING:
-            raise StateError(
-                "an eviction, another change of all slots, or a chunk after its first step was "
-                "interrupted or failed, so the contents of the slots are unknown; reset() the "
-                "cache and feed the tokens again, or restore a snapshot"
-            )
-        if self.state is State.WRITING:
-            self.take_back()
-        history, length = self.history, self.slots.length
-        if not history.floor and not history.joined and length != history.columns:
-            raise StateError(
-                f"the layer holds {length} slots, but {history.columns} tokens were fed and "
-                "none were evicted; other code changed its slots: reset() the cache and feed "
-                "the tokens again"
-            )
+            if self.state is State.MOVING:
+                raise StateError(
+                    "an eviction, another change of all slots, or a chunk after its first step was "
+                    "interrupted or failed, so the contents of the slots are unknown; reset() the "
+                    "cache and feed the tokens again, or restore a snapshot"
+                )
+            if self.state is State.WRITING:
+                self.take_back()
+            history, length = self.history, self.slots.length
+            if not history.floor and not history.joined and length != history.columns:
+                raise StateError(
+                    f"the layer holds {length} slots, but {history.columns} tokens were fed and "
+                    "none were evicted; other code changed its slots: reset() the cache and feed "
+                    "the tokens again"
+                )
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.state = State.MOVING
         self.forget_readings()
-        self.slots = self.slots.reset()
+        self.slots = self.slots.load({}, 0)
         self.history, self.chunk, self.start, self.journal = History(), None, None, []
         self.holes_after = None if self.holes_after is None else 0
         self.state = State.IDLE
@@ -208,7 +206,8 @@ class Cursor:
             self.history = history = state.history.fork()
             if packs and history.pads is not None and history.floor and self.pack():
                 fresh = history.columns - history.floor
-                if not self.slots.ends_with_tokens(fresh):
+                newest = self.slots.positions(newest_last=True)[:, :, -fresh:]
+                if fresh and (newest.shape[2] < fresh or bool((newest < 0).any())):
                     history.floor = history.columns
             self.state = State.IDLE
 
@@ -285,7 +284,8 @@ class Cursor:
                 break
         fewer = self.history.columns - columns
         if fewer:
-            left = self.history.without(self.slots.newest_positions(fewer))
+            newest = self.slots.positions(newest_last=True)[:, 0, -fewer:]
+            left = self.history.without(newest)
             self.start = left, self.slots.mark(fewer)
             self.take_back()
 

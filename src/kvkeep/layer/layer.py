@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import final
@@ -20,6 +21,7 @@ from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.history import History, LayerState
+from kvkeep.layer.of_part import OfPart
 from kvkeep.layer.readings import Readings
 from kvkeep.layer.settling import Settler
 from kvkeep.layer.setup import Setup
@@ -30,7 +32,6 @@ from kvkeep.layer.step import Slopes, StepInputs, driven
 from kvkeep.layer.writing import Writer
 from kvkeep.planes import LAST, Chunks, own_window
 from kvkeep.policy import Observation, Policy
-from kvkeep.renamed import Moved
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
@@ -360,17 +361,35 @@ class LayerCache:
     @property
     def capacity(self) -> int:
         """Slots allocated."""
-        return self.slots.capacity
+        return self.slots.stats.capacity
 
     def stats(self) -> LayerStats:
         """All figures at once."""
         return replace(self.slots.stats, kept=self.contents.kept)
 
-    # -- names of earlier versions ----------------------------------------------------------
+    # -- members of the parts ---------------------------------------------------------------
 
-    evicted, mend = Moved("cursor.evicted"), Moved("cursor.mend")
-    kept, in_order = Moved("contents.kept"), Moved("contents.in_order")
-    limit, storage = Moved("slots.limit"), Moved("slots.storage")
-    live_bytes, nbytes = Moved("slots.stats.live_bytes"), Moved("slots.stats.nbytes")
-    offset, tokens = Moved("cursor.history.offset"), Moved("cursor.history.tokens")
-    rollback_limit = Moved("drafts.rollback_limit")
+    rollback_limit = OfPart[int]("drafts.rollback_limit")
+    """Number of newest tokens that `crop` can remove exactly."""
+    mend = OfPart[Callable[[], None]]("cursor.mend")
+    """Remove the tokens of an interrupted step; see `Cursor.mend`."""
+    evicted = OfPart[list[Tensor] | None]("cursor.evicted")
+    """The positions that each eviction freed; see `ReplayPolicy`. None: not recorded. To record
+    them, set it to a list."""
+    tokens = OfPart[Tensor | None]("cursor.history.tokens")
+    """Token ids of the first columns fed, (B, n), as far as they are known."""
+    offset = OfPart[Tensor | None]("cursor.history.offset")
+    """The model's next rotary position minus `seen`, int64 (B,); None: 0. It differs where tokens
+    of images share positions."""
+    in_order = OfPart[Callable[[View], Held]]("contents.in_order")
+    """Keys and values of a view in the order of positions; see `Contents.in_order`."""
+    kept = OfPart[float]("contents.kept")
+    """Share of the tokens fed that the layer holds; see `Contents.kept`."""
+    storage = OfPart[Storage]("slots.storage")
+    """The storage of all slots that are not frozen."""
+    limit = OfPart[int | None]("slots.limit")
+    """The most slots the layer can hold; None: limited by memory only."""
+    live_bytes = OfPart[int]("slots.stats.live_bytes")
+    """Bytes of the slots in use, in all planes."""
+    nbytes = OfPart[int]("slots.stats.nbytes")
+    """Bytes allocated. On the CPU, pages that were never written occupy no memory."""

@@ -87,7 +87,7 @@ class Settler:
             return
         cursor, slots = self._cursor, self._cursor.slots
         policy = self.policy.at(cursor.history.columns)
-        planes, seen = slots.evictable(), self.seeing(observation, slots.decoded)
+        planes, seen = slots.evictable(), self.seeing(observation)
         victims = policy.victims(count, planes, seen)
         if cursor.evicted is not None:
             cursor.evicted.append(positions_of(victims, planes))
@@ -98,11 +98,14 @@ class Settler:
         cursor.history.floor = cursor.history.columns
 
     def seeing(
-        self, observation: Observation | None, decoded: Callable[[Decode, Planes], Tensor]
+        self,
+        observation: Observation | None,
+        decoded: Callable[[Decode, Planes], Tensor] | None = None,
     ) -> Observation:
         """The observation, completed with the layer's own state. `decoded`: decodes the slots that
-        the policy is shown."""
+        the policy is shown; None: by the codecs."""
         history, setup = self._cursor.history, self._setup
+        decoded = decoded or setup.decoded
 
         def keys(planes: Planes) -> Tensor:
             found, centre = decoded(Codecs.keys, planes), self._centring.of(history)

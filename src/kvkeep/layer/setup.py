@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from kvkeep.codec import Codec, WithinKeys
 from kvkeep.errors import SpecError
 from kvkeep.layer.block_encoded import BlockEncoded
 from kvkeep.layer.parted import ByHead
 from kvkeep.layer.sight import Sight
-from kvkeep.layer.slots import Codecs, LayerSlots
+from kvkeep.layer.slots import Codecs, Decode, LayerSlots
 from kvkeep.layer.stats import has_tail
 from kvkeep.layer.step import Slopes
 from kvkeep.layer.undivided import Undivided
-from kvkeep.planes import Chunks, OwnWindow
+from kvkeep.planes import Chunks, OwnWindow, Planes
 from kvkeep.policy import Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
@@ -61,6 +64,10 @@ class Setup:
         self.own, self.by_token = tuple(policy.planes), not _settles_alone(policy)
         kind = f"{policy} {key_codec} {value_codec} window={window}"
         self.kind = f"{kind} chunked" if isinstance(window, Chunks) else kind
+
+    def decoded(self, of: Decode, planes: Planes) -> Tensor:
+        """Keys or values of encoded slots, in float32."""
+        return of(self.codecs, planes, torch.float32)
 
     def slots(self, storage: Storage) -> LayerSlots:
         """The slots of an empty layer, held by `storage`."""

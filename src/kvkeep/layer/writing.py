@@ -18,6 +18,7 @@ from kvkeep.layer.step import Phases, StepInputs, phases
 from kvkeep.planes import POSITION
 from kvkeep.policy import Arrivals, Need, Observation
 from kvkeep.storage import Storage
+from kvkeep.storage.base import require_within
 
 
 class Writer:
@@ -126,11 +127,11 @@ class Writer:
     ) -> dict[str, Tensor]:
         """The planes of new tokens other than keys and values. `coded`: the keys to encode, less
         their centre; None: `k`."""
-        policy, slots, (rows, heads, n, _) = self.policy, self.cursor.slots, k.shape
+        policy, (rows, heads, n, _) = self.policy, k.shape
         planes: dict[str, Tensor] = {}
         if self.setup.own:
             error = (
-                slots.errors(k if coded is None else coded, v)
+                self.setup.codecs.errors(k if coded is None else coded, v)
                 if Need.ENCODE_ERROR in policy.needs
                 else None
             )
@@ -144,7 +145,8 @@ class Writer:
     def require(self, n: int) -> None:
         """Raise CapacityError if n more tokens exceed the layer's limit."""
         if self.policy.budget is None:
-            self.cursor.slots.require(n)
+            slots = self.cursor.slots
+            require_within(slots.limit, slots.length + n)
 
     def check_gradients(self, *tensors: Tensor) -> None:
         """Raise StateError if gradients are required that the storage or a codec does not

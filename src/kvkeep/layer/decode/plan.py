@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.layer.cursor import State
+from kvkeep.layer.decode.parts import StepPart, step_parts, step_state
 from kvkeep.layer.decode.records import (
     SEQUENCE,
     TOKENS,
@@ -26,7 +27,6 @@ from kvkeep.layer.decode.records import (
     packed_kind,
     possible,
 )
-from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writer
 from kvkeep.native_library import LIBRARY, address_of
@@ -93,7 +93,7 @@ class StepPlan:
         self._before = sum(segment.slots for segment in parts[0].before)
         self._behind, self._sequence = self.parts[0].behind, b""
         self._sinks = setup.codecs.key.sinks
-        self._slots, self._state = slots, slots.step_state()
+        self._slots, self._state = slots, step_state(slots)
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
         # Truncation cannot undo changed scores.
@@ -141,7 +141,7 @@ class StepPlan:
             rule.by_keys and writer.setup.codecs.key.centre
         ):  # the library would rank keys less the centre
             return None
-        parts = slots.step_parts()
+        parts = step_parts(slots)
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
         if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
@@ -186,7 +186,7 @@ class StepPlan:
             cursor.state is not State.IDLE
             or slots is not self._slots
             or slots.hidden
-            or slots.step_state() != self._state
+            or step_state(slots) != self._state
             or history.geometry is not self._geometry
             or history.pads is not self._pads
             or history.centre is not self._mean
