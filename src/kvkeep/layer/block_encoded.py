@@ -231,6 +231,7 @@ def _kept(tail: Undivided, index: Tensor) -> bool:
     kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
     tail.load({}, len(place))
     tail.storage_for(slot_count(kept), len(place)).append(kept)
+    tail.storage.reserve(tail.storage.bound or 0)  # else it grows every few steps
     return bool((place >= 0).all())
 
 
