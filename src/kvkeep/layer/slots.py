@@ -130,8 +130,8 @@ class LayerSlots(ABC):
 
     @abstractmethod
     def positions(self, *, newest_last: bool = False) -> Tensor:
-        """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot, and where parts have
-        fewer slots: behind their slots, or with `newest_last` in front."""
+        """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot. Parts with fewer slots
+        than the longest are padded with -1 behind their slots; with `newest_last` before them."""
 
     def spans(self) -> tuple[Span, ...]:
         """The slots of `positions()`, in order, as spans."""
