@@ -58,7 +58,12 @@ class BlockEncoded(LayerSlots):
         if bound:
             storage.bound = bound - plain_count(*codecs, budget=bound)
         self.blocks = Undivided(codecs, own, storage.empty_copy())
-        storage.bound = plain_count(*codecs) + codecs.key.together
+        # Under a budget tokens leave the tail one by one.
+        plain, more = (
+            plain_count(*codecs, budget=bound or None),
+            1 if bound else codecs.key.together,
+        )
+        storage.bound = plain + more
         self.tail = Undivided(codecs.unencoded, own, storage)
         self.codecs = self.tail.codecs
         self.block, self._each = codecs.key.together, codecs.key.block
@@ -231,7 +236,8 @@ def _kept(tail: Undivided, index: Tensor) -> bool:
     kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
     tail.load({}, len(place))
     tail.storage_for(slot_count(kept), len(place)).append(kept)
-    tail.storage.reserve(tail.storage.bound or 0)  # else it grows every few steps
+    if tail.storage.reserves:
+        tail.storage.reserve(tail.storage.bound or 0)  # else it grows every few steps
     return bool((place >= 0).all())
 
 
