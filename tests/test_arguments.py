@@ -21,17 +21,20 @@ def model():
     ("call", "message"),
     [
         (lambda m: kvkeep.attach(m, linear=True), r"attach\(\) .*'linear'; did you mean 'linears'"),
-        (lambda m: kvkeep.attach(m, capacity=9), r"did you mean 'capacity' of Cache\(\)\?"),
+        (
+            lambda m: kvkeep.attach(m, capacity=9),
+            r"did you mean 'capacity' of kvkeep.hf.Cache\(\)\?",
+        ),
         (lambda m: kvkeep.Cache(m, capacty=9), r"Cache\(\) .*; did you mean 'capacity'"),
         (lambda m: kvkeep.Cache(m, zz=9), "there is model, spec, capacity$"),
         (lambda m: kvkeep.PrefixStore(bugdet=9), "did you mean 'budget'"),
         (
             lambda m: kvkeep.generate_many(m, [[5]], max_token=9),
-            r"'max_new_tokens' of SamplingParams",
+            r"'max_new_tokens' of kvkeep.generate.SamplingParams",
         ),
         (
             lambda m: kvkeep.Batch(m).add([5], temperature=1.0),
-            r"'temperature' of SamplingParams\(\)",
+            r"'temperature' of kvkeep.generate.SamplingParams\(\)",
         ),
     ],
 )

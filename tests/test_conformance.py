@@ -110,7 +110,7 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         keys, values = encoded(layer, *new, position.to(DEVICE))
         # Where a backend refuses a call, the one that attend chooses answers for it.
         named = next(b for b in backends() if b.name == backend)
-        observed, centre = layer.policy.observed, layer.centre
+        observed, centre = layer.policy.observed, layer.writer.centre
         options = Options(0.4, need_mass=need, observed=observed, centre=centre)
         refused = not named.available or named.refuses(queries, view, options)
         chosen = None if refused else backend
@@ -131,7 +131,7 @@ def encoded(layer, k, v, position):
     """What the codecs make of keys and values at `position`."""
     if layer.slots.block > 1:
         return k.cpu(), v.cpu()
-    centre = layer.centre
+    centre = layer.writer.centre
     lacking = k if centre is None else centre.without(k, position)
     pairs = (layer.key_codec, lacking), (layer.value_codec, v)
     keys, values = (codec.decode(codec.encode(x), torch.float64) for codec, x in pairs)

@@ -34,8 +34,9 @@ def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Calla
         def hint(given: str) -> str:
             homes = dict(own)
             for other in others:
+                place = f"{other.__module__.rpartition('.')[0]}.{other.__qualname__}"
                 for one in inspect.signature(other).parameters:
-                    homes.setdefault(one, f" of {other.__qualname__}()")
+                    homes.setdefault(one, f" of {place}()")
             for close in difflib.get_close_matches(given, homes, n=1):
                 return f"did you mean {close!r}{homes[close]}?"
             return f"there is {', '.join(one for one in own if one != 'self')}"

@@ -20,6 +20,7 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import NoStates, RecurrentStates
 from kvkeep.layer.stats import LayerStats
 from kvkeep.renamed import Renamed
+from kvkeep.storage.base import require_within
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,13 @@ class Cache:
             StateError: the layers were fed different numbers of tokens.
         """
         layers = self.layers
-        untouched = n == 1 and all(layer.untouched for layer in layers)
+        untouched = n == 1 and all(layer.plan is not None and layer.plan.known for layer in layers)
         if untouched and len({layer.fed for layer in layers}) == 1:
             return
         self._mend()
         self._require_alike("another forward")
         for layer in layers:
-            layer.require(n)
+            layer.writer.require(n)
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -153,7 +154,7 @@ class Cache:
         with self._turns():
             self._mend()
             for layer in self.layers:
-                layer.require_rollback(-tokens)
+                layer.drafts.require_rollback(-tokens)
             self.carried.back_to(self.fed + tokens)
             for layer in self.layers:
                 layer.crop(tokens)
@@ -169,7 +170,7 @@ class Cache:
         with self._turns():
             self._mend()
             for layer in self.layers:
-                layer.require_rollback(layer.fed - columns)
+                layer.drafts.require_rollback(layer.fed - columns)
             self.carried.back_to(columns)
             for layer in self.layers:
                 layer.crop(columns - layer.fed)
@@ -180,12 +181,12 @@ class Cache:
         although `crop` can also return to `carried.marks`."""
         if self.carried:
             return 0
-        return min((layer.rollback_limit for layer in self.layers), default=0)
+        return min((layer.drafts.rollback_limit for layer in self.layers), default=0)
 
     def returns_to(self, columns: int) -> bool:
         """Whether `crop` and `rewind` can return to the state after `columns` columns."""
         removed = self.fed - columns
-        held = all(removed <= layer.rollback_limit for layer in self.layers)
+        held = all(removed <= layer.drafts.rollback_limit for layer in self.layers)
         return held and self.carried.returns_to(columns)
 
     def why_not(self, feature: Feature) -> str:
@@ -298,7 +299,7 @@ class Cache:
                 "cache of that model"
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
-            layer.require_room(state)
+            require_within(layer.slots.limit, state.length)
         with self._turns():
             self._changing = True
             for layer, state in zip(self.layers, snapshot.layers, strict=True):
@@ -333,17 +334,17 @@ class Cache:
         """Let the layers' storages share buffers that only one storage uses at a time."""
         common: dict[str, Any] = {}
         for layer in self.layers:
-            layer.storage.share(common)
+            layer.slots.storage.share(common)
 
     def _mend(self) -> None:
-        """Remove the tokens of an interrupted step; see `LayerCache.mend`."""
+        """Remove the tokens of an interrupted step; see `Cursor.mend`."""
         if self._changing:
             raise StateError(
                 "a change of rows was interrupted, so layers have different rows; reset() the "
                 "cache and feed the tokens again, or restore() a snapshot"
             )
         for layer in self.layers:
-            layer.mend()
+            layer.cursor.mend()
 
     def _between_forwards(self, doing: str) -> None:
         self._mend()
@@ -381,7 +382,7 @@ class Cache:
     @property
     def tokens(self) -> Tensor | None:
         """The known token ids of the first columns fed, int64 (B, n); None: not known."""
-        return self.layers[0].tokens if self.layers else None
+        return self.layers[0].cursor.history.tokens if self.layers else None
 
     def note_tokens(self, tokens: Tensor, after: int = 0) -> None:
         """Record the token ids (B, n) fed after the first `after` columns, unless the ids before
@@ -393,7 +394,9 @@ class Cache:
             return
         fed = tokens[:, : self.fed - after].to(torch.int64)
         before = [] if known is None else [known[:, :after].to(fed.device)]
-        self.layers[0].tokens = torch.cat([*before, fed], dim=1)  # a copy: the caller may change it
+        self.layers[0].cursor.history.tokens = torch.cat(
+            [*before, fed], dim=1
+        )  # a copy: the caller may change it
 
     @property
     def length(self) -> int:
@@ -408,23 +411,23 @@ class Cache:
     @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use, and of the states of recurrent layers."""
-        return sum(layer.live_bytes for layer in self.layers) + self.carried.nbytes
+        return sum(layer.slots.stats.live_bytes for layer in self.layers) + self.carried.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; on the CPU, bytes that were never written use no memory."""
-        held = sum(layer.nbytes for layer in self.layers)
+        held = sum(layer.slots.stats.nbytes for layer in self.layers)
         return held + self.carried.nbytes + self.carried.marked_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of frozen slots, which other caches may share."""
-        return sum(layer.slots.stats().shared_bytes for layer in self.layers)
+        return sum(layer.slots.stats.shared_bytes for layer in self.layers)
 
     @property
     def reallocations(self) -> int:
         """Number of times that layers copied their slots to a larger buffer, in total."""
-        return sum(layer.slots.stats().reallocations for layer in self.layers)
+        return sum(layer.slots.stats.reallocations for layer in self.layers)
 
     def stats(self) -> CacheStats:
         """All figures, in total and per layer."""

@@ -177,7 +177,7 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
         assert layer.length <= layer.capacity
         assert budget is None or held.surplus(budget) <= 0 or layer.policy.ragged
     assert layer.seen.tolist() == oracle.seen
-    assert layer.live_bytes == promised_bytes(layer)
+    assert layer.slots.stats.live_bytes == promised_bytes(layer)
     heads = live_tokens(layer)
     for b, row in enumerate(oracle.rows):
         fed = {token.position: token for token in row if token is not None}
@@ -276,7 +276,7 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
     found: list[list[list[tuple[Tensor, Tensor, Tensor]]]]
     found = [[[] for _ in range(heads)] for _ in range(rows)]
     for segment in layer.slots.segments():
-        keys = segment.keys(torch.float64, segment.own(layer.centre)).cpu()
+        keys = segment.keys(torch.float64, segment.own(layer.writer.centre)).cpu()
         values = segment.values(torch.float64).cpu()
         position = segment.position.cpu()
         own = range(heads) if segment.head is None else [segment.head]

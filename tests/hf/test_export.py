@@ -24,7 +24,7 @@ from kvkeep.errors import (
 from kvkeep.graph import export_op
 from kvkeep.graph.custom_ops import run
 from kvkeep.graph.export_op import step_in
-from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.writing import Writer
 
 SPECS = [
     "keep_all@fixed:128",
@@ -250,7 +250,7 @@ def test_a_step_that_was_interrupted(tmp_path, monkeypatch):
     program = kvkeep.export(model, "window:16@fixed")
     expected = program(ids)
     with monkeypatch.context() as patch:
-        patch.setattr(LayerCache, "_settle", interrupted)
+        patch.setattr(Writer, "settle", interrupted)
         program.reset()
         with pytest.raises(KeyboardInterrupt):
             program(ids)

@@ -57,7 +57,7 @@ def alike(cache, expected):
         for one in (mine, other):
             if one.policy.reach is not None:
                 with one.cursor.turn:
-                    one._evict(one.length - one.sight.reachable(one.cursor))
+                    one.settler.evict(one.length - one.sight.reachable(one.cursor))
         assert mine.length == other.length
     assert held(cache) == held(expected)
 

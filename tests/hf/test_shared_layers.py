@@ -89,7 +89,7 @@ def test_all_layers_of_a_type_see_the_same_slots(model, spec, storage):
         torch.testing.assert_close(found, expected, **NEAR)
         shrunk |= cache.layers[2].length < cache.fed
     assert shrunk
-    assert [layer.readers for layer in cache.layers] == [0, 1, 2]
+    assert [layer.cursor.readers for layer in cache.layers] == [0, 1, 2]
 
 
 def within(size, sinks, columns, n):

@@ -23,6 +23,7 @@ from support.sweep_page import (
 import kvkeep.hf.forward.rehearsal
 import kvkeep.layer.step
 from kvkeep.hf.forward import attention
+from kvkeep.layer.contents import Contents
 
 ROWS = rows_of(PAGE.read_text())
 
@@ -71,13 +72,13 @@ def test_a_wrong_step_is_seen(monkeypatch):
 def test_a_cache_that_returns_something_else_is_seen(monkeypatch):
     """To a model that keeps its own attention; the rehearsal would refuse it."""
     monkeypatch.setattr(kvkeep.hf.forward.rehearsal, "_own_fault", lambda _: "")
-    in_order = kvkeep.LayerCache.in_order
+    in_order = Contents.in_order
 
     def changed(*args):
         held = in_order(*args)
         return held._replace(keys=held.keys.flip(2))
 
-    monkeypatch.setattr(kvkeep.LayerCache, "in_order", changed)
+    monkeypatch.setattr(Contents, "in_order", changed)
     assert row_of("doge").outcome == WRONG
 
 

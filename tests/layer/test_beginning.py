@@ -94,7 +94,7 @@ def test_slots_are_shared_until_some_are_evicted(monkeypatch):
     begin_with(layer, text)
     shared = layer.slots.frozen.runs[0].planes["k"]
     assert shared.data_ptr() == text.slots.frozen.runs[0].planes["k"].data_ptr()
-    assert layer.slots.stats().shared_bytes == 2 * k.nbytes + 4 * HEADS * HELD
+    assert layer.slots.stats.shared_bytes == 2 * k.nbytes + 4 * HEADS * HELD
     largest = []
     gather = torch.Tensor.gather
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def test_slots_are_shared_until_some_are_evicted(monkeypatch):
     copied = [found for plane, found in largest if plane.dim() == 4]
     assert copied
     assert max(found.shape[2] for found in copied) == 8
-    assert layer.slots.stats().shared_bytes == 0
+    assert layer.slots.stats.shared_bytes == 0
 
 
 def test_rows_share_what_they_begin_with():

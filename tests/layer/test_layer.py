@@ -9,7 +9,7 @@ import kvkeep.layer.step
 from kvkeep.attention import attend
 from kvkeep.cache import Cache
 from kvkeep.errors import CapacityError, RollbackError, ShapeError, StateError
-from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.settling import Settler
 from kvkeep.planes import POSITION, Reach
 from kvkeep.spec import CacheSpec
 from kvkeep.testing import OracleLayer, check_layer, example_planes, live_tokens
@@ -208,12 +208,12 @@ def test_in_order_is_a_view_until_something_moved():
     layer = new("window:3")
     k, v = kv(3)
     view = layer.extend(k, v)
-    keys = layer.in_order(view).keys
+    keys = layer.contents.in_order(view).keys
     assert keys.data_ptr() == view.segments[0].planes["k"].data_ptr()
     layer.settle()
     for token in range(5):
         new_k = torch.full((1, 2, 1, 4), float(token))
-        keys = layer.in_order(layer.extend(new_k, new_k)).keys
+        keys = layer.contents.in_order(layer.extend(new_k, new_k)).keys
         layer.settle()
     assert keys[0, 0, :, 0].tolist() == [2, 3, 4]
 
@@ -475,7 +475,7 @@ def test_an_interrupt_after_an_eviction_takes_nothing_back(monkeypatch):
         each.step(*chunks[0], scale=1.0)
     whole.step(*chunks[1], scale=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(LayerCache, "_pack", interrupt)
+        patch.setattr(Settler, "pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             layer.step(*chunks[1], scale=1.0)
     layer.mend()

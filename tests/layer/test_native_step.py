@@ -296,7 +296,7 @@ def test_a_layer_is_freed_with_its_last_reference(uncollected):
     for _ in range(3):
         pair.feed()
     layer = pair.layers[0]
-    assert layer.untouched  # a step was made in one call
+    assert layer.plan.known  # a step was made in one call
     slots = weakref.ref(layer.storage)
     del layer, pair
     assert slots() is None
@@ -308,7 +308,7 @@ def test_a_step_keeps_no_queries_of_its_forward(uncollected):
     base = torch.randn(1, 500, 10, 32)
     q, k, v = base[:, 7:8].transpose(1, 2).split([6, 2, 2], dim=1)
     layer.step(q, k, v, scale=0.2)
-    assert layer._plan is not None
+    assert layer.plan is not None
     whole = weakref.ref(base)
     del base, q, k, v
     assert whole() is None
@@ -408,7 +408,7 @@ def test_steps_in_and_outside_inference_mode():
             expected = plain.step(q, k, v, scale=0.25)
         assert found.equal(expected)
         if index % 4 == 3:
-            mixed.accept()  # the next step is looked up
+            mixed.settler.accept()  # the next step is looked up
             mixed.freeze()
             mixed = mixed.fork()
     assert mixed.positions().sort().values.equal(plain.positions().sort().values)

@@ -34,7 +34,7 @@ def follow(cache: kvkeep.Cache, decisions: Decisions, rounding: float) -> None:
     something that stayed was worth less, by more than the share `rounding` of the largest worth."""
     for layer, own in zip(cache.layers, decisions, strict=True):
         if hasattr(layer.policy, "worth"):
-            layer.policy = _following(layer.policy, iter(own), rounding)
+            layer.settler.policy = _following(layer.policy, iter(own), rounding)
             layer.plans = False  # native steps follow the rule of the policy's class
 
 

@@ -70,9 +70,9 @@ FAULTS = (
     ),
     Fault(
         "room-for-encoded-tokens-beyond-the-budget",
-        "layer/undivided.py",
-        "self._storage_for(slot_count(planes)).append(planes)",
-        "self._storage.append(planes)",
+        "layer/block_encoded.py",
+        "self.blocks.storage_for(slot_count(encoded), rows).append(encoded)",
+        "self.blocks.storage.append(encoded)",
         "layer/test_plain_tail.py",
     ),
     Fault(
@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "fixed-storage-overfull",
         "storage/base.py",
-        "if self.limit is not None and slots > self.limit:",
-        "if self.limit is not None and slots > self.limit + 1:",
+        "if limit is not None and slots > limit:",
+        "if limit is not None and slots > limit + 1:",
         "storage/test_storage.py layer/test_layer.py",
     ),
     Fault(
@@ -539,7 +539,7 @@ FAULTS = (
     Fault(
         "rollback-beyond-a-policy",
         "layer",
-        "before = oldest.columns - oldest.floor if self.policy.rollback else 0",
+        "before = oldest.columns - oldest.floor if self._policy.rollback else 0",
         "before = oldest.columns - oldest.floor",
         "layer/test_layer.py",
     ),
@@ -587,7 +587,7 @@ FAULTS = (
     ),
     Fault(
         "hidden-slots-are-seen",
-        "layer/settling.py",
+        "layer/writing.py",
         "hides = slots.frozen.hides or slots.hidden > 0",
         "hides = slots.frozen.hides",
         "layer/test_drafts.py",
@@ -616,14 +616,14 @@ FAULTS = (
     Fault(
         "half-an-eviction-goes-unnoticed",
         "layer",
-        "if not self.slots.torn and self.slots.mark() == mark:",
+        "if not torn and self.slots.mark() == mark:",
         "if True:",
         "test_interrupts.py storage/test_storage.py storage/test_split.py storage/test_growth.py",
     ),
     Fault(
         "crops-some-layers",
         "cache.py",
-        "layer.require_rollback(-tokens)",
+        "layer.drafts.require_rollback(-tokens)",
         "pass",
         "test_cache.py",
     ),
@@ -965,9 +965,9 @@ FAULTS = (
     ),
     Fault(
         "images-are-not-recorded",
-        "layer/layer.py",
-        "history.embedded, history.offset = True, offset",
-        "history.offset = offset",
+        "layer/history.py",
+        "self.embedded, self.offset = True, offset",
+        "self.offset = offset",
         "hf/test_multimodal.py",
     ),
     Fault(

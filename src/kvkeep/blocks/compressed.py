@@ -94,10 +94,10 @@ def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
 def _recentred(layer: LayerCache, text: LayerState, part: str, planes: Planes) -> Planes:
     """A part of a text's slots, at their positions in the layer, encoded with the layer's centre
     instead of the text's."""
-    centre, mean = layer.centre, text.history.centre
+    centre, mean = layer.writer.centre, text.history.centre
     if centre is None or mean is None:
         return planes
-    turns = layer.turns_for(mean, layer.fed + text.history.columns)
+    turns = layer.centring.turns_for(mean, layer.fed + text.history.columns)
     apart = Centre(mean - centre.mean, turns)
     if part.startswith("head."):
         apart = apart.of_head(int(part.removeprefix("head.")))

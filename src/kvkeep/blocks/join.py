@@ -92,7 +92,7 @@ def join_at(
         runs = [
             moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
         ]
-        layer.adopt_frozen(history, runs)
+        layer.cursor.adopt_frozen(history, runs)
     result.routed = texts[0][0].routed if texts else None
     return result
 

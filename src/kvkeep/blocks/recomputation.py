@@ -196,7 +196,7 @@ def _replace(layer: LayerCache, positions: Tensor) -> None:
     history = layer.history
     history.floor = history.columns  # the newest slots are no longer the newest tokens
     history.columns -= len(positions)
-    layer.adopt_frozen(history, [run.without(positions) for run in layer.slots.frozen.runs])
+    layer.cursor.adopt_frozen(history, [run.without(positions) for run in layer.slots.frozen.runs])
 
 
 def _feed(host: Host, cache: ModelCache, tokens: Tensor, positions: Tensor) -> None:
@@ -230,7 +230,7 @@ def _require(host: Host, cache: ModelCache, tokens: Tensor, certain: Tensor) -> 
             f"tokens {tuple(tokens.shape)} of a cache that was fed {cache.fed}; give all tokens"
         )
     held = cache.layers[0].positions()[0, 0].cpu()
-    if any(layer.storage.length for layer in cache.layers) or bool((held < 0).any()):
+    if any(layer.slots.storage.length for layer in cache.layers) or bool((held < 0).any()):
         raise StateError("tokens were fed after the caches were joined; recompute before feeding")
     known = torch.zeros(len(tokens), dtype=torch.bool)
     known[held.long()] = known[certain] = True

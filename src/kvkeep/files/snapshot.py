@@ -31,6 +31,7 @@ from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import HOLE, POSITION, Planes, PlaneSpec, slot_count
 from kvkeep.reading import open_file, read_into
 from kvkeep.storage.allocate import free_bytes
+from kvkeep.storage.base import require_within
 from kvkeep.version import __version__
 
 _TOKENS = "tokens"
@@ -298,7 +299,7 @@ class Saved:
         _require_tokens(parts, layer, header, where, padded=history.pads is not None)
         self._check_centre(index, history.centre, layer, header)
         state = LayerState(history, parts)
-        layer.require_room(state)
+        require_within(layer.slots.limit, state.length)
         return state
 
     def _history(self, index: int, header: LayerHeader, tensors: Planes) -> History:

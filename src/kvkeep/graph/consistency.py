@@ -66,7 +66,7 @@ def _layers(traced: ExportedProgram) -> Iterator[tuple[Description, Mapping[str,
             raise ValueError(f"a layer has the planes {names}, but {spec} has {list(planes)}")
         expected = {
             name: (
-                (geometry.rows, 1 if x.shared else geometry.heads, layer.limit, *x.shape),
+                (geometry.rows, 1 if x.shared else geometry.heads, layer.slots.limit, *x.shape),
                 x.dtype,
             )
             for name, x in planes.items()

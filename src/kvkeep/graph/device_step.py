@@ -17,7 +17,7 @@ from kvkeep.attention import Centre, Segment, View
 from kvkeep.errors import CapacityError, SpecError, StateError, UnsupportedError
 from kvkeep.graph.custom_ops import Ticket, step
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.step import Step, StepInputs, require_causal
+from kvkeep.layer.step import StepInputs, driven, phases, require_causal
 from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, unsliced
 from kvkeep.policy import Need, Observation
@@ -59,7 +59,7 @@ class Cursors:
                 number.add_(1)
 
 
-class DeviceStep(Step):
+class DeviceStep:
     """Decode steps (one token per row) of a layer that holds a prompt, until `close`.
 
     Args:
@@ -86,16 +86,16 @@ class DeviceStep(Step):
         if self._evicts:
             layer.slots.thaw()  # slots shared with forks cannot be evicted
         self._slots = _slots_of(layer, tokens)
-        layer.storage.reserve(self._slots)
+        layer.slots.storage.reserve(self._slots)
         self._layer, self._columns = layer, cursors.columns
-        self._fed, self._held = layer.fed, layer.storage.length
+        self._fed, self._held = layer.fed, layer.slots.storage.length
         self._history = layer.history
         self._pads = self._history.pads
         mean, room = self._history.centre, _MOST_STEPS if self._evicts else self._slots
         self._centre = None
         if mean is not None:
-            self._centre = Centre(mean, layer.turns_for(mean, self._fed + room))
-        self._buffers = dict(unsliced(layer.storage.read()))
+            self._centre = Centre(mean, layer.centring.turns_for(mean, self._fed + room))
+        self._buffers = dict(unsliced(layer.slots.storage.read()))
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
             for name, plane in self._planes.items():
@@ -127,7 +127,7 @@ class DeviceStep(Step):
                     f"{len(self._centre.turns.table)}; close() them, and create new steps"
                 )
             return
-        self._layer.storage.require(self._held + n)
+        self._layer.slots.storage.require(self._held + n)
         if self._held + n > self._slots:
             raise CapacityError(
                 f"{self._held + n} slots needed, but these steps have room for {self._slots}; "
@@ -163,27 +163,27 @@ class DeviceStep(Step):
                 f"{inputs.k.shape[2]} tokens in a step on the device, which takes one; feed one "
                 "token, or close() the steps first"
             )
-        return self._step(inputs)
+        return driven(phases(self, inputs), None)
 
     def read(self, inputs: StepInputs) -> Tensor:
         """Not called: no layer reads this one."""
         raise NotImplementedError("a layer on the device is read by no other")
 
-    def _extend(
+    def extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
     ) -> View:
         assert position is not None
         layer, queries = self._layer, position[0] if self._pads is None else position
         centre = self.centre
         coded = k if centre is None else centre.without(k, queries)
-        own = layer.own_planes(k, v, queries, coded)
+        own = layer.writer.own_planes(k, v, queries, coded)
         write(coded, v, own, self._planes, layer.key_codec, layer.value_codec, self._cursor)
         # One position for all rows: the token is real in every row.
         self._chunk = position.flatten()[:1]
         segments = (*self._past, self._segment)
         return layer.sight.view(segments, queries, None, 0, empty=True)
 
-    def _settle(self, observation: Observation) -> None:
+    def settle(self, observation: Observation) -> None:
         if self._evicts:
             self._free(observation._replace(position=self._chunk))
 
@@ -192,14 +192,14 @@ class DeviceStep(Step):
         layer, history = self._layer, self._history
         history.columns, history.memory = self._fed, self._memory
         if not self._evicts:
-            layer.adopt_planes(history, self._buffers, self._held)
+            layer.cursor.adopt_planes(history, self._buffers, self._held)
             return
         history.floor = self._fed
         count, empty = self._slots - self._held, None
         if count:
             live = (self._planes[POSITION] >= 0).to(torch.uint8)
             empty = live.argsort(dim=2, stable=True)[:, :, :count]
-        layer.adopt_planes(history, self._buffers, self._slots, empty)
+        layer.cursor.adopt_planes(history, self._buffers, self._slots, empty)
 
     def _free(self, observation: Observation) -> None:
         """Show the observation to the policy, then empty the slot of lowest worth for the next
@@ -212,7 +212,7 @@ class DeviceStep(Step):
             newest = newest - self._pads[:, None, None]
         rows = self._planes[POSITION].shape[0]
         state = dict(self._memory)
-        seen = layer.seeing(observation, layer.slots.decoded)._replace(
+        seen = layer.settler.seeing(observation)._replace(
             position=observation.position, newest=newest.expand(rows, 1, 1), state=state
         )
         with torch.inference_mode():
@@ -229,7 +229,7 @@ def _slots_of(layer: LayerCache, tokens: int | None) -> int:
     """Number of slots that steps need. With a budget it is one more than the budget, for the next
     token, unless the policy has a reach: then the next query cannot reach one slot of the budget.
     """
-    policy, storage = layer.policy, layer.storage
+    policy, storage = layer.policy, layer.slots.storage
     if policy.budget is not None:
         return policy.budget + (policy.reach is None)
     return storage.limit or storage.length + (tokens or 0)
@@ -238,16 +238,16 @@ def _slots_of(layer: LayerCache, tokens: int | None) -> int:
 def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
     """Raise `DeviceStep`'s errors, except OutOfMemoryError, before anything changes."""
     policy: Any = layer.policy
-    storage = layer.storage
+    storage = layer.slots.storage
     if not storage.fixed_addresses and (tokens is None or not storage.reserves):
         remedy = ", or the number of tokens to make room for" if storage.reserves else ""
         raise SpecError(
             f"{storage.name} storage can move its slots; a step on the device needs fixed "
             f"storage, such as keep_all@fixed:4096{remedy}"
         )
-    if not layer.fed or not layer.storage.length:
+    if not layer.fed or not layer.slots.storage.length:
         raise StateError("the cache holds no prompt of its own; feed a prompt first")
-    if layer.cursor.record_past or layer.slots.aside is not None:
+    if layer.cursor.record_past or "aside" in layer.slots.parts():
         raise StateError(
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "
             "reset() the cache first"

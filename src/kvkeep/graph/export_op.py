@@ -126,7 +126,7 @@ class LayerTensors(nn.Module):
         self.text = json.dumps(asdict(description) | {"planes": list(specs)})
         for name, spec in specs.items():
             heads = 1 if spec.shared else known.heads
-            shape = (known.rows, heads, layer.limit or 0, *spec.shape)
+            shape = (known.rows, heads, layer.slots.limit or 0, *spec.shape)
             self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=known.device))
         self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
         self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
@@ -191,7 +191,7 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     history.columns, history.floor, slots = counts.tolist()
     history.pads = pads.to(asked.k.device) if bool(pads.any()) else None
     history.geometry = Geometry.of(asked.k, asked.v) if history.columns else None
-    layer.adopt_planes(history, dict(zip(names, planes, strict=True)), slots)
+    layer.cursor.adopt_planes(history, dict(zip(names, planes, strict=True)), slots)
     out = run(layer, asked)
     if layer.history.pads is not None:
         pads.copy_(layer.history.pads)
@@ -203,7 +203,7 @@ def _count(layer: LayerCache, counts: Tensor) -> None:
     """Record what a layer holds; -1 columns until all readings are done, so that a step which is
     interrupted before them is noticed."""
     history = layer.history
-    columns = -1 if layer.unread else history.columns
+    columns = -1 if layer.cursor.unread else history.columns
     counts.copy_(torch.tensor([columns, history.floor, layer.length]))
 
 

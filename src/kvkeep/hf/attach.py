@@ -178,7 +178,7 @@ def attach(
         require(text, Feature.COMPILED, "attach the model without compile=True")
     empty = Cache(model, spec)
     layers = len(empty.layers)
-    attending = sum(1 + layer.readers for layer in empty.layers)
+    attending = sum(1 + layer.cursor.readers for layer in empty.layers)
     original = text._attn_implementation
     decoder = decoder_of(model)
     implementation, own = _routing(model, original, untried=not empty.why_not(Feature.UNTRIED))

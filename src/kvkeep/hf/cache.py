@@ -176,10 +176,10 @@ class Cache(  # type: ignore[misc]
         require(self.config, Feature.UNATTACHED, remedy)
         require_fitting_mask(layer, spec, key_states, alike=self._alike, remedy=remedy)
         view = layer.extend(*to_slots(self.kinds, key_states, value_states))
-        held = layer.in_order(view)
+        held = layer.contents.in_order(view)
         layer.settle()
         if self._around and media_told() is not False:  # unattached, it is unknown
-            layer.mark_embedded()
+            layer.cursor.history.mark_embedded()
         return from_slots(self.kinds, held.keys, held.values)
 
     def _require_turn(self) -> None:
@@ -197,7 +197,7 @@ class Cache(  # type: ignore[misc]
     def offset(self) -> Tensor | None:
         """The model's next rotary position minus the tokens seen, int64 (B,); None: 0. See
         `kvkeep.hf.kinds.multimodal`."""
-        return self._layers[0].offset if self._layers else None
+        return self._layers[0].cursor.history.offset if self._layers else None
 
     @property
     def alone(self) -> bool:
@@ -263,7 +263,7 @@ class Cache(  # type: ignore[misc]
         self._uncropped = True
         if given:
             for layer in self.layers:
-                layer.check_gradients(*given)
+                layer.writer.check_gradients(*given)
         if self.kinds:
             self._require_running()
         routed = is_routed(self.config)
@@ -398,10 +398,12 @@ class Cache(  # type: ignore[misc]
                 layer.cursor.holes_after = 0
         self.handed = self._feeding = None
         self._turn = Turn()
-        own = [Ticket(weakref.ref(layer), layer.readers) for layer in self.layers]
+        own = [Ticket(weakref.ref(layer), layer.cursor.readers) for layer in self.layers]
         self._traced: list[Traced] = [*with_readings(own)]
         self._compilable = not self.why_not(Feature.COMPILED)
-        fixed = all(layer.storage.fixed_addresses for layer in self.layers) and not self.carried
+        fixed = (
+            all(layer.slots.storage.fixed_addresses for layer in self.layers) and not self.carried
+        )
         self._fixed = fixed and self._compilable
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:

@@ -44,13 +44,13 @@ class Demands:
 def require_recordable(cache: Cache, *, routed: bool) -> None:
     """Raise UnsupportedError if evictions with drafts would differ from evictions without."""
     for layer in cache.layers:
-        layer.require_recordable()
-        if layer.by_token and (reason := cache.why_not(Feature.DRAFTED)):
+        layer.drafts.require_recordable()
+        if layer.setup.by_token and (reason := cache.why_not(Feature.DRAFTED)):
             raise UnsupportedError(
                 f"the model {reason}, such as {layer.policy.name}; use keep_all or a window, or "
                 "generate without assistant_model and prompt_lookup_num_tokens"
             )
-        if layer.by_token and not routed:
+        if layer.setup.by_token and not routed:
             raise UnsupportedError(
                 f"rejected draft tokens must be cropped, and policy {layer.policy.name} decides "
                 "after each token, which the model's own attention does not support; call "
@@ -72,7 +72,7 @@ def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
             continue
         before = fed + tokens - 1
         budget = policy.at(before).budget
-        if held != fed or (policy.ragged and layer.moved):
+        if held != fed or (policy.ragged and layer.contents.moved):
             why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
         elif budget is not None and before > budget:
             why = f"layer {index} keeps only {budget} of {before} tokens"

@@ -148,7 +148,7 @@ class _Step(nn.Module):
         kinds = layer_kinds(base_config(model))
         self.descriptions = [
             Description(
-                *(str(s), layer.limit or 0, index, len(kinds)),
+                *(str(s), layer.slots.limit or 0, index, len(kinds)),
                 *(kind.window, isinstance(kind.window, Chunks)),
                 *([*(kind.slopes or ())], kind.latent or 0),
                 readers=kind.readers,
@@ -202,7 +202,9 @@ class _Step(nn.Module):
     @property
     def room(self) -> int:
         """The most columns that can be fed in total, and so in one call."""
-        limits = [x.limit for x in self.cache.layers if x.limit and x.policy.budget is None]
+        limits = [
+            x.slots.limit for x in self.cache.layers if x.slots.limit and x.policy.budget is None
+        ]
         config = decoder_config(base_config(self.model))
         if getattr(config, "rope_parameters", None) is None:  # learned positions are limited
             limits.append(getattr(config, "max_position_embeddings", None) or 2**31 - 1)

@@ -29,7 +29,7 @@ class ReadLayer(Protocol):
         """Number of readers that have yet to attend to the slots of the layer's last step."""
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """See `Settling.read`."""
+        """See `LayerCache.read`."""
 
 
 class MaskLength(int):

@@ -101,8 +101,8 @@ class ModelCache(Cache):
     def token_limit(self, layer: int | None = None) -> int | None:
         """Most tokens that fit into one layer, or into every layer; None: no limit."""
         layers = self.layers if layer is None else self.layers[layer : layer + 1]
-        limits = [x.limit for x in layers if x.limit is not None and x.policy.budget is None]
-        return min(limits, default=None)
+        limits = [x.slots.limit for x in layers if x.policy.budget is None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def bytes_of(self, geometries: Sequence[Geometry], tokens: int, rows: int = 1) -> int:
         """The value of `live_bytes` after `tokens` columns were fed.

@@ -269,7 +269,7 @@ def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
     held = layer.held()
     assert held is not None
     k, v, position = held[:3]
-    centre = new.centre_for(k, position[:, 0])
+    centre = new.centring.of_new(k, position[:, 0], History())
     k = k if centre is None else centre.without(k, position)
     history.centre = None if centre is None else centre.mean
     return {POSITION: position} | new.codecs.encode(k, v)

@@ -45,7 +45,7 @@ def save(
         StateError: the cache is empty, or a forward is running.
         SavedCacheError: the file cannot be written; an existing file is unchanged.
     """
-    limits = [layer.limit for layer in cache.layers if layer.limit is not None]
+    limits = [layer.slots.limit for layer in cache.layers if layer.slots.limit is not None]
     snapshot.save(
         cache,
         path,

@@ -22,7 +22,7 @@ def begin_with(layer: LayerCache, text: LayerCache) -> None:
     until the policy evicts.
     """
     history = text.history
-    layer.adopt_frozen(history, tuple(_runs_for(layer, text, history)))
+    layer.cursor.adopt_frozen(history, tuple(_runs_for(layer, text, history)))
 
 
 def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator[Run]:
@@ -35,7 +35,7 @@ def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator
     text.freeze()
     frozen: FrozenRuns = text.slots.frozen
     geometry = text.history.geometry
-    codecs, centre = text.codecs, text.centre
+    codecs, centre = text.codecs, text.writer.centre
     alike = codecs == layer.slots.codecs and (centre is None) == (not layer.key_codec.centre)
     if geometry is None:
         return
@@ -62,8 +62,8 @@ def check_tokens(layer: LayerCache, k: Tensor, v: Tensor) -> None:
     check_chunk(k, v, None, None)
     layer.key_codec.planes(k.shape[3], k.dtype)
     layer.value_codec.planes(v.shape[3], v.dtype)
-    layer.check_gradients(k, v)
-    layer.require(k.shape[2])
+    layer.writer.check_gradients(k, v)
+    layer.writer.require(k.shape[2])
 
 
 def begin_with_tokens(
@@ -85,7 +85,7 @@ def begin_with_tokens(
     history.geometry, history.embedded = Geometry.of(k, v), True
     history.floor = 0 if n == columns else columns
     run = _run_of(layer, k, v, position[..., columns - n :], history)
-    layer.adopt_frozen(history, (run,))
+    layer.cursor.adopt_frozen(history, (run,))
 
 
 def _run_of(
@@ -104,12 +104,12 @@ def _run_of(
         planes: the same keys and values, already encoded; None: encode them.
     """
     coded = k
-    if planes is None and (centre := layer.centre_for(k, position, history.centre)) is not None:
+    if planes is None and (centre := layer.centring.of_new(k, position, history)) is not None:
         coded = centre.without(k, position)
         coded = coded.to(k.dtype) if layer.slots.block > 1 else coded
         history.centre = centre.mean.expand(history.rows, -1, -1).contiguous()
         v = v.expand(coded.shape[0], -1, -1, -1)
-    own = layer.own_planes(k, v, position, coded)
+    own = layer.writer.own_planes(k, v, position, coded)
     if planes is None:
         slots = layer.slots.codecs.encode(coded, v)
     else:

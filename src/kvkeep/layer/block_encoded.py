@@ -14,10 +14,10 @@ from kvkeep.codec import Codec, encoded_count, plain_count
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, Decode, LayerSlots, Span, StepPart
+from kvkeep.layer.slots import Codecs, Decode, LayerSlots, Span
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.undivided import Undivided
-from kvkeep.planes import POSITION, Chain, Planes, take
+from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
 from kvkeep.storage import Storage
 
 _BLOCKS = "bulk"  # the name of `blocks` in saved caches
@@ -54,18 +54,23 @@ class BlockEncoded(LayerSlots):
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
         bound = storage.bound
-        self._evicts = bound is not None
+        self.evicts = bound is not None
         if bound:
             storage.bound = bound - plain_count(*codecs, budget=bound)
         self.blocks = Undivided(codecs, own, storage.empty_copy())
-        storage.bound = plain_count(*codecs) + codecs.key.together
+        # Under a budget tokens leave the tail one by one.
+        plain, more = (
+            plain_count(*codecs, budget=bound or None),
+            1 if bound else codecs.key.together,
+        )
+        storage.bound = plain + more
         self.tail = Undivided(codecs.unencoded, own, storage)
         self.codecs = self.tail.codecs
         self.block, self._each = codecs.key.together, codecs.key.block
-        self._own, self._torn = own, False
+        self._own = own
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> Storage:  # type: ignore[override]
         return self.tail.storage
 
     @property
@@ -73,28 +78,21 @@ class BlockEncoded(LayerSlots):
         return self.blocks.length * self._each + self.tail.length - self.tail.hidden
 
     @property
-    def capacity(self) -> int:
-        return self.blocks.capacity * self._each + self.tail.capacity
-
     def stats(self) -> LayerStats:
-        one, two = self.blocks.stats(), self.tail.stats()
+        one, two = self.blocks.stats, self.tail.stats
         return LayerStats(
             self.length,
-            self.capacity,
+            one.capacity * self._each + two.capacity,
             one.live_bytes + two.live_bytes,
             one.nbytes + two.nbytes,
             one.shared_bytes + two.shared_bytes,
             one.reallocations + two.reallocations,
         )
 
-    @property
-    def torn(self) -> bool:
-        return self._torn
-
     def segments(self) -> tuple[Segment, ...]:
         return self.blocks.segments() + self.tail.segments()
 
-    def positions(self) -> Tensor:
+    def positions(self, *, newest_last: bool = False) -> Tensor:
         held = [slots.positions() for slots in (self.blocks, self.tail) if slots.length]
         return torch.cat(held, dim=2) if held else self.tail.positions()
 
@@ -116,31 +114,19 @@ class BlockEncoded(LayerSlots):
     def hides(self, counts: tuple[int, ...]) -> None:
         self.blocks.hidden, self.tail.hidden = counts
 
-    def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        return self.blocks.errors(k, v)
-
     def evictable(self) -> Planes:
         return self.blocks.evictable()
 
-    @property
-    def _observed(self) -> list[Undivided]:
-        """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
-        some = [self.blocks, self.tail] if self._evicts else [self.tail]
-        return [slots for slots in some if slots.length] or [self.tail]
-
     def observed(self) -> Planes:
-        links = [slots.evictable() for slots in self._observed]
+        links = [slots.evictable() for slots in _observed(self)]
         return links[0] if len(links) == 1 else Chain(links, links[0][POSITION].shape[0])
 
-    def decoded(self, of: Decode, planes: Planes) -> Tensor:
-        return self.blocks.decoded(of, planes)
-
     def observed_decoded(self, of: Decode, planes: Planes) -> Tensor:
-        some = self._observed
-        return torch.cat([slots.decoded(of, slots.evictable()) for slots in some], dim=2)
+        some = _observed(self)
+        return torch.cat([slots.observed_decoded(of, slots.evictable()) for slots in some], dim=2)
 
     def keep(self, name: str, plane: Tensor) -> None:
-        some = self._observed
+        some = _observed(self)
         if len(some) == 1:
             some[0].keep(name, plane)
             return
@@ -153,21 +139,6 @@ class BlockEncoded(LayerSlots):
 
     def hide(self, victims: Tensor, count: int) -> None:
         self.blocks.hide(victims, count)
-
-    def step_parts(self) -> tuple[StepPart, ...]:
-        before, behind = self.blocks.segments(), None
-        if self._evicts and before:
-            behind = next(iter(self.blocks.step_parts()), None)
-            if behind is None or behind.before:
-                return ()
-        return tuple(
-            x._replace(before=before + x.before, behind=behind) for x in self.tail.step_parts()
-        )
-
-    def step_state(self) -> tuple[object, ...]:
-        length = self.blocks.length
-        fixed = length > 0 if self._evicts else length
-        return fixed, self.blocks.step_state(), self.tail.step_state()
 
     def waiting(self, budget: int | None, more: int = 0) -> int:
         tokens = self.tail.length - self.tail.hidden + more
@@ -187,12 +158,13 @@ class BlockEncoded(LayerSlots):
             position = position.reshape(*position.shape[:2], -1, self._each)
         encoded[POSITION] = position
         encoded |= {name: taken[name] for name in self._own}
-        self.blocks.append(encoded)
+        rows = position.shape[0]
+        self.blocks.storage_for(slot_count(encoded), rows).append(encoded)
         end = first + oldest.shape[2]
         if hide:
             self.tail.hide(order[:, :, :end], end)
         elif self._each == 1:
-            return self._keep(order[:, :, end:]) and bool((position >= 0).all())
+            return _kept(self.tail, order[:, :, end:]) and bool((position >= 0).all())
         else:
             self.tail.evict(oldest)
         return False
@@ -203,18 +175,7 @@ class BlockEncoded(LayerSlots):
         exact = not self.blocks.hidden or self.blocks.free_hidden()
         order = self.tail.evictable()[POSITION].argsort(dim=2, stable=True)
         kept, self.tail.hidden = order[:, :, self.tail.hidden :], 0
-        return self._keep(kept) and exact
-
-    def _keep(self, index: Tensor) -> bool:
-        """Keep only the slots of the tail at `index`, in the order of their positions. Return
-        whether all of them hold tokens."""
-        planes = self.tail.evictable()
-        place = planes[POSITION].gather(2, index)
-        kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
-        self.tail.reset()
-        self.tail.append(kept)
-        self.tail.storage.reserve(self.tail.storage.bound or 0)  # else it grows every few steps
-        return bool((place >= 0).all())
+        return _kept(self.tail, kept) and exact
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
         # From the newest on: the tail's tokens except its sinks, then the encoded tokens.
@@ -230,15 +191,9 @@ class BlockEncoded(LayerSlots):
 
     def take_rows(self, index: Tensor) -> BlockEncoded:
         self.blocks.take_rows(index)
-        self._torn = True
+        self.torn = True
         self.tail.take_rows(index)
-        self._torn = False
-        return self
-
-    def reset(self) -> BlockEncoded:
-        self.blocks.reset()
-        self.tail.reset()
-        self._torn = False
+        self.torn = False
         return self
 
     def parts(self) -> dict[str, Planes]:
@@ -246,7 +201,7 @@ class BlockEncoded(LayerSlots):
         return {_BLOCKS: blocks["slots"], **tail} if blocks else tail
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> BlockEncoded:
-        tail = dict(parts)
+        tail, self.torn = dict(parts), False
         blocks = tail.pop(_BLOCKS, None)
         self.blocks.load({} if blocks is None else {"slots": blocks}, rows)
         self.tail.load(tail, rows)
@@ -254,7 +209,7 @@ class BlockEncoded(LayerSlots):
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
         """Replace the contents by plain tokens, which the next step encodes."""
-        self.reset()
+        self.load({}, history.rows)
         self.tail.adopt_frozen(runs, history)
 
     def freeze(self) -> None:
@@ -265,6 +220,25 @@ class BlockEncoded(LayerSlots):
         other = copy(self)
         other.blocks, other.tail = self.blocks.fork(), self.tail.fork()
         return other
+
+
+def _observed(slots: BlockEncoded) -> list[Undivided]:
+    """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
+    some = [slots.blocks, slots.tail] if slots.evicts else [slots.tail]
+    return [one for one in some if one.length] or [slots.tail]
+
+
+def _kept(tail: Undivided, index: Tensor) -> bool:
+    """Keep only the slots of a tail at `index`, in the order of their positions. Return whether all
+    of them hold tokens."""
+    planes = tail.evictable()
+    place = planes[POSITION].gather(2, index)
+    kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
+    tail.load({}, len(place))
+    tail.storage_for(slot_count(kept), len(place)).append(kept)
+    if tail.storage.reserves:
+        tail.storage.reserve(tail.storage.bound or 0)  # else it grows every few steps
+    return bool((place >= 0).all())
 
 
 def order_of_encoding(position: Tensor, *codecs: Codec) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from enum import Enum, auto
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
-from kvkeep.layer.history import History, Prompt
+from kvkeep.layer.frozen import Run
+from kvkeep.layer.history import History, LayerState, Prompt
 from kvkeep.layer.slots import LayerSlots
-from kvkeep.planes import POSITION
+from kvkeep.planes import POSITION, Planes
 from kvkeep.policy import Observation
 
 
@@ -56,13 +57,14 @@ class Cursor:
             sliding windows, except among the first `holes_after` tokens. None: padding never
             counts.
         evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
-        unread: number of layers that have yet to attend to the last chunk's slots; see `Settling`.
+        readers: number of layers that attend to the slots after each step; see `Readings`.
+        unread: number of readers that have yet to attend to the last chunk's slots.
         observed: the observation that the policy gets after these layers have attended.
         queries: positions of the last chunk's queries, and the newest position that each sees;
             None: the chunk was one token.
     """
 
-    def __init__(self, slots: LayerSlots) -> None:
+    def __init__(self, slots: LayerSlots, readers: int = 0) -> None:
         self.slots, self.history, self.turn = slots, History(), Turn()
         self.chunk: Tensor | None = None
         self.state = State.IDLE
@@ -71,7 +73,7 @@ class Cursor:
         self.record_past, self.prompt = False, Prompt()
         self.holes_after: int | None = None
         self.evicted: list[Tensor] | None = None
-        self.unread = 0
+        self.readers, self.unread = readers, 0
         self.observed: Observation | None = None
         self.queries: tuple[Tensor, Tensor | None] | None = None
 
@@ -117,7 +119,8 @@ class Cursor:
             yield
         except Exception:
             # Storages evict all victims or none: with equal lengths, nothing has changed.
-            if not self.slots.torn and self.slots.mark() == mark:
+            torn = self.slots.torn or self.slots.storage.torn
+            if not torn and self.slots.mark() == mark:
                 self.state = before
             raise
         self.state = before
@@ -129,28 +132,35 @@ class Cursor:
         return packed is not None
 
     def mend(self) -> None:
-        """See `LayerCache.mend`."""
-        if self.state is State.MOVING:
-            raise StateError(
-                "an eviction, another change of all slots, or a chunk after its first step was "
-                "interrupted or failed, so the contents of the slots are unknown; reset() the "
-                "cache and feed the tokens again, or restore a snapshot"
-            )
-        if self.state is State.WRITING:
-            self.take_back()
-        history, length = self.history, self.slots.length
-        if not history.floor and not history.joined and length != history.columns:
-            raise StateError(
-                f"the layer holds {length} slots, but {history.columns} tokens were fed and "
-                "none were evicted; other code changed its slots: reset() the cache and feed "
-                "the tokens again"
-            )
+        """Remove the tokens of an interrupted step, if there was one.
+
+        Raises:
+            StateError: the step was interrupted while it moved slots, so their contents are
+                unknown; or nothing was evicted, but the number of slots differs from the number of
+                columns fed.
+        """
+        with self.turn:
+            if self.state is State.MOVING:
+                raise StateError(
+                    "an eviction, another change of all slots, or a chunk after its first step was "
+                    "interrupted or failed, so the contents of the slots are unknown; reset() the "
+                    "cache and feed the tokens again, or restore a snapshot"
+                )
+            if self.state is State.WRITING:
+                self.take_back()
+            history, length = self.history, self.slots.length
+            if not history.floor and not history.joined and length != history.columns:
+                raise StateError(
+                    f"the layer holds {length} slots, but {history.columns} tokens were fed and "
+                    "none were evicted; other code changed its slots: reset() the cache and feed "
+                    "the tokens again"
+                )
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.state = State.MOVING
         self.forget_readings()
-        self.slots = self.slots.reset()
+        self.slots = self.slots.load({}, 0)
         self.history, self.chunk, self.start, self.journal = History(), None, None, []
         self.holes_after = None if self.holes_after is None else 0
         self.state = State.IDLE
@@ -164,10 +174,61 @@ class Cursor:
                 "cache"
             )
 
+    def await_readings(self, observation: Observation | None = None) -> None:
+        """Record at the end of a step that readings follow."""
+        self.unread, self.observed = self.readers, observation
+
     def forget_readings(self) -> bool:
         """Stop expecting readings of the last step; return whether any were expected."""
         expected, self.unread, self.observed = self.unread > 0, 0, None
         return expected
+
+    # -- whole-state changes ----------------------------------------------------------------
+
+    def take_rows(self, index: Tensor) -> None:
+        """See `LayerCache.take_rows`. All drafts are certain."""
+        geometry = self.history.geometry
+        if geometry is None:
+            return
+        index = index.to(geometry.device)
+        with self.turn, self.moved():
+            self.slots = self.slots.take_rows(index)
+            if self.chunk is not None and self.chunk.dim() == 2:
+                self.chunk = self.chunk.index_select(0, index)
+            self.history.take_rows(index)
+
+    def restore(self, state: LayerState, *, packs: bool) -> None:
+        """Replace the contents by a copy of `state`. `packs`: empty slots may be freed."""
+        with self.turn:
+            self.reset()
+            self.state = State.MOVING
+            self.slots = self.slots.load(state.parts, state.history.rows)
+            self.history = history = state.history.fork()
+            if packs and history.pads is not None and history.floor and self.pack():
+                fresh = history.columns - history.floor
+                newest = self.slots.positions(newest_last=True)[:, :, -fresh:]
+                if fresh and (newest.shape[2] < fresh or bool((newest < 0).any())):
+                    history.floor = history.columns
+            self.state = State.IDLE
+
+    def adopt_frozen(self, history: History, runs: Sequence[Run]) -> None:
+        """Replace the contents by frozen slots, which other caches may share. New tokens go to a
+        storage after them."""
+        with self.turn, self.moved():
+            self.slots.adopt_frozen(runs, history)
+            self.history, self.journal = history, []
+
+    def adopt_planes(
+        self, history: History, planes: Planes, length: int, empty: Tensor | None = None
+    ) -> None:
+        """Use `planes`, (B, H|1, limit, ...), as fixed storage, with the first `length` slots in
+        use. Free the slots at the indices `empty`, int64 (B, H, E)."""
+        with self.turn, self.moved():
+            self.slots.adopt_planes(planes, length, history.rows)
+            self.history, self.journal = history, []
+            self.forget_readings()
+            if empty is not None:
+                self.slots.storage.evict(empty)
 
     # -- drafts -----------------------------------------------------------------------------
 
@@ -223,7 +284,8 @@ class Cursor:
                 break
         fewer = self.history.columns - columns
         if fewer:
-            left = self.history.without(self.slots.newest_positions(fewer))
+            newest = self.slots.positions(newest_last=True)[:, 0, -fewer:]
+            left = self.history.without(newest)
             self.start = left, self.slots.mark(fewer)
             self.take_back()
 

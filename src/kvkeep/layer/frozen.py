@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.attention import Rotation
 from kvkeep.codec import Codec
 from kvkeep.planes import POSITION, Planes, concatenated, joined, part, plane_bytes, slot_count
+from kvkeep.storage import Storage
 
 
 @final
@@ -131,8 +132,9 @@ class FrozenRuns:
             runs[-1] = runs[-1].followed_by(last)
         return FrozenRuns(runs, self._key_dtype)
 
-    def placed(self, codec: Codec) -> list[Planes]:
-        """The planes of each run without hidden slots, with keys rotated for their positions."""
+    def placed(self, codec: Codec, *behind: Storage) -> list[Planes]:
+        """The planes of each run without hidden slots, with keys rotated for their positions; then
+        those of the storages `behind` that hold slots."""
         placed: list[Planes] = []
         for run in self.runs:
             planes = run.joined
@@ -144,7 +146,7 @@ class FrozenRuns:
                 seen = (planes[POSITION][0, 0] >= 0).nonzero().flatten()
                 planes = {name: plane.index_select(2, seen) for name, plane in planes.items()}
             placed.append(planes)
-        return placed
+        return placed + [storage.read() for storage in behind if storage.length]
 
     def head(self, slots: int) -> FrozenRuns:
         """The first `slots` slots."""

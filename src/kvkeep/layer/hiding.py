@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.planes import HOLE
+from kvkeep.planes import HOLE, POSITION
 
 
 def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
         )
     gone = tokens & ~shown
     why = ""
-    if layer.by_token or policy.ragged:
+    if layer.setup.by_token or policy.ragged:
         why = f"policy {policy.name} has already used them to choose slots"
     elif layer.slots.block > 1:
         why = f"codec {codec.name} has encoded them together with other tokens"
@@ -55,11 +55,17 @@ def hide(layer: LayerCache, shown: Tensor) -> None:
     gone, cursor = require_hiding(layer, shown), layer.cursor
     if not bool(gone.any()):
         return
-    layer.accept()
+    layer.settler.accept()
     kinds = cursor.history.columns_as()
     assert kinds is not None
     place = (kinds != -1).cumsum(dim=1) - 1
     at = torch.zeros_like(gone).scatter_(1, place.clamp(min=0), gone)
     with cursor.turn, cursor.moved():
-        cursor.slots.empty(at)
+        slots = cursor.slots
+        slots.thaw()
+        position = slots.evictable()[POSITION]
+        held = position.flatten(1).to(torch.int64)
+        goes = at.to(held.device).gather(1, held.clamp(min=0)) & (held >= 0)
+        with torch.inference_mode():
+            slots.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
         cursor.history.hide(kinds.masked_fill(gone, HOLE))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.geometry import Geometry
-from kvkeep.planes import HOLE, Planes
+from kvkeep.planes import HOLE, Planes, slot_count
 
 OF_ROWS = ("pads", "holes", "kinds", "offset", "centre")
 """Fields of `History` that have an element for each row, on the device of the slots."""
@@ -144,6 +144,17 @@ class History:
             before.tokens = self.tokens[:, : before.columns]
         return before
 
+    def mark_embedded(self, offset: Tensor | None = None, floor: int = 0) -> None:
+        """Record that token ids do not identify the whole input: some tokens are images or sound,
+        or were given as embeddings.
+
+        Args:
+            offset: the model's next rotary position minus `seen`, int64 (B,); None: 0.
+            floor: the fewest columns that a crop may leave: with fewer, `offset` would be wrong.
+        """
+        self.embedded, self.offset = True, offset
+        self.floor = max(self.floor, floor)
+
     def take_rows(self, index: Tensor) -> None:
         """Row i becomes a copy of row index[i]."""
         for name in (*OF_ROWS, "tokens"):
@@ -229,6 +240,11 @@ class LayerState(NamedTuple):
 
     history: History
     parts: Mapping[str, Planes]
+
+    @property
+    def length(self) -> int:
+        """Number of slots, without a tail or a chunk set aside; 0 for heads in parts."""
+        return slot_count(self.parts.get("slots", {}))
 
     def tensors(self) -> dict[str, Tensor]:
         """All planes, by `part.plane`, and the policy's state, by `memory.name`."""

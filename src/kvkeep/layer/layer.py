@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import final
@@ -11,29 +11,39 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Held, View
-from kvkeep.checks import Checks
-from kvkeep.codec import Codec, WithinKeys, warn_about_keys
+from kvkeep.checks import resolved
+from kvkeep.codec import Codec, warn_about_keys
 from kvkeep.errors import SpecError
-from kvkeep.layer.cursor import Cursor, State, Turn
+from kvkeep.layer.centring import Centring
+from kvkeep.layer.contents import Contents
+from kvkeep.layer.cursor import Cursor, Turn
 from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
-from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.new_slots import new_slots
-from kvkeep.layer.sight import Sight, Sighted
+from kvkeep.layer.of_part import OfPart
+from kvkeep.layer.readings import Readings
+from kvkeep.layer.settling import Settler
+from kvkeep.layer.setup import Setup
+from kvkeep.layer.sight import Sighted
 from kvkeep.layer.slots import LayerSlots
-from kvkeep.layer.stats import LayerStats, has_tail
+from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.step import Slopes, StepInputs, driven
-from kvkeep.planes import LAST, Chunks, Planes, own_window, slot_count
-from kvkeep.policy import Policy
+from kvkeep.layer.writing import Writer
+from kvkeep.planes import LAST, Chunks, own_window
+from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
 
 @final
-class LayerCache(Drafts):
+class LayerCache:
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
+
+    Each part does one thing and knows only the parts above it: `cursor` is everything that changes,
+    `settler` lets the policy observe and evict, `writer` makes steps, `readings` are attention of
+    other layers, `drafts` removes the newest tokens, `contents` decodes the slots, and `plan` makes
+    a step of one token by one native call.
 
     Args:
         policy: chooses the slots to evict.
@@ -43,16 +53,19 @@ class LayerCache(Drafts):
         chunked: the window begins at a multiple of its size (chunked attention): a query at
             position p sees the positions from p // window * window on.
         rotary: the model's rotary embedding, for policies that need it; None: the model has none.
-        readers: number of layers that attend to the slots after each step; see `Settling`.
+        readers: number of layers that attend to the slots after each step; see `read`.
         slopes: the slope of each query head (ALiBi): slope * (slot position - query position) is
             added to a slot's score; None: no bias.
         latent: the width of values in latent attention, where a value is the first elements of its
             key: slots hold both once, encoded by the codec of values; None: values are separate.
 
     Attributes:
+        setup: the policy, codecs and limits, which never change.
+        kind: the policy, codecs and window as text; a state fits only layers of the same kind.
         cursor: the slots, the history and the state of the current step.
         plans: make steps of one token by one call of the native library if it supports them;
             False: by extend, attend and settle, with the same result.
+        plan: the native steps of one token; None: the last step was no such step.
 
     Raises:
         SpecError: the policy, codecs and storage cannot be combined.
@@ -72,55 +85,33 @@ class LayerCache(Drafts):
         slopes: Slopes | None = None,
         latent: int | None = None,
     ) -> None:
-        if (storage.limit or policy.budget or 0) < (policy.budget or 0):
-            raise SpecError(
-                f"policy {policy.name} keeps {policy.budget} slots, but {storage.name} storage "
-                f"holds {storage.limit}; use @fixed:{policy.budget} or more"
-            )
         if readers and policy.step is not None:
             raise SpecError(
                 f"policy {policy.name} divides a chunk into steps of {policy.step}, but other "
                 "layers attend to this layer's slots after each chunk; leave out step"
             )
-        self.window, self.rotary = own_window(window, chunked), rotary
-        self.slopes = slopes
-        sight = Sight(policy, self.window)
-        evicts = policy.evicts or policy.ragged
-        if evicts and not (key_codec.rewritable and value_codec.rewritable):
-            raise SpecError(
-                f"{sight.own_limit or f'policy {policy.name}'} evicts single slots, but codec "
-                f"{key_codec.name}/{value_codec.name} encodes blocks of tokens; use int8 or "
-                "int8/int4, or keep_all on layers without a sliding window"
-            )
         if latent is None:
             warn_about_keys(key_codec)
-        self.policy = policy = policy.in_layer(0, 1)
-        value_codec = value_codec.for_values()
-        if latent is not None:
-            if value_codec != key_codec.for_values():
-                raise SpecError(
-                    f"codecs {key_codec.name}/{value_codec.name}: the values of a latent layer are "
-                    f"elements of its keys, so both have one codec; use {value_codec.name}"
-                )
-            key_codec = key_codec.for_latents()
-            value_codec = WithinKeys(key_codec, latent)
-        self.key_codec, self.value_codec, self.latent = key_codec, value_codec, latent
-        self.readers, self.sight = readers, sight._replace(policy=policy)
-        self._planes_of_policy = tuple(policy.planes)
-        slots = new_slots(
-            key_codec,
-            value_codec,
-            storage,
-            own=self._planes_of_policy,
-            ragged=policy.ragged,
-            budget=policy.budget + policy.room if policy.budget else 0 if policy.evicts else None,
-            tail=has_tail(policy, key_codec, value_codec),
+        self.window, self.rotary, self.slopes = own_window(window, chunked), rotary, slopes
+        self.chunked, self.latent = isinstance(self.window, Chunks), latent
+        self.setup = setup = Setup(
+            policy, key_codec, value_codec, self.window, rotary, slopes, latent
         )
-        self.cursor, self._checks = Cursor(slots), Checks()
-        self.by_token = not _settles_alone(policy)
-        self.plans = True
-        self._plan: StepPlan | None = None
-        self._turns = None
+        self.policy, self.codecs, self.sight = setup.policy, setup.codecs, setup.sight
+        (self.key_codec, self.value_codec), self.kind = setup.codecs, setup.kind
+        self.centring, self.plans = Centring(self.key_codec, rotary), True
+        self._hold(Cursor(setup.slots(storage), readers))
+
+    def _hold(self, cursor: Cursor) -> None:
+        """Make the parts that change what `cursor` holds."""
+        setup, centring = self.setup, self.centring
+        self.cursor = cursor
+        self.plan: StepPlan | None = None
+        self.settler = Settler(setup, cursor, centring)
+        self.writer = Writer(setup, cursor, centring, self.settler)
+        self.readings = Readings(self.writer, cursor, self.settler)
+        self.drafts = Drafts(setup, cursor, self.settler, self.writer)
+        self.contents = Contents(setup.policy, cursor, centring)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -157,152 +148,154 @@ class LayerCache(Drafts):
 
     def run(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Like `step`, with the inputs as one record."""
-        cursor = self.cursor
+        cursor, n = self.cursor, inputs.q.shape[2]
         with cursor.turn:
-            single = attend is None and inputs.q.shape[2] == 1 and inputs.chosen is None
-            if single and self._plan is not None and self.plans and not cursor.unread:
-                made = self._plan.step(inputs)
+            single = attend is None and n == 1 and inputs.chosen is None
+            if single and self.plan is not None and self.plans and not cursor.unread:
+                made = self.plan.step(inputs)
                 if made is not None:
-                    if self.readers:
-                        self.await_readings()
                     return made
             cursor.require_read()
-            if cursor.state is not State.WRITING:  # `mend` needs `start` after an interrupt
-                cursor.start = None
-            if self._divides(inputs.q.shape[2]):
-                return self._recorded(inputs, attend)
+            if self.drafts.divides(n):
+                return self.drafts.run(inputs, attend)
             # Attention weights refer to all columns, so packing must not move slots.
-            out = driven(self._undone(inputs, packs=attend is None), attend)
+            out = driven(self.writer.phases(inputs, packs=attend is None), attend)
             if single and self.plans:
-                self._plan = StepPlan.of(self, inputs)
+                self.plan = StepPlan.of(self.writer, inputs)
             return out
+
+    def extend(
+        self, k: Tensor, v: Tensor, position: Tensor | None = None, until: Tensor | None = None
+    ) -> View:
+        """Write n new tokens and return the view that their queries attend to.
+
+        Args:
+            k, v: (B, H, n, Dk) and (B, H, n, Dv), of the same dtype and device, any strides; they
+                are copied.
+            position: positions of the tokens: (n,) if all rows have the same, or (B, n), with -1
+                for padding and `HOLE` for padding that counts. None continues every row. A padding
+                query sees the kept tokens before it in its row; slots beyond the policy's reach may
+                already be freed. If the policy needs the mass, a padding query sees nothing.
+            until: the newest position that each query sees, integers (n,) or (B, n), if some tokens
+                see later tokens, as within an image. None, or a value below a query's own position:
+                the query's own position. Only tokens of this call are seen, and windows still
+                apply.
+
+        Returns:
+            All kept slots and the new tokens; valid until the next change.
+
+        Raises:
+            ShapeError: the tensors do not fit each other or the tokens already held.
+            CapacityError: there is no room for the tokens, and the policy evicts nothing.
+            StateError: gradients are required, but the storage or a codec does not propagate them;
+                another thread is changing the layer; an eviction was interrupted; or `record_past`
+                is set, n > 1, and the policy decides after each token.
+        """
+        with self.cursor.turn:
+            return self.writer.extend(resolved(k), resolved(v), position, until)
+
+    def settle(self, observation: Observation | None = None, *, packs: bool = True) -> None:
+        """Pass the observation to the policy, then evict down to its budget. Without an observation
+        the policy evicts by earlier ones. While `record_past` is set, no slot is freed, so that the
+        next `crop` can remove tokens."""
+        with self.cursor.turn:
+            self.settler.settle(observation, packs=packs)
+
+    def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """Attend, as a layer without slots, to the slots of the last step; see `Readings`. Nothing
+        is written.
+
+        Args:
+            inputs: queries (B, Hq, m, Dk) of the newest m tokens of the step's chunk, and the
+                step's keys and values.
+            attend: replaces the attention function; None uses `dispatch`.
+
+        Returns:
+            (B, Hq, m, Dv)
+
+        Raises:
+            StateError: no step was made, or all readings of the last step are done.
+            ShapeError: the queries do not fit the keys.
+        """
+        return self.readings.read(inputs, attend)
+
+    @property
+    def unread(self) -> int:
+        """Number of layers that have yet to attend to the last step's slots."""
+        return self.cursor.unread
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """See `History.next_positions`."""
+        history, after = self.cursor.history, self.cursor.holes_after
+        return history.next_positions(n, device, real, after)
 
     def sighted(self, queries: Tensor) -> Sighted:
         """The keys among which the next tokens, at positions (1|B, n), choose."""
-        return Sighted.of(self.held(), queries, self.sight)
-
-    def next_plan(self) -> StepPlan | None:
-        """The plan of the next decode step (one token a row); None: only `run` can make it."""
-        plan = self._plan
-        if plan is None or self.cursor.unread:
-            return None
-        return plan if plan.ready(self.cursor.turn.entries) else None
+        return Sighted.of(self.contents.held(), queries, self.sight)
 
     def prepare(self) -> Ready | None:
         """Prepare the next decode step (one token a row); None: only `run` can make it."""
-        plan = self.next_plan()
-        return None if plan is None or plan.looks or self.readers else Ready(plan)
-
-    @property
-    def untouched(self) -> bool:
-        """Whether the last call was a step that left room for one more token."""
-        return self._plan is not None and self._plan.known and not self.cursor.unread
+        plan = self.plan
+        if plan is None or plan.looks or self.cursor.readers or not plan.ready():
+            return None
+        return Ready(plan)
 
     # -- whole-state changes ----------------------------------------------------------------
 
     def reset(self) -> None:
         """Remove all tokens; the next tokens may have another geometry."""
         self.cursor.reset()
-        self.cursor.turn, self._plan = Turn(), None
+        self.cursor.turn, self.plan = Turn(), None
 
     def crop(self, tokens: int) -> None:
-        """See `Drafts.crop`."""
-        super().crop(tokens)
+        """Remove the newest -`tokens` columns (tokens <= 0) of every row, padding included. The
+        remaining tokens are no longer drafts: hidden slots are freed, and the policy evicts down to
+        its budget.
+
+        Raises:
+            RollbackError: `tokens` is positive, or -`tokens` exceeds `rollback_limit`.
+        """
+        self.drafts.crop(tokens)
         if not self.fed:
-            self._plan = None  # the slots' memory, to which it points, is freed
+            self.plan = None  # the slots' memory, to which it points, is freed
+
+    @property
+    def record_past(self) -> bool:
+        """Whether the chunks fed may be drafts, which `crop` can remove. Can be set."""
+        return self.cursor.record_past
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        self.cursor.record_past = on
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
-        cursor = self.cursor
-        if cursor.history.geometry is None:
-            return
-        self.accept()
-        index = index.to(cursor.history.geometry.device)
-        with cursor.turn, cursor.moved():
-            cursor.slots = cursor.slots.take_rows(index)
-            if cursor.chunk is not None and cursor.chunk.dim() == 2:
-                cursor.chunk = cursor.chunk.index_select(0, index)
-            cursor.history.take_rows(index)
-
-    def mark_embedded(self, offset: Tensor | None = None, floor: int = 0) -> None:
-        """Record that token ids do not identify the whole input: some tokens are images or sound,
-        or were given as embeddings.
-
-        Args:
-            offset: the model's next rotary position minus `seen`, int64 (B,); None: 0.
-            floor: the fewest columns that a crop may leave: with fewer, `offset` would be wrong.
-        """
-        history = self.cursor.history
-        history.embedded, history.offset = True, offset
-        history.floor = max(history.floor, floor)
+        self.settler.accept()
+        self.cursor.take_rows(index)
 
     def state(self) -> LayerState:
         """The history and all slots; the planes are views, valid until the next change. All drafts
         become certain, as in every change of rows and every freeze."""
-        self.accept()
+        self.settler.accept()
         return LayerState(self.history, self.slots.parts())
-
-    def require_room(self, state: LayerState) -> None:
-        """Raise CapacityError when a state does not fit this layer's storage."""
-        self.slots.require_room(slot_count(state.parts.get("slots", {})))
 
     def restore(self, state: LayerState) -> None:
         """Replace the contents by a copy of `state`, taken from a layer of the same kind."""
-        cursor = self.cursor
-        with cursor.turn:
-            cursor.reset()
-            cursor.state, self._plan = State.MOVING, None
-            cursor.slots = cursor.slots.load(state.parts, state.history.rows)
-            cursor.history = history = state.history.fork()
-            if self.padded and history.floor and self._packs and cursor.pack():
-                fresh = self.fed - history.floor
-                if not cursor.slots.ends_with_tokens(fresh):
-                    history.floor = self.fed
-            cursor.state = State.IDLE
-
-    def adopt_frozen(self, history: History, runs: Sequence[Run]) -> None:
-        """Replace the contents by frozen slots, which other caches may share. New tokens go to a
-        storage after them."""
-        cursor = self.cursor
-        with cursor.turn, cursor.moved():
-            cursor.slots.adopt_frozen(runs, history)
-            cursor.history, cursor.journal = history, []
-
-    def adopt_planes(
-        self, history: History, planes: Planes, length: int, empty: Tensor | None = None
-    ) -> None:
-        """Use `planes`, (B, H|1, limit, ...), as fixed storage, with the first `length` slots in
-        use. Free the slots at the indices `empty`, int64 (B, H, E)."""
-        cursor = self.cursor
-        with cursor.turn, cursor.moved():
-            cursor.slots.adopt_planes(planes, length, history.rows)
-            cursor.history, cursor.journal = history, []
-            cursor.forget_readings()
-            if empty is not None:
-                self.storage.evict(empty)
+        with self.cursor.turn:
+            self.plan = None
+            self.cursor.restore(state, packs=self.settler.packs)
 
     def freeze(self) -> None:
         """Make the current slots immutable, so that forks share them."""
-        self.accept()
+        self.settler.accept()
         with self.cursor.turn, self.cursor.moved():
             self.slots.freeze()
 
     def fork(self) -> LayerCache:
         """A layer in the same state. Frozen slots are shared; all other slots are copied."""
         other = copy(self)
-        other.cursor, other._checks, other._plan = self.cursor.fork(), Checks(), None
+        other._hold(self.cursor.fork())
         return other
-
-    @property
-    def kind(self) -> str:
-        """The policy, codecs and window as text; a state fits only layers of the same kind."""
-        kind = f"{self.policy} {self.key_codec} {self.value_codec} window={self.window}"
-        return f"{kind} chunked" if self.chunked else kind
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the layer's own window begins at a multiple of its size."""
-        return isinstance(self.window, Chunks)
 
     # -- contents ---------------------------------------------------------------------------
 
@@ -310,11 +303,6 @@ class LayerCache(Drafts):
     def slots(self) -> LayerSlots:
         """The layer's slots."""
         return self.cursor.slots
-
-    @property
-    def storage(self) -> Storage:
-        """The storage of all slots that are not frozen."""
-        return self.slots.storage
 
     @property
     def history(self) -> History:
@@ -336,60 +324,10 @@ class LayerCache(Drafts):
         """Whether any row has had padding."""
         return self.cursor.history.pads is not None
 
-    @property
-    def record_past(self) -> bool:
-        """Whether the chunks fed may be drafts, which `crop` can remove. Can be set."""
-        return self.cursor.record_past
-
-    @record_past.setter
-    def record_past(self, on: bool) -> None:
-        self.cursor.record_past = on
-
-    @property
-    def evicted(self) -> list[Tensor] | None:
-        """The positions that each eviction freed; see `ReplayPolicy`. None: not recorded. To record
-        them, set it to a list."""
-        return self.cursor.evicted
-
-    @evicted.setter
-    def evicted(self, decisions: list[Tensor] | None) -> None:
-        self.cursor.evicted = decisions
-
-    @property
-    def offset(self) -> Tensor | None:
-        """The model's next rotary position minus `seen`, int64 (B,); None: 0. It differs where
-        tokens of images share positions."""
-        return self.cursor.history.offset
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """Token ids of the first columns fed, (B, n), as far as they are known."""
-        return self.cursor.history.tokens
-
-    @tokens.setter
-    def tokens(self, tokens: Tensor) -> None:
-        self.cursor.history.tokens = tokens
-
     def positions(self) -> Tensor:
         """Positions of all slots, int32 (B, H, S), in slot order; -1 for an empty slot."""
         geometry = self.cursor.history.geometry
         return self.slots.positions().expand(-1, geometry.heads if geometry else 1, -1)
-
-    def in_order(self, view: View) -> Held:
-        """Keys and values of a view in ascending order of position, for attention functions with
-        masks by column. They are copied if `moved`."""
-        geometry = self.cursor.history.geometry
-        assert geometry is not None
-        return view.in_order(geometry.dtype, geometry.dtype, moved=self.moved, centre=self.centre)
-
-    @property
-    def moved(self) -> bool:
-        """Whether slots may be out of the order of positions, now or after this step: after an
-        eviction, if the layer holds more than its budget, or if it encodes tokens in blocks."""
-        slots, history = self.slots, self.cursor.history
-        budget = self.policy.at(history.columns).budget
-        late = slots.block > 1 and slots.length > 0  # sinks lie behind encoded tokens
-        return bool(history.floor) or late or slots.length > (budget or slots.length)
 
     def held(self) -> Held | None:
         """The decoded keys and values and their positions, the oldest first; None if the layer is
@@ -399,14 +337,7 @@ class LayerCache(Drafts):
         Valid until the next change. If nothing had to be decoded or moved, the tensors are views of
         the slots: do not write to them.
         """
-        slots, history = self.slots, self.cursor.history
-        if history.geometry is None or not slots.length:
-            return None
-        newest = torch.zeros(1, dtype=torch.int32, device=history.geometry.device)
-        held = self.in_order(View(slots.segments(), newest))
-        if held.position.shape[2] < history.columns and self.kept == 1:  # only padding was freed
-            held = held.widened(history.columns)
-        return held if slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
+        return self.contents.held()
 
     @property
     def keys(self) -> Tensor | None:
@@ -430,39 +361,35 @@ class LayerCache(Drafts):
     @property
     def capacity(self) -> int:
         """Slots allocated."""
-        return self.slots.capacity
-
-    @property
-    def limit(self) -> int | None:
-        """The most slots the layer can hold; None: limited by memory only."""
-        return self.slots.limit
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the slots in use, in all planes."""
-        return self.slots.stats().live_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated. On the CPU, pages that were never written occupy no memory."""
-        return self.slots.stats().nbytes
-
-    @property
-    def kept(self) -> float:
-        """Share of the tokens fed that the layer holds, averaged over rows and heads; 1 before the
-        first token."""
-        seen, position = int(self.seen.sum()), self.slots.positions()
-        return int((position >= 0).sum()) / (seen * position.shape[1]) if seen else 1.0
+        return self.slots.stats.capacity
 
     def stats(self) -> LayerStats:
         """All figures at once."""
-        return replace(self.slots.stats(), kept=self.kept)
+        return replace(self.slots.stats, kept=self.contents.kept)
 
+    # -- members of the parts ---------------------------------------------------------------
 
-def _settles_alone(policy: Policy) -> bool:
-    """Whether a decode step under this policy changes only the new token's slot and slots that left
-    the reach."""
-    reach = policy.reach
-    bounded = reach is not None and policy.budget == reach.size + reach.fixed
-    looks_on = policy.observes or policy.needs or policy.planes
-    return (not policy.evicts or bounded) and not looks_on
+    rollback_limit = OfPart[int]("drafts.rollback_limit")
+    """Number of newest tokens that `crop` can remove exactly."""
+    mend = OfPart[Callable[[], None]]("cursor.mend")
+    """Remove the tokens of an interrupted step; see `Cursor.mend`."""
+    evicted = OfPart[list[Tensor] | None]("cursor.evicted")
+    """The positions that each eviction freed; see `ReplayPolicy`. None: not recorded. To record
+    them, set it to a list."""
+    tokens = OfPart[Tensor | None]("cursor.history.tokens")
+    """Token ids of the first columns fed, (B, n), as far as they are known."""
+    offset = OfPart[Tensor | None]("cursor.history.offset")
+    """The model's next rotary position minus `seen`, int64 (B,); None: 0. It differs where tokens
+    of images share positions."""
+    in_order = OfPart[Callable[[View], Held]]("contents.in_order")
+    """Keys and values of a view in the order of positions; see `Contents.in_order`."""
+    kept = OfPart[float]("contents.kept")
+    """Share of the tokens fed that the layer holds; see `Contents.kept`."""
+    storage = OfPart[Storage]("slots.storage")
+    """The storage of all slots that are not frozen."""
+    limit = OfPart[int | None]("slots.limit")
+    """The most slots the layer can hold; None: limited by memory only."""
+    live_bytes = OfPart[int]("slots.stats.live_bytes")
+    """Bytes of the slots in use, in all planes."""
+    nbytes = OfPart[int]("slots.stats.nbytes")
+    """Bytes allocated. On the CPU, pages that were never written occupy no memory."""

@@ -50,7 +50,7 @@ class PackedLayer(AttendingLayer):
         firsts = accumulate(counts, initial=0)
         self.parts = [*map(SequencePart, layers, firsts, counts)]
         self._tokens = sum(counts)
-        self.window, self._readers = layers[0].window, layers[0].readers
+        self.window, self._readers = layers[0].window, layers[0].cursor.readers
         self._ready: dict[int, Ready] = {}  # prepared steps by the index of their sequence
         self._result = NOT_MADE  # result of the native call that makes them
 
@@ -81,8 +81,8 @@ class PackedLayer(AttendingLayer):
 
     def _prepare(self) -> None:
         for sequence, (layer, first, count) in enumerate(self.parts):
-            plan = layer.next_plan() if count == 1 else None
-            if plan is not None:
+            plan = layer.plan
+            if count == 1 and plan is not None and plan.ready():
                 step = self._ready[sequence] = Ready(plan, first, sequence + 1)
                 step.begin()
 
@@ -113,10 +113,10 @@ class PackedLayer(AttendingLayer):
     @property
     def unread(self) -> int:
         """Number of layers that have yet to attend to the slots of this layer's last step."""
-        return max(part.layer.unread for part in self.parts)
+        return max(part.layer.cursor.unread for part in self.parts)
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Attention of a layer that has no slots and reads this layer's; see `Settling.read`.
+        """Attention of a layer that has no slots and reads this layer's; see `LayerCache.read`.
 
         Raises:
             UnsupportedError: some tokens have no query.
@@ -140,7 +140,7 @@ class PackedLayer(AttendingLayer):
             calls = []
             for sequence in singles:
                 layer, first, _ = self.parts[sequence]
-                phases.append(layer.phases(inputs.part(first, 1)))
+                phases.append(layer.writer.phases(inputs.part(first, 1)))
                 calls.append(next(phases[-1]))
             found = dispatch_several(calls)
             for sequence, step, result in zip(singles, phases, found, strict=True):
@@ -171,12 +171,9 @@ class PackedLayer(AttendingLayer):
             return self._run_prepared(inputs, out)
         try:
             self._prepare()
-            made = self._run_prepared(inputs, out)
+            return self._run_prepared(inputs, out)
         finally:
             self.end()
-        for sequence in made:
-            self.parts[sequence].layer.await_readings()
-        return made
 
     def _run_prepared(self, inputs: StepInputs, out: Tensor) -> Collection[int]:
         ready = self._ready

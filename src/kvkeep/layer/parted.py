@@ -13,7 +13,7 @@ from kvkeep.attention import Segment
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart, on_one_device
+from kvkeep.layer.slots import Codecs, LayerSlots, Span, on_one_device
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Planes, marked
 from kvkeep.storage import Split, Storage, parted
@@ -28,104 +28,82 @@ class Parted(LayerSlots):
         blank: an empty storage from which each part's storage is made.
     """
 
+    storage: Split
+
     def __init__(self, codecs: Codecs, split: Split, blank: Storage) -> None:
-        self.codecs, self._split, self._blank = codecs, split, blank
-
-    @property
-    def storage(self) -> Storage:
-        return self._split
-
-    @property
-    def torn(self) -> bool:
-        return self._split.torn
+        self.codecs, self.storage, self._blank = codecs, split, blank
 
     def segments(self) -> tuple[Segment, ...]:
         key, value = self.codecs
         return tuple(
             Segment(part.storage.read(), key, value, head=part.head, rows=part.rows, part=True)
-            for part in self._split.parts
+            for part in self.storage.parts
         )
 
-    def positions(self) -> Tensor:
-        if not self._split.parts:
+    def positions(self, *, newest_last: bool = False) -> Tensor:
+        if not self.storage.parts:
             return torch.empty(0, 1, 0, dtype=torch.int32)
-        return self._split.read()[POSITION]
+        return (self.storage.newest_last() if newest_last else self.storage.read())[POSITION]
 
     def spans(self) -> tuple[Span, ...]:
         """One span of all slots: `positions()` pads the parts to one length."""
         plain = all(codec.layout == PLAIN for codec in self.codecs)
-        return (Span(self._split.length, False, not plain),)
-
-    def _newest(self, count: int) -> Tensor:
-        positions = self._split.newest_last()[POSITION]
-        return positions[:, :, max(0, positions.shape[2] - count) :]
+        return (Span(self.storage.length, False, not plain),)
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        self._split.append(self.codecs.encode(k, v) | dict(own))
-
-    def step_parts(self) -> tuple[StepPart, ...]:
-        return tuple(
-            StepPart(self.codecs, part.storage, (), row, part.head, place)
-            for part in self._split.parts
-            for place, row in enumerate(
-                range(self._split.batch) if part.rows is None else part.rows.tolist()
-            )
-        )
-
-    def step_state(self) -> tuple[object, ...]:
-        return self._split.storages
+        self.storage.append(self.codecs.encode(k, v) | dict(own))
 
     def evictable(self) -> Planes:
         """The planes of all parts, padded to one length; a copy."""
-        return self._split.read()
+        return self.storage.read()
 
     def keep(self, name: str, plane: Tensor) -> None:
-        self._split.write_plane(name, plane)
+        self.storage.write_plane(name, plane)
 
     def surplus(self, budget: int) -> int:
-        return self._split.surplus(budget)
+        return self.storage.surplus(budget)
 
     def evict(self, victims: Tensor) -> None:
         if victims.dtype != torch.bool:
-            victims = marked(victims, self._split.length)
-        self._split.drop(victims)
+            victims = marked(victims, self.storage.length)
+        self.storage.drop(victims)
 
     def free_hidden(self) -> bool:
-        self._split.drop(self._split.read()[POSITION] < 0)
+        self.storage.drop(self.storage.read()[POSITION] < 0)
         self.hidden = 0
         return False
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
-        return tuple(storage.length - fewer for storage in self._split.storages)
+        return tuple(storage.length - fewer for storage in self.storage.storages)
 
     def cut(self, mark: tuple[int, ...]) -> None:
         if not mark:
-            self._split.reset()
-        for storage, length in zip(self._split.storages, mark, strict=False):
+            self.storage.reset()
+        for storage, length in zip(self.storage.storages, mark, strict=False):
             storage.truncate(min(storage.length, length))
 
     def pack(self) -> LayerSlots | None:
         """As `LayerSlots.pack`. Slots of differentiable storage must not move, because gradients
         need their order."""
-        split = self._split
+        split = self.storage
         if split.differentiable or not split.length or not split.loose:
             return None
         found = parted(split.read(), self._blank, by_head=split.by_head)
         return None if found is None else self._holding(found)
 
     def take_rows(self, index: Tensor) -> LayerSlots:
-        self._split.rows(index)
-        return self._holding(self._split)
+        self.storage.rows(index)
+        return self._holding(self.storage)
 
     def _holding(self, split: Split) -> LayerSlots:
         """Take `split` as the new parts; return the object that now holds the slots."""
-        self._split = split
+        self.storage = split
         return self
 
     def fork(self) -> Self:
         other = copy(self)
         other._blank = deepcopy(self._blank)
-        other._split = self._split.copied_to(other._blank)
+        other.storage = self.storage.copied_to(other._blank)
         return other
 
 
@@ -150,30 +128,21 @@ class ByHead(Parted):
             )
         super().__init__(codecs, Split(storage, by_head=True), storage.empty_copy())
 
-    @property
-    def storages(self) -> tuple[Storage, ...]:
-        """The storages of all heads; several for each head if rows differ in length too."""
-        return self._split.storages
-
-    def reset(self) -> ByHead:
-        self._split.reset()
-        self.hidden = 0
-        return self
-
     def parts(self) -> dict[str, Planes]:
-        return {f"head.{i}": self._split.resting_head(i) for i in self._split.heads}
+        return {f"head.{i}": self.storage.resting_head(i) for i in self.storage.heads}
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> ByHead:
-        self.reset()
-        self._split.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
+        self.storage.reset()
+        self.hidden = 0
+        self.storage.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
         return self
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
         dtype = None if history.geometry is None else history.geometry.dtype
-        self.reset()
+        self.load({}, history.rows)
         for planes in FrozenRuns(runs, dtype).placed(self.codecs.key):
             rows = {n: planes[n].expand(history.rows, *planes[n].shape[1:]) for n in planes}
-            self._split.append(rows)
+            self.storage.append(rows)
 
 
 @final
@@ -203,11 +172,8 @@ class ByRows(Parted):
             return super()._holding(split)
         return self._undivided(split.whole, split.batch)
 
-    def reset(self) -> LayerSlots:
-        return self._undivided(self._blank.empty_copy(), 0)
-
     def parts(self) -> dict[str, Planes]:
-        return {"slots": self._split.resting()}
+        return {"slots": self.storage.resting()}
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
-        return self.reset().load(parts, rows)
+        return self._undivided(self._blank.empty_copy(), 0).load(parts, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvkeep.codec.plain import Plain
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
-from kvkeep.planes import HOLE, POSITION, Planes, joined, marked, norms, part, unsliced
+from kvkeep.planes import POSITION, Planes, joined, marked, norms, part
 from kvkeep.storage import Storage
 
 
@@ -70,42 +70,6 @@ class Span(NamedTuple):
     encoded: bool
 
 
-class StepPart(NamedTuple):
-    """A part of a layer's slots to which each step appends tokens: a storage, or one row or head of
-    it, after the segments `before`, which steps do not change.
-
-    `row`, `head`: index of the part's only row or head; None: all. `place`: the row's index in the
-    storage. `behind`: the slots, the last of `before`, to which this part's tokens move, if the
-    part is a plain tail.
-    """
-
-    codecs: Codecs
-    storage: Storage
-    before: tuple[Segment, ...] = ()
-    row: int | None = None
-    head: int | None = None
-    place: int = 0
-    behind: StepPart | None = None
-
-    @property
-    def planes(self) -> Planes:
-        """The planes of the part, with spare slots: (b, h, capacity, ...)."""
-        planes = unsliced(self.storage.read())
-        if self.row is None:
-            return planes
-        return {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
-
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments that its queries attend to; the last has spare slots."""
-        return (*self.before, Segment(self.planes, *self.codecs))
-
-    def of(self, x: Tensor, heads: int) -> Tensor:
-        """Select the part's rows and heads of x, (B, heads * group, n, D)."""
-        if self.row is not None:
-            x = x.narrow(0, self.row, 1)
-        return x if self.head is None else x.chunk(heads, dim=1)[self.head]
-
-
 class LayerSlots(ABC):
     """The slots of one layer: appended, read as segments, and evicted.
 
@@ -115,12 +79,14 @@ class LayerSlots(ABC):
     - `ByRows`, `ByHead`: rows or heads of different lengths, each part in its own storage.
     - `BlockEncoded`: tokens that are encoded a block at a time, with a plain tail.
 
-    `pack`, `take_rows`, `load` and `reset` return the object that holds the slots afterwards, maybe
+    `pack`, `take_rows` and `load` return the object that holds the slots afterwards, maybe
     of another class. Use only the returned object from then on.
     """
 
     codecs: Codecs
     """The encoding of new tokens."""
+    storage: Storage
+    """Where new tokens are written."""
     limit: int | None = None
     """Most slots; None: limited by memory only."""
     frozen: FrozenRuns = FrozenRuns()
@@ -140,15 +106,10 @@ class LayerSlots(ABC):
 
     block: int = 1
     """How many tokens are encoded together."""
-    single: ClassVar[bool] = False
-    """Whether all slots lie in `storage`, except frozen slots and a chunk set aside."""
+    torn: bool = False
+    """Whether a change failed after changing some of the slots."""
 
     # -- state ------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def storage(self) -> Storage:
-        """Where new tokens are written."""
 
     @property
     def length(self) -> int:
@@ -156,34 +117,21 @@ class LayerSlots(ABC):
         return self.storage.length
 
     @property
-    def capacity(self) -> int:
-        """Number of tokens for which slots are allocated."""
-        return self.storage.capacity
-
-    @property
-    def aside(self) -> Planes | None:
-        """The planes of a chunk that did not fit and is set aside until the policy has evicted;
-        None: no chunk is set aside."""
-        return None
-
-    @property
-    def torn(self) -> bool:
-        """Whether a change failed after changing some of the slots."""
-        return False
-
     def stats(self) -> LayerStats:
         """All figures at once."""
         held, frozen, shared = self.storage, self.frozen.nbytes, self.frozen.shared_bytes
         live, allocated = frozen + held.live_bytes, frozen + held.nbytes
-        return LayerStats(self.length, self.capacity, live, allocated, shared, held.reallocations)
+        capacity = self.frozen.length + held.capacity
+        return LayerStats(self.length, capacity, live, allocated, shared, held.reallocations)
 
     @abstractmethod
     def segments(self) -> tuple[Segment, ...]:
         """Segments of all slots, the newest tokens last; nothing is copied."""
 
     @abstractmethod
-    def positions(self) -> Tensor:
-        """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot."""
+    def positions(self, *, newest_last: bool = False) -> Tensor:
+        """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot. Parts with fewer slots
+        than the longest are padded with -1 behind their slots; with `newest_last` before them."""
 
     def spans(self) -> tuple[Span, ...]:
         """The slots of `positions()`, in order, as spans."""
@@ -192,33 +140,7 @@ class LayerSlots(ABC):
             for index, segment in enumerate(self.segments())
         )
 
-    def newest_positions(self, tokens: int) -> Tensor:
-        """Positions (B, tokens) of the newest tokens; valid if nothing was evicted since they were
-        added."""
-        return self._newest(tokens)[:, 0]
-
-    def ends_with_tokens(self, count: int) -> bool:
-        """Whether the newest `count` slots of every row and head hold tokens."""
-        newest = self._newest(count)
-        return newest.shape[2] == count and bool((newest >= 0).all())
-
-    def _newest(self, count: int) -> Tensor:
-        """Positions (B, 1|H, count) of the newest slots; fewer columns if fewer slots are held."""
-        positions = self.positions()
-        return positions[:, :, max(0, positions.shape[2] - count) :]
-
     # -- a step -----------------------------------------------------------------------------
-
-    def require(self, n: int) -> None:
-        """Raise CapacityError if n more tokens exceed `limit`."""
-        self.require_room(self.length + n)
-
-    def require_room(self, slots: int) -> None:  # noqa: B027
-        """Raise CapacityError if `slots` exceeds the storage's limit."""
-
-    def errors(self, k: Tensor, v: Tensor) -> Tensor:
-        """The encoding errors of new tokens; see `Codecs.errors`."""
-        return self.codecs.errors(k, v)
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
@@ -234,13 +156,9 @@ class LayerSlots(ABC):
         order of the segments; views if one storage holds them."""
         return self.evictable()
 
-    def decoded(self, of: Decode, planes: Planes) -> Tensor:
-        """Keys or values of the slots of `evictable()`, in float32."""
-        return of(self.codecs, planes, torch.float32)
-
     def observed_decoded(self, of: Decode, planes: Planes) -> Tensor:
         """Keys or values of the slots of `observed()`, in float32."""
-        return self.decoded(of, planes)
+        return of(self.codecs, planes, torch.float32)
 
     @abstractmethod
     def keep(self, name: str, plane: Tensor) -> None:
@@ -258,21 +176,12 @@ class LayerSlots(ABC):
     def hide(self, victims: Tensor, count: int) -> None:
         """Empty the slots that `evict` would free but free none, so that `cut` and `keep` can
         restore them. `count`: number of victims, including slots already hidden."""
+        self.thaw()
         position = self.evictable()[POSITION]
         gone = victims if victims.dtype == torch.bool else marked(victims, position.shape[2])
         self.hidden = count
         with torch.inference_mode():
             self.keep(POSITION, position.masked_fill_(gone, -1))
-
-    def empty(self, gone: Tensor) -> None:
-        """Empty the slots at each position p where `gone[:, p]` is True, and free none. `gone`:
-        bool (B, P)."""
-        self.thaw()
-        position = self.evictable()[POSITION]
-        at = position.flatten(1).to(torch.int64)
-        goes = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
-        with torch.inference_mode():
-            self.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
 
     def free_hidden(self) -> bool:
         """Free the hidden slots. Return whether `cut` can still remove any number of the newest
@@ -291,14 +200,6 @@ class LayerSlots(ABC):
         """Encode the `count` oldest plain tokens, then free their plain slots, or hide them.
         Return whether `cut` can still remove any number of the newest tokens."""
         raise NotImplementedError("no tokens wait to be encoded")
-
-    def step_parts(self) -> tuple[StepPart, ...]:
-        """The parts to which a step appends tokens; empty if a step cannot be described so."""
-        return ()
-
-    def step_state(self) -> tuple[object, ...]:
-        """A key that stays equal as long as `step_parts` does."""
-        return ()
 
     # -- truncation -------------------------------------------------------------------------
 
@@ -325,16 +226,13 @@ class LayerSlots(ABC):
         """Row i becomes a copy of row index[i], int64 (new B,)."""
 
     @abstractmethod
-    def reset(self) -> LayerSlots:
-        """Free all slots."""
-
-    @abstractmethod
     def parts(self) -> dict[str, Planes]:
         """The planes of all slots by name of their part. They may be views; the caller copies."""
 
     @abstractmethod
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
-        """Replace the contents by copies of `parts`, taken from a layer of the same kind."""
+        """Replace the contents by copies of `parts`, taken from a layer of the same kind; no parts:
+        free all slots."""
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
         """Replace the contents by frozen slots, encoded by `codecs`, which other caches may share.

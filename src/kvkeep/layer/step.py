@@ -1,11 +1,10 @@
-"""Step: the single implementation of a layer's step (extend, attend, settle)."""
+"""The single implementation of a layer's step (extend, attend, settle)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -124,45 +123,39 @@ def finished(phases: Phases, result: tuple[Tensor, Tensor | None]) -> Tensor:
     raise RuntimeError("a step stopped twice")
 
 
-class Step(ABC):
-    """A layer's step: write new slots, attend, evict.
+class Step(Protocol):
+    """What the steps of a layer consist of: write new slots, and evict after attention.
 
-    `LayerCache` keeps the cursor and the slot counts as numbers on the host, `DeviceStep` as
-    tensors on the device. Both inherit the order of operations from `_step`.
+    `Writer` keeps the cursor and the slot counts as numbers on the host, `DeviceStep` as tensors on
+    the device. `phases` gives both the order of operations.
     """
 
     policy: Policy
     slopes: Slopes | None
 
     @property
-    @abstractmethod
     def centre(self) -> Centre | None:
         """The centre that was subtracted from the keys of the layer's slots; None: no centre."""
 
-    @abstractmethod
-    def _extend(
+    def extend(
         self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
     ) -> View:
         """Write n new tokens and return the view that their queries attend to."""
 
-    @abstractmethod
-    def _settle(self, observation: Observation) -> None:
+    def settle(self, observation: Observation) -> None:
         """Pass the observation to the policy, and evict."""
 
-    def _step(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Extend, attend and settle; return the output (B, Hq, n, Dv)."""
-        return driven(self._phases(inputs), attend)
 
-    def _phases(self, inputs: StepInputs) -> Phases:
-        """A step that pauses for the caller to compute its attention."""
-        view = self._extend(inputs.k, inputs.v, inputs.position, inputs.until)
-        view = view if inputs.chosen is None else view._replace(chosen=inputs.chosen)
-        policy = self.policy
-        needs_mass = Need.MASS in policy.needs
-        options = inputs.options(
-            self.slopes, self.centre, need_mass=needs_mass, observed=policy.observed
-        )
-        out, mass = yield AttendCall(inputs.q, view, options)
-        q = inputs.q.detach() if inputs.q.requires_grad else inputs.q
-        self._settle(Observation(mass, queries=q, scale=inputs.scale))
-        return out
+def phases(layer: Step, inputs: StepInputs) -> Phases:
+    """A step that pauses for the caller to compute its attention."""
+    view = layer.extend(inputs.k, inputs.v, inputs.position, inputs.until)
+    view = view if inputs.chosen is None else view._replace(chosen=inputs.chosen)
+    policy = layer.policy
+    needs_mass = Need.MASS in policy.needs
+    options = inputs.options(
+        layer.slopes, layer.centre, need_mass=needs_mass, observed=policy.observed
+    )
+    out, mass = yield AttendCall(inputs.q, view, options)
+    q = inputs.q.detach() if inputs.q.requires_grad else inputs.q
+    layer.settle(Observation(mass, queries=q, scale=inputs.scale))
+    return out

@@ -99,7 +99,7 @@ def taken(cache: ModelCache, row: int = 0) -> Taken:
     return Taken(
         seen[row] if seen else 0,
         tuple(Held.of(layer, row, place, str(spec)) for layer, place, spec in layers),
-        sum(layer.live_bytes for layer in cache.layers),
+        sum(layer.slots.stats.live_bytes for layer in cache.layers),
         sum(_full_bytes(layer, tokens) for layer in cache.layers for tokens in seen),
     )
 

@@ -55,6 +55,9 @@ class Storage(ABC):
     reallocations: int = 0
     """Number of times that the slots were copied to a new allocation."""
 
+    torn: bool = False
+    """Whether a change failed after changing some of the slots."""
+
     keep = Renamed("write_plane")
     left = Renamed("remaining")
     another = Renamed("empty_copy")
@@ -67,11 +70,7 @@ class Storage(ABC):
 
     def require(self, slots: int) -> None:
         """Raise CapacityError when `slots` slots can never fit."""
-        if self.limit is not None and slots > self.limit:
-            raise CapacityError(
-                f"{slots} slots needed, but this cache is fixed at {self.limit}; use "
-                f"@fixed:{slots} or more, @growing, or a policy that evicts, such as window"
-            )
+        require_within(self.limit, slots)
 
     def described(self) -> bytes | None:
         """The addresses and strides of the planes, as KvSlots of native/abi.h; the same object
@@ -235,3 +234,12 @@ class Storage(ABC):
     def nbytes(self) -> int:
         """Bytes allocated, including slots not in use."""
         return plane_bytes(self._planes)
+
+
+def require_within(limit: int | None, slots: int) -> None:
+    """Raise CapacityError when `slots` slots exceed `limit`; None: there is no limit."""
+    if limit is not None and slots > limit:
+        raise CapacityError(
+            f"{slots} slots needed, but this cache is fixed at {limit}; use @fixed:{slots} or "
+            "more, @growing, or a policy that evicts, such as window"
+        )

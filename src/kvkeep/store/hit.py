@@ -81,7 +81,7 @@ class Hit(AbstractContextManager["Hit"]):
             first = int(geometry.layers[index].needed(torch.tensor(self.length)))
             history.floor = self.length if first else 0
             runs = [Run.of(one.planes_from(index, first)) for one in self.stretches]
-            layer.adopt_frozen(history, [run for run in runs if slot_count(run.planes)])
+            layer.cursor.adopt_frozen(history, [run for run in runs if slot_count(run.planes)])
         specs = geometry.states
         state = {name: x.to(specs[name].device) for name, x in self._state.items()}
         cache.carried.restore(state, self.length)

@@ -215,8 +215,10 @@ def why_not_keepable(layer: LayerCache) -> str:
         )
     if layer.policy.compression is None and (layer.key_codec.centre or layer.slots.block > 1):
         return f"codec {layer.key_codec.name} encodes keys depending on their text; use keep_all"
-    if not layer.storage.lasting:
-        return f"{layer.storage.name} storage has no slots on the device to share; use @growing"
+    if not layer.slots.storage.lasting:
+        return (
+            f"{layer.slots.storage.name} storage has no slots on the device to share; use @growing"
+        )
     return ""
 
 

@@ -36,7 +36,7 @@ def replaying(model: Any, spec: Specs, decisions: Decisions) -> ModelCache:
             old.key_codec if old.latent else old.value_codec,
             Concat(),
             window=old.window,
-            readers=old.readers,
+            readers=old.cursor.readers,
             slopes=old.slopes,
             latent=old.latent,
         )

@@ -69,7 +69,7 @@ class Walk:
         self._numbers, self.chunks = list(own), [chunks[c] for c in own]
         self._caches = host.new_cache([one.differentiable() for one in specs]).layers
         for cache in self._caches:
-            cache.readers = 0  # settle at once: `Reading` repeats the slots for readers
+            cache.cursor.readers = 0  # settle at once: `Reading` repeats the slots for readers
         self._carries = decoder.carries
         self._read = {own.reads for own in self._carries if own.reads is not None}
         self._calls: list[Any] = []

@@ -190,7 +190,7 @@ class RowsCache(LayersCache):
     def __init__(self, like: Cache) -> None:
         layers = [RowsOf(layer.window) for layer in like.layers]
         pairs = zip(layers, like.layers, strict=True)
-        own = [Ticket(ref(layer), one.readers) for layer, one in pairs]
+        own = [Ticket(ref(layer), one.cursor.readers) for layer, one in pairs]
         super().__init__(layers, like.model_layers, with_readings(own))
 
     def use(self, layers: Sequence[PackedLayer | None], states: RecurrentStates) -> None:

@@ -171,7 +171,7 @@ class _CountingCache(Cache):
                 raise UnsupportedError(f"layer {index} gives {times} to its cache in a forward")
             if attended != 1:
                 raise _elsewhere(index)
-            read, readers = self._read[index], self.layers[index].readers
+            read, readers = self._read[index], self.layers[index].cursor.readers
             if read != readers:
                 raise UnsupportedError(
                     f"{read} layers reuse the keys of layer {index}, but its config says {readers}"
@@ -207,7 +207,7 @@ class _CheckedLayer:
 
     @property
     def unread(self) -> int:
-        """See `Settling`."""
+        """See `ReadLayer`."""
         return self._layer.cursor.unread
 
     def run(self, inputs: StepInputs) -> Tensor:

@@ -80,7 +80,7 @@ class Explicit:
 
     def __call__(self, q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
         """See `kvkeep.attention.Attend`."""
-        moved = self._layer.moved
+        moved = self._layer.contents.moved
         out, mass, weights = explicit.run(q, view, options, moved=moved, dropout=self._dropout)
         if self.weights is not None:  # weights of earlier pieces (drafts), over fewer slots
             before = pad(self.weights, (0, weights.shape[3] - self.weights.shape[3]))

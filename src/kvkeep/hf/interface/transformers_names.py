@@ -117,7 +117,7 @@ class TransformersNames(TellsLayers, ModelCache):
 
     @property
     def is_croppable(self) -> bool:
-        decided = is_routed(self.config) or not any(layer.by_token for layer in self.layers)
+        decided = is_routed(self.config) or not any(layer.setup.by_token for layer in self.layers)
         # States return to marks, which are made while drafts are recorded.
         return decided and (not self.carried or self.layers[0].record_past)
 
@@ -175,7 +175,7 @@ class TransformersNames(TellsLayers, ModelCache):
     def _replay(self, columns: int) -> None:
         """Return to the point after `columns` columns: return to the last mark before it, and feed
         the tokens after the mark again."""
-        least = self.fed - min(layer.rollback_limit for layer in self.layers)
+        least = self.fed - min(layer.drafts.rollback_limit for layer in self.layers)
         again = self.fed_since.again(columns, least)
         if again[0].start >= least:
             super().crop(again[0].start - self.fed)

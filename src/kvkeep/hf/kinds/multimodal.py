@@ -183,7 +183,7 @@ def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
         offset, floor = cache.offset, 0
     if media:
         for layer in cache.layers:
-            layer.mark_embedded(offset, floor)
+            layer.cursor.history.mark_embedded(offset, floor)
     ids = given.get("input_ids")
     if ids is not None and ids.shape[1] > 1 and position is None:
         cache.note_tokens(ids, cache.fed - ids.shape[1])

@@ -32,7 +32,7 @@ class _Pair(UserDict[str, Any]):
 
 
 class Shared(Kind):
-    """After the step of a layer with slots, later layers read its slots; see `Settling`."""
+    """After the step of a layer with slots, later layers read its slots; see `Readings`."""
 
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that reuse the keys and values of other layers",

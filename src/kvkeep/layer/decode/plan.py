@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.layer.cursor import State
+from kvkeep.layer.decode.parts import StepPart, step_parts, step_state
 from kvkeep.layer.decode.records import (
     SEQUENCE,
     TOKENS,
@@ -26,9 +27,8 @@ from kvkeep.layer.decode.records import (
     packed_kind,
     possible,
 )
-from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
-from kvkeep.layer.writing import Writing
+from kvkeep.layer.writing import Writer
 from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.planes import LAST, Chunks, limits
 from kvkeep.policy import Arrivals
@@ -62,21 +62,21 @@ class StepPlan:
     """1 if a token leaves the tail after attention of the next step."""
 
     def __init__(
-        self, layer: Writing, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
+        self, writer: Writer, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
     ) -> None:
-        cursor, policy = layer.cursor, layer.policy
+        cursor, policy, setup = writer.cursor, writer.policy, writer.setup
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
         behind = parts[0].behind is not None
         self._left = torch.zeros(len(parts) + behind, dtype=torch.int64)
-        centre, self._mean = layer.centre, history.centre
+        centre, self._mean = writer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
             policy,
             rule,
             history.geometry.value_width,
-            *(layer.window, history.pads, slopes_on(layer.slopes, inputs.q.device), centre),
+            *(setup.window, history.pads, slopes_on(setup.slopes, inputs.q.device), centre),
             self._left,
         )
         self.parts: list[PartRecords] = [
@@ -92,20 +92,20 @@ class StepPlan:
         ]
         self._before = sum(segment.slots for segment in parts[0].before)
         self._behind, self._sequence = self.parts[0].behind, b""
-        self._sinks = layer.key_codec.sinks
-        self._slots, self._state = slots, slots.step_state()
+        self._sinks = setup.codecs.key.sinks
+        self._slots, self._state = slots, step_state(slots)
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
         self._given = Enter.GIVEN in rule.enter.values()
         # Truncation cannot undo changed scores.
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
         # A budget that is a share, and chunked windows, must be looked up for each step.
-        self._follows = policy.share is None and not isinstance(layer.window, Chunks)
+        self._follows = policy.share is None and not isinstance(setup.window, Chunks)
         self._reach, self._budget = policy.reach, policy.budget
         self._in_blocks, self._free = slots.block > 1, 0
         self._threads = torch.get_num_threads()
         self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
-        self._policy, self._sight, self._rotary = policy, layer.sight, layer.rotary
+        self._policy, self._sight, self._rotary = policy, setup.sight, setup.rotary
         self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
         self.packed_kind = packed_kind(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
@@ -122,10 +122,11 @@ class StepPlan:
         self._first: Tensor | None = None  # the policy's values for the new token
 
     @classmethod
-    def of(cls, layer: Writing, inputs: StepInputs) -> StepPlan | None:
+    def of(cls, writer: Writer, inputs: StepInputs) -> StepPlan | None:
         """A plan for repeating the last step with new tokens; None if the library cannot do so."""
-        rule, slots, policy = rule_of(layer.policy), layer.cursor.slots, layer.policy
-        if LIBRARY is None or rule is None or layer.cursor.history.geometry is None:
+        cursor, policy = writer.cursor, writer.policy
+        rule, slots = rule_of(policy), cursor.slots
+        if LIBRARY is None or rule is None or cursor.history.geometry is None:
             return None
         q, k, v = inputs[:3]
         plain = all(
@@ -134,11 +135,13 @@ class StepPlan:
         )
         if not plain or inputs.sinks is not None or inputs.until is not None:
             return None
-        if layer.readers and policy.evicts and policy.reach is None:
+        if cursor.readers and policy.evicts and policy.reach is None:
             return None  # the layer settles only after its readers have attended
-        if rule.by_keys and layer.key_codec.centre:  # the library would rank keys less the centre
+        if (
+            rule.by_keys and writer.setup.codecs.key.centre
+        ):  # the library would rank keys less the centre
             return None
-        parts = slots.step_parts()
+        parts = step_parts(slots)
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
         if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
@@ -151,27 +154,29 @@ class StepPlan:
             return None  # there are no codes yet, to find the errors that tokens will have
         if not parts or not all(possible(part, inputs, rule) for part in parts):
             return None
-        return cls(layer, inputs, rule, parts)
+        return cls(writer, inputs, rule, parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_plan, ()  # a copied layer's buffers have other addresses, so drop the plan
 
     # -- the next step ----------------------------------------------------------------------
 
-    def ready(self, entries: int) -> bool:
-        """Whether the library can make the next step. If the turn was not taken since its count was
-        `entries`, the numbers kept from the last step serve; otherwise they are looked up."""
+    def ready(self) -> bool:
+        """Whether the library can make the next step. If the turn was not taken since the last
+        step, the numbers kept from it serve; otherwise they are looked up."""
         cursor = self.cursor
-        if self._frees and (cursor.record_past or cursor.evicted is not None):
+        if cursor.unread or (self._frees and (cursor.record_past or cursor.evicted is not None)):
             return False
-        if self._entries == entries and self._turn is cursor.turn:
+        if self._entries == cursor.turn.entries and self._turn is cursor.turn:
             return self._threads == torch.get_num_threads()
         return self._find()
 
     @property
     def known(self) -> bool:
         """Whether the last call was a step that left room for one more token."""
-        return self._entries == self.cursor.turn.entries and self._turn is self.cursor.turn
+        cursor = self.cursor
+        last = self._entries == cursor.turn.entries and self._turn is cursor.turn
+        return last and not cursor.unread
 
     def _find(self) -> bool:
         """Look up the next step; False if the library cannot make it."""
@@ -181,7 +186,7 @@ class StepPlan:
             cursor.state is not State.IDLE
             or slots is not self._slots
             or slots.hidden
-            or slots.step_state() != self._state
+            or step_state(slots) != self._state
             or history.geometry is not self._geometry
             or history.pads is not self._pads
             or history.centre is not self._mean
@@ -289,7 +294,7 @@ class StepPlan:
             or self._turn is not cursor.turn
             or self._threads != torch.get_num_threads()
             or (self._frees and (cursor.record_past or cursor.evicted is not None))
-        ) and not self.ready(-2):
+        ) and not self.ready():
             return None
         q, k, v = inputs[:3]
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
@@ -374,8 +379,7 @@ class StepPlan:
         """Ask the policy for its plane values of the new token."""
         k, v, position = inputs[1:4]
         if position is None:
-            history, after = self.cursor.history, self.cursor.holes_after
-            position = history.next_positions(1, k.device, holes_after=after)
+            position = self.cursor.history.next_positions(1, k.device)
         planes = self._policy.enter(Arrivals(k, v, position, None, self._rotary))
         given = next(x for x, enter in self._rule.enter.items() if enter == Enter.GIVEN)
         self._first = planes[given][:, :, 0].float().contiguous()
@@ -436,6 +440,7 @@ class StepPlan:
         moved = evicts > 0 or (self.leaves > 0 and self._pads is not None)
         floor = column + moved if moved or self.drops else None
         cursor.history = cursor.history.with_column(floor=floor)
+        cursor.queries, cursor.unread = None, cursor.readers
         cursor.chunk, cursor.state = position, State.IDLE
         self._entries = -1
         if not follows:

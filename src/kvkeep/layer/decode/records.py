@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.attention import Centre, Options
 from kvkeep.attention.native import CALL, REACH, call_of_step, pack_centre, pack_segments, reads
 from kvkeep.codec.groups import ENCODING, encoding
-from kvkeep.layer.slots import StepPart
+from kvkeep.layer.decode.parts import StepPart
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import TYPES, address_of
 from kvkeep.packing import PLAIN

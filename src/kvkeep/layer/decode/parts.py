@@ -1,0 +1,88 @@
+"""The parts of a layer's slots to which the native library appends tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvkeep.attention import Segment
+from kvkeep.layer.block_encoded import BlockEncoded
+from kvkeep.layer.parted import Parted
+from kvkeep.layer.slots import Codecs, LayerSlots
+from kvkeep.layer.undivided import Undivided
+from kvkeep.planes import Planes, unsliced
+from kvkeep.storage import Storage
+
+
+class StepPart(NamedTuple):
+    """A part of a layer's slots to which each step appends tokens: a storage, or one row or head of
+    it, after the segments `before`, which steps do not change.
+
+    `row`, `head`: index of the part's only row or head; None: all. `place`: the row's index in the
+    storage. `behind`: the slots, the last of `before`, to which this part's tokens move, if the
+    part is a plain tail.
+    """
+
+    codecs: Codecs
+    storage: Storage
+    before: tuple[Segment, ...] = ()
+    row: int | None = None
+    head: int | None = None
+    place: int = 0
+    behind: StepPart | None = None
+
+    @property
+    def planes(self) -> Planes:
+        """The planes of the part, with spare slots: (b, h, capacity, ...)."""
+        planes = unsliced(self.storage.read())
+        if self.row is None:
+            return planes
+        return {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments that its queries attend to; the last has spare slots."""
+        return (*self.before, Segment(self.planes, *self.codecs))
+
+    def of(self, x: Tensor, heads: int) -> Tensor:
+        """Select the part's rows and heads of x, (B, heads * group, n, D)."""
+        if self.row is not None:
+            x = x.narrow(0, self.row, 1)
+        return x if self.head is None else x.chunk(heads, dim=1)[self.head]
+
+
+def step_parts(slots: LayerSlots) -> tuple[StepPart, ...]:
+    """The parts to which a step appends tokens; empty if a step cannot be described so."""
+    if isinstance(slots, Parted):
+        return tuple(
+            StepPart(slots.codecs, part.storage, (), row, part.head, place)
+            for part in slots.storage.parts
+            for place, row in enumerate(
+                range(slots.storage.batch) if part.rows is None else part.rows.tolist()
+            )
+        )
+    if isinstance(slots, BlockEncoded):
+        before, behind = slots.blocks.segments(), None
+        if slots.evicts and before:
+            behind = next(iter(step_parts(slots.blocks)), None)
+            if behind is None or behind.before:
+                return ()
+        return tuple(
+            x._replace(before=before + x.before, behind=behind) for x in step_parts(slots.tail)
+        )
+    assert isinstance(slots, Undivided)
+    if slots.aside.length or slots.frozen.hides or not slots.storage.length:
+        return ()
+    return (StepPart(slots.codecs, slots.storage, slots.segments()[:-1]),)
+
+
+def step_state(slots: LayerSlots) -> tuple[object, ...]:
+    """A key that stays equal as long as `step_parts` does."""
+    if isinstance(slots, Parted):
+        return slots.storage.storages
+    if isinstance(slots, BlockEncoded):
+        length = slots.blocks.length
+        fixed = length > 0 if slots.evicts else length
+        return fixed, step_state(slots.blocks), step_state(slots.tail)
+    assert isinstance(slots, Undivided)
+    return slots.storage, slots.frozen, slots.aside.length
