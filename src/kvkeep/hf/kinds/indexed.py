@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from kvkeep.errors import SpecError
 from kvkeep.features import Feature, Lacks, unsupported
 from kvkeep.hf.cache_argument import cache_in
-from kvkeep.hf.handover import Handed
+from kvkeep.hf.handover import Handed, IndexPart
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.host import LayerKind
 from kvkeep.layer.sight import Sighted
@@ -111,26 +111,22 @@ def _chosen(own: Any, *args: Any, **kwargs: Any) -> Tensor:
     if handed is None or handed.absorbed is None:
         return own(*args, **kwargs)  # type: ignore[no-any-return]
     sighted: Sighted = handed.layer.sighted(given["attention_mask"][:, 0])
-    index = _Index(handed, handed.absorbed.key, sighted.keys)
-    given |= {"attention_mask": sighted.visible, "cache": index}
+    index = _Index(handed, sighted.keys)
+    given |= {"attention_mask": sighted.visible[:, 0], "cache": index}
     columns = own(**given)
-    position = sighted.position.to(torch.int32)[:, None]
+    position = sighted.position.to(torch.int32)
     return position.expand(*columns.shape[:2], -1).gather(2, columns.long())
 
 
 class _Index(NamedTuple):
-    """The cache argument of an indexer. `slots`: keys of the new slots, (B, 1, n, D), whose tag is
-    `handed`; `past`: keys of earlier slots, (1|B, 1, S, D)."""
+    """The cache argument of an indexer. `handed`: the tag of the layer's new keys; `past`: keys of
+    earlier slots, (1|B, 1, S, D)."""
 
     handed: Handed
-    slots: Tensor
     past: Tensor | None
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
-        """Write new keys of the index, (B, n, D), to their slots, and return the keys of all
-        tokens."""
-        slots, width = self.slots, keys.shape[-1]
-        slots[..., -width:] = keys[:, None]
-        if self.handed.versions is not None:
-            self.handed.versions = slots._version, slots._version
+        """Record new keys of the index, (B, n, D), and return the keys of all tokens."""
+        self.handed.indexed = IndexPart(keys[:, None])
+        width = keys.shape[-1]
         return keys if self.past is None else torch.cat([self.past[:, 0, :, -width:], keys], dim=1)
