@@ -82,6 +82,8 @@ _KEPT_NONE = {"sliding_window", "q_lora_rank", "n_inner"}
 """Sizes that stay None where a class has None for them."""
 
 _QWEN4 = {
+    "ple_layer_ids": [1],
+    "eos_token_id": 95,
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
@@ -148,7 +150,12 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 24,
     },
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},

@@ -73,6 +73,8 @@ class Expected:
         self.near = self._near(model)
         self.packed = [row[None, :n] for row, n in zip(ids, PACKED, strict=True)]
         self.texts = [_text(model, x, use_cache=False) for x in (self.one, self.batch)]
+        pairs = zip(ids, PADS, strict=True)
+        self.rows = torch.tensor([_greedy(model, row[None, pads:]) for row, pads in pairs])
         with torch.no_grad():
             last = [model(x, use_cache=False).logits[:, -1] for x in self.packed]
         self.packed_logits = torch.cat(last)
@@ -115,19 +117,29 @@ Comparison = tuple[str, Callable[[], str]]
 def comparisons(model: Any, expected: Expected) -> Iterator[Comparison]:
     """What must hold for every type that works."""
 
-    def text(inputs: dict[str, Any], greedy: Tensor) -> str:
+    def text(inputs: dict[str, Any]) -> Tensor:
         cache = Cache(model)
-        found = _text(model, inputs, past_key_values=cache)
+        found: Tensor = _text(model, inputs, past_key_values=cache)
         assert cache.fed == PROMPT + NEW - 1, "no cache was used"
-        return _different_text(found, greedy)
+        return found
+
+    def one() -> str:
+        return _different_text(text(expected.one), expected.texts[0])
+
+    def batch() -> str:
+        """Each row as the model computes it in the batch, or alone, if its text depends on
+        padding."""
+        found = text(expected.batch)
+        padded = _different_text(found, expected.texts[1])
+        return padded and _different_text(found[:, -NEW:], expected.rows)
 
     def logits(*chunks: int) -> str:
         return expected.different(_fed(model, Cache(model), expected.one, chunks))
 
     yield "logits", logits
     yield "logits in chunks", lambda: logits(*CHUNKS)
-    yield "greedy text", lambda: text(expected.one, expected.texts[0])
-    yield "padded batch", lambda: text(expected.batch, expected.texts[1])
+    yield "greedy text", one
+    yield "padded batch", batch
 
 
 def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Comparison]:

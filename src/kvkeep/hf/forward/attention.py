@@ -50,6 +50,9 @@ def attention_over(original: str) -> AttentionFunction:
                 require_hooked(module)
             if kwargs.get("indices") is not None and attention_mask is not None:
                 attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
+            if callable(kwargs.get("block_indices")):
+                build = kwargs.pop("block_indices")
+                attention_mask = build(attention_mask, key.shape[2], query.dtype, query.device)
             return _original(_own(module, original), module)(
                 *(module, query, key, value, attention_mask),
                 scaling=scaling,

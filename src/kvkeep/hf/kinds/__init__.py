@@ -19,6 +19,8 @@ from kvkeep.geometry import Geometry
 from kvkeep.hf.config import base_config, decoder_config, refused
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.biased import Biased
+from kvkeep.hf.kinds.blocks import Blocks
+from kvkeep.hf.kinds.compressed import Compressed
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
@@ -39,6 +41,8 @@ _KINDS: tuple[Kind, ...] = (
     Latent(),
     Indexed(),
     SharesChoice(),
+    Compressed(),
+    Blocks(),
     Recurrent(),
     Lightning(),
     Griffin(),
@@ -140,6 +144,6 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
         query_heads = layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
-        return Geometry(1, heads // processes, width, width, dtype)
+        return Geometry(1, heads // processes, width + kind.beside, width, dtype)
 
     return [geometry(kind) for kind in layer_kinds(config)]

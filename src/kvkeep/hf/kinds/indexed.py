@@ -1,4 +1,4 @@
-"""Latent attention to tokens that an index chooses for each query: DeepSeek V3.2, GLM-5 and others.
+"""Attention to tokens that an index chooses for each query: DeepSeek V3.2, GLM-5 and others.
 
 The index's key for a token lies in the token's slot, behind the key that attention reads. The
 model's own indexer scores these keys and chooses tokens. Its choice is passed on as positions,
@@ -26,7 +26,9 @@ from kvkeep.host import LayerKind
 from kvkeep.layer.sight import Sighted
 from kvkeep.spec import CacheSpec
 
-_INDEXED = "indexed_attention"
+_INDEXED = ("indexed_attention", "minimax_m3_sparse")
+_WIDTHS = ("index_head_dim", "indexer_head_dim")
+"""The names of the width of an index's keys."""
 _HAS = "has layers whose tokens an index chooses"
 _CHOICE = "prev_topk_indices"
 """The argument by which a layer hands its choice to layers that share it."""
@@ -60,20 +62,20 @@ class Indexed(Kind):
                 )
 
     def has(self, text: PreTrainedConfig) -> bool:
-        names = getattr(text, "layer_types", None) or ()
-        return _INDEXED in names and getattr(text, "kv_lora_rank", None) is not None
+        return not set(_INDEXED).isdisjoint(getattr(text, "layer_types", None) or ())
 
     def types(self, text: PreTrainedConfig) -> dict[str, LayerKind | None]:
-        return {_INDEXED: LayerKind(_INDEXED, None)} if self.has(text) else {}
+        return {name: LayerKind(name, None) for name in _INDEXED}
 
     def arranged(
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Layers that choose have the index's keys; others share their choice."""
         chooses = getattr(text, "indexer_types", None) or ["full"] * len(names)
+        width = next(int(x) for name in _WIDTHS if (x := getattr(text, name, None)))
         return [
-            replace(one, beside=int(text.index_head_dim))
-            if one is not None and name == _INDEXED and how == "full"
+            replace(one, beside=width)
+            if one is not None and name in _INDEXED and how == "full"
             else one
             for one, name, how in zip(layers, names, chooses, strict=True)
         ]
