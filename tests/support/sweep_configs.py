@@ -127,6 +127,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "vision_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
     },
     "dots3_note_text": _DOTS3,
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "gemma3n": {"text_config": _GEMMA3N},
     "gemma3n_text": _GEMMA3N,

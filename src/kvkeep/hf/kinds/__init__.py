@@ -23,6 +23,7 @@ from kvkeep.hf.kinds.blocks import Blocks
 from kvkeep.hf.kinds.compressed import Compressed
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
+from kvkeep.hf.kinds.looped import Looped
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
@@ -48,6 +49,7 @@ _KINDS: tuple[Kind, ...] = (
     Griffin(),
     StatesAlone(),
     Biased(),
+    Looped(),
     Local(),
 )
 
@@ -132,10 +134,11 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
     text = decoder_config(config)
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+    configs = text.per_layer_config
 
     def geometry(kind: LayerKind) -> Geometry:
         assert kind.place is not None  # `layer_kinds` has set it
-        layer = text.per_layer_config[kind.place]
+        layer = configs[min(kind.place, len(configs) - 1)]  # behind the last: its further runs
         if kind.latent is not None:
             width = kind.latent + int(layer.qk_rope_head_dim) + kind.beside
             return Geometry(1, 1, width, kind.latent, dtype)

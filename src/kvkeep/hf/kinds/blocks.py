@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvkeep.features import Feature, Lacks
 from kvkeep.hf.config import decoder_of, refused
 from kvkeep.hf.handover import Handed, IndexPart
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
@@ -25,6 +26,10 @@ from kvkeep.layer.sight import Sighted
 
 class Blocks(Kind):
     """Models whose index chooses blocks of tokens."""
+
+    lacks: ClassVar[Lacks] = {
+        Feature.JOINED: "has an index of blocks, which would hold other tokens after a move"
+    }
 
     def has(self, text: PreTrainedConfig) -> bool:
         return "minimax_m3_sparse" in (getattr(text, "layer_types", None) or ())

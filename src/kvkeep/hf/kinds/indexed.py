@@ -45,7 +45,6 @@ class Indexed(Kind):
             Feature.EXPORTED,
             Feature.DRAFTED,
             Feature.REREAD,
-            Feature.MOVED,
             Feature.NARROWED,
             Feature.PAIRS,
         ),
@@ -79,6 +78,10 @@ class Indexed(Kind):
             else one
             for one, name, how in zip(layers, names, chooses, strict=True)
         ]
+
+    def behind(self, layer: Any) -> Tensor | None:
+        keys: Tensor | None = getattr(layer, "indexer_keys", None)
+        return getattr(layer, "idx_keys", None) if keys is None else keys[:, None]
 
     def handing(
         self, given: dict[str, Any], shared: tuple[Tensor, Tensor] | None
