@@ -53,13 +53,13 @@ class Compressed(Kind):
         """Raise UnsupportedError if tokens of an image share positions: slots do not hold the
         positions by which the index would rotate its keys."""
         position = given.get("position_ids")
-        if isinstance(position, Tensor) and position.dim() == 3:
-            if not bool((position[-3:] == position[-1:]).all()):
-                raise UnsupportedError(
-                    f"{decoder.config.model_type} with images: its index needs positions of their "
-                    "tokens that a kvkeep cache does not hold; give text only, or call "
-                    "kvkeep.detach(model)"
-                )
+        apart = isinstance(position, Tensor) and position.dim() == 3
+        if apart and not bool((position[-3:] == position[-1:]).all()):
+            raise UnsupportedError(
+                f"{decoder.config.model_type} with images: its index needs positions of their "
+                "tokens that a kvkeep cache does not hold; give text only, or call "
+                "kvkeep.detach(model)"
+            )
 
 
 class _DecoderCache:
