@@ -390,7 +390,7 @@ class View(NamedTuple):
         if self.chosen is None:
             return seen
         chosen = self.chosen[:, :, queries].sort(dim=-1).values
-        shape = torch.broadcast_shapes(seen.shape[:3], chosen.shape[:3])
+        shape = tuple(map(max, seen.shape[:3], chosen.shape[:3]))
         chosen, slot = (x.expand(*shape, -1).contiguous() for x in (chosen, slot.to(chosen.dtype)))
         at = torch.searchsorted(chosen, slot).clamp(max=chosen.shape[-1] - 1)
         return seen & (chosen.gather(-1, at) == slot)
