@@ -140,11 +140,11 @@ def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
     kinds = kinds_of(decoder)
     layers: dict[int, Any] = dict(enumerate(cache.layers))
     found: dict[int, Tensor] = {}
-    for place, layer in layers.items():
+    for index, layer in layers.items():
         if getattr(layer, "keys", None) is not None:
             parts = [to_slots(kinds, layer.keys, layer.values)[0]]
             parts += [x for kind in kinds if (x := kind.behind(layer)) is not None]
-            found[place] = torch.cat([x.expand(-1, parts[0].shape[1], -1, -1) for x in parts], -1)
+            found[index] = torch.cat([x.expand(-1, parts[0].shape[1], -1, -1) for x in parts], -1)
     return found
 
 

@@ -116,6 +116,6 @@ def _choice(index: Any, q: Tensor, k: Tensor, sighted: Sighted) -> Tensor | None
     best.scatter_(3, own.clamp(min=0).expand(*q.shape[:3], -1).long(), torch.inf)
     top = best.topk(index.topk_blocks, dim=3)
     first = (top.indices * size)[..., None]
-    positions = first + torch.arange(size, device=q.device)
+    positions: Tensor = first + torch.arange(size, device=q.device)
     positions = positions.masked_fill((top.values == -torch.inf)[..., None], -1)
     return positions.flatten(3).to(torch.int32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -247,4 +247,4 @@ def _chosen(
         chosen = places.view(rows, heads, *places.shape[2:])
     new = keys.found[0].detach().view(rows, heads, *keys.found[0].shape[1:])[:, :1]
     cache.part = IndexPart(new, chosen, cache.mask)
-    return attention_mask
+    return cast(Tensor, attention_mask)
