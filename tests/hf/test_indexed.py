@@ -131,6 +131,28 @@ def test_each_head_chooses_among_the_tokens_that_it_holds(monkeypatch):
     assert not apart[0]
 
 
+def test_heads_of_different_lengths_see_what_was_chosen_for_each(monkeypatch):
+    """adakv stores each head in a part of its own. For each head, all its tokens are chosen, some of
+    which other heads lack."""
+    model, text, run = model_of("llama"), ids(1, 24), LayerCache.run
+
+    def told(layer, inputs, attend=None):
+        place = inputs.position.reshape(1, 1, -1).expand(1, inputs.k.shape[1], -1)
+        if layer.length:
+            place = torch.cat([layer.held().position, place], dim=2)
+        return run(layer, inputs._replace(chosen=place[:, :, None].to(torch.int32)), attend)
+
+    with torch.no_grad(), kvkeep.attach(model):
+        cache = kvkeep.Cache(model, "adakv(h2o:11)")
+        expected = [model(x, past_key_values=cache).logits for x in text.split(1, dim=1)]
+        lengths = (cache.layers[0].held().position >= 0).sum(dim=2)[0].tolist()
+        monkeypatch.setattr(LayerCache, "run", told)
+        cache = kvkeep.Cache(model, "adakv(h2o:11)")
+        found = [model(x, past_key_values=cache).logits for x in text.split(1, dim=1)]
+    assert len(set(lengths)) > 1
+    torch.testing.assert_close(found, expected, **NEAR)
+
+
 @pytest.mark.parametrize("kind", ["qwen4_exp_text", "minimax_m3_vl_text"])
 def test_rows_padded_on_the_left_choose_as_if_alone(kind):
     model, pads = model_of(kind), 5

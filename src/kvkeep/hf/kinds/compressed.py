@@ -53,8 +53,8 @@ class Compressed(Kind):
         """Raise UnsupportedError if tokens of an image share positions: slots do not hold the
         positions by which the index would rotate its keys."""
         position = given.get("position_ids")
-        apart = isinstance(position, Tensor) and position.dim() == 3
-        if apart and not bool((position[-3:] == position[-1:]).all()):
+        parts = position[-3:] if isinstance(position, Tensor) and position.dim() == 3 else None
+        if parts is not None and bool((parts != parts[:1]).any()):
             raise UnsupportedError(
                 f"{decoder.config.model_type} with images: its index needs positions of their "
                 "tokens that a kvkeep cache does not hold; give text only, or call "
