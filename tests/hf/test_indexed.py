@@ -132,8 +132,8 @@ def test_each_head_chooses_among_the_tokens_that_it_holds(monkeypatch):
 
 
 def test_heads_of_different_lengths_see_what_was_chosen_for_each(monkeypatch):
-    """adakv stores each head in a part of its own. For each head, all its tokens are chosen, some of
-    which other heads lack."""
+    """adakv stores each head in a part of its own. For each head, all its tokens are chosen, of
+    which other heads lack some."""
     model, text, run = model_of("llama"), ids(1, 24), LayerCache.run
 
     def told(layer, inputs, attend=None):
