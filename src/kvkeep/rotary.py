@@ -17,6 +17,7 @@ class Rotary:
         interleaved: whether the pairs of rotated dimensions are (0, 1), (2, 3), ... instead of
             (i, i + R/2).
         first: index of the first rotated dimension.
+        beside: the rotation of further dimensions, such as of an index's key behind a key.
 
     Source: RoFormer (arXiv 2104.09864).
     """
@@ -24,16 +25,19 @@ class Rotary:
     inv_freq: Tensor
     interleaved: bool = False
     first: int = 0
+    beside: Rotary | None = None
 
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """Rotate x (..., D) forward by `by` positions, which broadcasts to (...). Returns a copy in
         x's dtype, computed in at least float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         angle = by.to(x.device, dtype)[..., None] * self.inv_freq.to(x.device, dtype)
-        return self.scaled(x, angle.cos(), angle.sin())
+        turned = self.scaled(x, angle.cos(), angle.sin())
+        return turned if self.beside is None else self.beside.turn(turned, by)
 
     def scaled(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Like `turn`, with given cosines and sines (..., R/2), which may be averages."""
+        """Like `turn`, with given cosines and sines (..., R/2), which may be averages; `beside` is
+        not used."""
         half = self.inv_freq.shape[0]
         before, turning, after = x.tensor_split([self.first, self.first + 2 * half], dim=-1)
         turning = turning.to(cos.dtype)

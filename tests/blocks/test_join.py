@@ -6,13 +6,14 @@ import pytest
 import torch
 from support.joined_logits import expected
 from support.sweep_configs import model_of
+from support.sweep_features import after_own
 from support.tiny_models import tiny
 from transformers import DynamicCache
 
 import kvkeep
 from kvkeep.blocks import join
 from kvkeep.blocks.join import join_at
-from kvkeep.errors import KVKeepError, ShapeError, StateError, UnsupportedError
+from kvkeep.errors import KVKeepError, RollbackError, ShapeError, StateError, UnsupportedError
 from kvkeep.host import host_of
 from kvkeep.rotary import Rotary
 from kvkeep.store.layer_slices import require_storable, why_not_kept
@@ -98,6 +99,31 @@ def test_keys_are_moved_as_the_model_rotates_them(kind):
         cache = join(model, [alone(model, part) for part in parts])
         found = model(tail, past_key_values=cache).logits
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("lengths", [(11, 9), (11, 2, 9), (11, 3)])
+def test_texts_longer_than_a_window(kind, lengths):
+    """Layers with a window of 8 tokens hold the last 8 of a text."""
+    model = model_of(kind)
+    *parts, tail = texts((*lengths, 12))
+    with torch.no_grad():
+        wanted = after_own(model, parts, tail)
+        with kvkeep.attach(model):
+            cache = join(model, [alone(model, part) for part in parts])
+            assert {layer.length for layer in cache.layers} >= {sum(min(n, 8) for n in lengths)}
+            with pytest.raises(RollbackError):
+                cache.freeze().fork().crop(4)
+            found = [model(x, past_key_values=cache).logits for x in tail.split([1, 1, 10], dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_texts_longer_than_a_chunk_of_chunked_attention_are_refused():
+    model = model_of("llama4_text")
+    with torch.no_grad(), kvkeep.attach(model):
+        cache = alone(model, texts((11,))[0])
+        with pytest.raises(UnsupportedError, match="fit in the window"):
+            join(model, [cache])
 
 
 def test_keys_without_positions_are_not_turned():

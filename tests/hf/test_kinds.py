@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.random_ids import ids
 from support.sweep_configs import model_of
 from support.tiny_models import tiny
 
@@ -61,6 +62,9 @@ def test_a_new_kind_is_one_class(config, monkeypatch):
         ("gemma4_text", {"Shared"}),
         ("lfm2", {"Recurrent"}),
         ("kimi_linear", {"Latent", "Recurrent"}),
+        ("qwen4_exp_text", {"Indexed", "Compressed", "Recurrent"}),
+        ("minimax_m3_vl_text", {"Indexed", "Blocks"}),
+        ("dory", {"Looped"}),
     ],
 )
 def test_kinds_of_models(name, found):
@@ -80,3 +84,20 @@ def test_states_beside_the_layers_are_a_collection():
         assert list(cache.carried.marks) == [4] * some
         with pytest.raises(AttributeError, match=r"is now Cache\.carried"):
             _ = cache.recurrent
+
+
+def test_layers_that_run_several_times_have_keys_for_each_run():
+    model = model_of("dory")  # layers 1 and 2 run twice
+    text = ids(1, 24)
+    with torch.no_grad():
+        expected = model(text, use_cache=False).logits
+        with kvkeep.attach(model):
+            cache = kvkeep.Cache(model)
+            parts = text.split([9, 1, 14], dim=1)
+            found = torch.cat([model(part, cache=cache).logits for part in parts], dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=2e-4)
+    assert [kind.place for kind in kinds.layer_kinds(model.config)] == [0, 1, 2, 3, 4, 5]
+    assert [layer.window for layer in cache.layers] == [8, None, 8, None, None, 8]
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(UnsupportedError, match="recurrent_kv_cache_mode='per_loop'"):
+        kvkeep.attach(model)

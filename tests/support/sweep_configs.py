@@ -82,6 +82,8 @@ _KEPT_NONE = {"sliding_window", "q_lora_rank", "n_inner"}
 """Sizes that stay None where a class has None for them."""
 
 _QWEN4 = {
+    "ple_layer_ids": [1],
+    "eos_token_id": 95,
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
@@ -125,6 +127,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "vision_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
     },
     "dots3_note_text": _DOTS3,
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "gemma3n": {"text_config": _GEMMA3N},
     "gemma3n_text": _GEMMA3N,
@@ -148,7 +154,12 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 24,
     },
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},

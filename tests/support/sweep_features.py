@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -23,6 +24,7 @@ from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.kinds import kinds_of, layer_kinds
+from kvkeep.planes import Chunks
 from kvkeep.train import backward
 from support.autograd_gradients import error, gradients, in_float64, ordinary, unrolled
 from support.packed_logits import packed_logits
@@ -38,7 +40,6 @@ from support.sweep_page import (
     NEW,
     PROMPT,
     RELATIVE,
-    WIDTH,
     WINDOW,
 )
 
@@ -48,9 +49,9 @@ STEPS = (PROMPT - NEW, *[1] * NEW)
 PADS = (6, 1, 0)
 PACKED = (5, 2, 17)
 DRAFTED, FEW = 3, 2
-JOINED = (3, 2)
-"""Lengths of texts that are joined; with the tokens after them they fit the window of 8 tokens
-that the tiny models have."""
+JOINED, LONG = (3, 2, 3), (11, 9, 4)
+"""Lengths of texts that are joined, and of the text after them: together not longer than the window
+of 8 tokens that the tiny models have, and longer."""
 PROGRAMS = frozenset({"compile", "export"})
 """Features that take torch several seconds to compile or to trace."""
 
@@ -73,6 +74,8 @@ class Expected:
         self.near = self._near(model)
         self.packed = [row[None, :n] for row, n in zip(ids, PACKED, strict=True)]
         self.texts = [_text(model, x, use_cache=False) for x in (self.one, self.batch)]
+        pairs = zip(ids, PADS, strict=True)
+        self.rows = torch.tensor([_greedy(model, row[None, pads:]) for row, pads in pairs])
         with torch.no_grad():
             last = [model(x, use_cache=False).logits[:, -1] for x in self.packed]
         self.packed_logits = torch.cat(last)
@@ -115,19 +118,29 @@ Comparison = tuple[str, Callable[[], str]]
 def comparisons(model: Any, expected: Expected) -> Iterator[Comparison]:
     """What must hold for every type that works."""
 
-    def text(inputs: dict[str, Any], greedy: Tensor) -> str:
+    def text(inputs: dict[str, Any]) -> Tensor:
         cache = Cache(model)
-        found = _text(model, inputs, past_key_values=cache)
+        found: Tensor = _text(model, inputs, past_key_values=cache)
         assert cache.fed == PROMPT + NEW - 1, "no cache was used"
-        return _different_text(found, greedy)
+        return found
+
+    def one() -> str:
+        return _different_text(text(expected.one), expected.texts[0])
+
+    def batch() -> str:
+        """Each row as the model computes it in the batch, or alone, if its text depends on
+        padding."""
+        found = text(expected.batch)
+        padded = _different_text(found, expected.texts[1])
+        return padded and _different_text(found[:, -NEW:], expected.rows)
 
     def logits(*chunks: int) -> str:
         return expected.different(_fed(model, Cache(model), expected.one, chunks))
 
     yield "logits", logits
     yield "logits in chunks", lambda: logits(*CHUNKS)
-    yield "greedy text", lambda: text(expected.one, expected.texts[0])
-    yield "padded batch", lambda: text(expected.batch, expected.texts[1])
+    yield "greedy text", one
+    yield "padded batch", batch
 
 
 def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Comparison]:
@@ -189,14 +202,20 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
     def joined() -> str:
         """The tokens after two texts that were fed apart, against transformers' own keys and values
         for their new positions."""
-        *texts, tail = expected.one["input_ids"][:, :WIDTH].split([*JOINED, WIDTH - sum(JOINED)], 1)
+        chunked = any(isinstance(layer.window, Chunks) for layer in Cache(model).layers)
+        few = (JOINED,) if chunked else (JOINED, LONG)  # a move changes where chunks begin
+        return next(filter(None, map(joined_of, few)), "")
+
+    def joined_of(lengths: tuple[int, ...]) -> str:
+        whole = expected.one["input_ids"][:, : sum(lengths)]
+        *texts, tail = whole.split(list(lengths), dim=1)
         with torch.no_grad():
             caches = [Cache(model) for _ in texts]
             for text, cache in zip(texts, caches, strict=True):
                 model(text, past_key_values=cache)
             found = _fed(model, join(model, caches), {"input_ids": tail}, (1, tail.shape[1] - 1))
             with _detached(model):
-                return expected.different(found, _after_own(model, texts, tail))
+                return expected.different(found, after_own(model, texts, tail))
 
     def pack() -> str:
         rows = expected.packed
@@ -304,19 +323,29 @@ def _detached(model: Any) -> Iterator[None]:
         attach(model)
 
 
-def _after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
+def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
     """The logits of a tail after texts that do not see each other, by an unattached model."""
-    caches, start, cache = [], 0, DynamicCache()
+    indexed = any(kind.beside for kind in layer_kinds(model.config))
+    new = partial(DynamicCache, config=model.config) if indexed else DynamicCache
+    caches, start, cache = [], 0, new()
     for text in texts:
-        caches.append(DynamicCache())
+        caches.append(new())
         place = torch.arange(start, start + text.shape[1])[None]
-        model(text, position_ids=place, past_key_values=caches[-1], use_cache=True)
+        model(text, position_ids=place, use_cache=True, **as_cache(model, caches[-1]))
         start += text.shape[1]
     for index, layers in enumerate(zip(*(own.layers for own in caches), strict=True)):
-        keys, values = ([getattr(x, name) for x in layers] for name in ("keys", "values"))
-        cache.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), index)
+        joined = {
+            name: torch.cat([getattr(x, name) for x in layers], dim=axis)
+            for name, axis in {"keys": 2, "values": 2, "indexer_keys": 1, "idx_keys": 2}.items()
+            if isinstance(getattr(layers[0], name, None), Tensor)
+        }
+        cache.update(joined.pop("keys"), joined.pop("values"), index)
+        for name, keys in joined.items():
+            own: Any = cache.layers[index]
+            (own.update_indexer if name == "indexer_keys" else own.update_index)(keys)
     place = torch.arange(start, start + tail.shape[1])[None]
-    logits: Tensor = model(tail, position_ids=place, past_key_values=cache, use_cache=True).logits
+    given = as_cache(model, cache) | {"position_ids": place, "use_cache": True}
+    logits: Tensor = model(tail, **given).logits
     return logits
 
 

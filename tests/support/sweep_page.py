@@ -27,7 +27,7 @@ OUTCOMES = (WORKS, REFUSED, FAILS, WRONG, BROKEN, NOT_BUILT)
 KVKEEP, YES = "kvkeep", "yes"
 
 PROMPT, HALF, NEW = 24, 12, 8
-BUDGET, WIDTH = 12, 8
+BUDGET = 12
 WINDOW, EVICT, ENCODE = f"window:{BUDGET},sinks=2", f"h2o:{BUDGET}", "keep_all+int8"
 FIXED = "keep_all@fixed:64"
 RELATIVE, MOST_RELATIVE = 1e-4, 1e-3
@@ -146,7 +146,8 @@ def _top(rows: dict[str, Row]) -> list[str]:
             f"works if the results agree: the logits of a prompt of {PROMPT} tokens, at once and "
             f"in chunks (within {RELATIVE:g} of the largest logit, or, if transformers' own cache "
             f"differs by more, within twice its difference, up to {MOST_RELATIVE:g}), and the "
-            "greedy text of one prompt and of a padded batch. Only the kinds of layers in a type's "
+            "greedy text of one prompt and of a padded batch, or of each of its rows alone, if the "
+            "model's text depends on padding. Only the kinds of layers in a type's "
             f"default config were tested; other kinds may be refused. Of {len(rows)} types: "
             + ", ".join(f"{counts[kind]} {kind}" for kind in OUTCOMES if counts[kind])
             + "."
@@ -188,7 +189,8 @@ def _top(rows: dict[str, Row]) -> list[str]:
         *_item(
             "**join**: after two texts that were fed separately and [joined](blocks.md), the next "
             "tokens have the same logits as with keys and values that transformers computed for "
-            "these positions. The texts are shorter than any window."
+            "these positions. The texts are longer than windows; in models with chunked attention, "
+            "they are shorter than a chunk."
         ),
         *_item(
             "**pack**: in [one forward](batch.md) of several sequences of different lengths, each "

@@ -268,6 +268,8 @@ def _each_part(
             bounds = bounds.index_select(0, rows)
         if rows is not None and chosen is not None:
             chosen = chosen.index_select(0, rows)
+        if head is not None and chosen is not None and chosen.shape[1] > 1:
+            chosen = chosen[:, head : head + 1]
         sinks = None if options.sinks is None else options.sinks[own]
         slopes = None if options.slopes is None else options.slopes[own]
         alone = segment._replace(head=None, rows=None, part=False)

@@ -22,13 +22,14 @@ class Rotation:
     Args:
         offset: d, in positions: position of use minus position of rotation; may be negative.
         inv_freq: (R/2,) angular frequencies of the model's rotary embedding; see `Rotary`.
-        interleaved, first: the rotated dimensions; see `Rotary`.
+        interleaved, first, beside: the rotated dimensions; see `Rotary`.
     """
 
     offset: int
     inv_freq: Tensor
     interleaved: bool = False
     first: int = 0
+    beside: Rotary | None = None
 
     def turn(self, q: Tensor) -> Tensor:
         """R(-offset) applied to q (..., D), computed in at least float32; a copy."""
@@ -43,7 +44,8 @@ class Rotation:
         distance = torch.full(
             (), by, dtype=torch.int64, device=x.device
         )  # created on the device, not copied to it
-        return Rotary(frequencies, self.interleaved, self.first).turn(x, distance)
+        rotary = Rotary(frequencies, self.interleaved, self.first, self.beside)
+        return rotary.turn(x, distance)
 
 
 _moved = WeakTensorKeyDictionary()  # frequencies -> their copies by device

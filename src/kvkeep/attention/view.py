@@ -261,8 +261,8 @@ class View(NamedTuple):
         reaches: limits on the slots that a query sees; limits that exclude nothing may be omitted.
         bounds: the first and the last position that each query sees, integers (2, n) or (B, 2, n).
             None: 0 and the query's own.
-        chosen: the only positions that each query sees, if these limits allow them: int32 (B, n,
-            c). None: all. Views with `chosen` are not read by kernels.
+        chosen: the only positions that each query of a kv head sees, if these limits allow them:
+            int32 (B, 1|H, n, c). None: all. Views with `chosen` are not read by kernels.
     """
 
     segments: tuple[Segment, ...]
@@ -389,10 +389,9 @@ class View(NamedTuple):
             seen = seen & reach.allows(query, slot)
         if self.chosen is None:
             return seen
-        chosen = self.chosen[:, queries].sort(dim=-1).values[:, None]
-        chosen, slot = (
-            x.expand(*seen.shape[:3], -1).contiguous() for x in (chosen, slot.to(chosen.dtype))
-        )
+        chosen = self.chosen[:, :, queries].sort(dim=-1).values
+        shape = tuple(map(max, seen.shape[:3], chosen.shape[:3]))
+        chosen, slot = (x.expand(*shape, -1).contiguous() for x in (chosen, slot.to(chosen.dtype)))
         at = torch.searchsorted(chosen, slot).clamp(max=chosen.shape[-1] - 1)
         return seen & (chosen.gather(-1, at) == slot)
 

@@ -14,7 +14,8 @@ from kvkeep.features import Feature
 from kvkeep.host import Host, ModelCache, Specs, host_of
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
-from kvkeep.planes import POSITION
+from kvkeep.layer.layer import LayerCache
+from kvkeep.planes import POSITION, Chunks
 from kvkeep.rotary import Rotary
 from kvkeep.store.beginning import begin, encodes_alike, exact_specs
 from kvkeep.store.layer_slices import require_storable, why_not_whole
@@ -33,6 +34,9 @@ def join(
     result equals one forward of all texts at their new positions under a block-diagonal mask;
     tokens fed afterwards attend to all texts. A forward without that mask gives different keys and
     values.
+
+    A text may be longer than the sliding windows of layers, which then hold its last tokens: the
+    next tokens see no others.
 
     Keys are shared and not changed: attention rotates the queries instead, which are few, by each
     text's offset. When a policy evicts, or a snapshot is taken, keys are rotated once, and encoded
@@ -88,6 +92,8 @@ def join_at(
         parts = [(cache.layers[index], start) for cache, start in texts]
         history = History()
         history.columns, history.geometry = columns, parts[0][0].history.geometry
+        floors = [by + part.history.floor for part, by in parts if part.history.floor]
+        history.floor = max(floors, default=0)
         history.joined = len(parts) > 1 or parts[0][1] > 0 or parts[0][0].history.joined
         runs = [
             moved(run, by, rotaries[index]) for part, by in parts for run in part.slots.frozen.runs
@@ -131,8 +137,14 @@ def moved(run: Run, by: int, rotary: Rotary) -> Run:
     if not by and not already:
         return run
     position = run.joined[POSITION] - already
-    rotation = Rotation(by + already, rotary.inv_freq, rotary.interleaved, rotary.first)
-    return Run.of({**run.planes, POSITION: position}, rotation)
+    turned = rotary.inv_freq, rotary.interleaved, rotary.first, rotary.beside
+    return Run.of({**run.planes, POSITION: position}, Rotation(by + already, *turned))
+
+
+def _why_not_joinable(layer: LayerCache) -> str:
+    """Why a layer lacks slots that the tokens after a joined text see; empty if it does not. A move
+    changes where chunks of chunked attention begin."""
+    return why_not_whole(layer, of_window=not isinstance(layer.window, Chunks))
 
 
 def _require_alike(caches: Sequence[ModelCache]) -> None:
@@ -157,7 +169,7 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
             )
         if reason := cache.why_not(Feature.JOINED):
             raise UnsupportedError(f"the model {reason}; feed the texts one after the other")
-        require_storable(cache, why_not_whole)
+        require_storable(cache, _why_not_joinable)
         if cache.rows > 1:
             raise ShapeError(f"a cache of {cache.rows} rows; give caches of one row each")
     kinds = {tuple(layer.kind for layer in cache.layers) for cache in caches}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,15 +47,36 @@ class MaskLength(int):
 class Absorbed(Protocol):
     """The projections of a layer whose keys and values are latents."""
 
-    @property
-    def key(self) -> Tensor:
-        """The keys of the layer's slots, (B, 1, n, Dk)."""
-
     def queries(self, q: Tensor) -> Tensor:
         """Queries (B, Hq, n, D) of the model as queries of latents, (B, Hq, n, Dk)."""
 
     def results(self, out: Tensor) -> Tensor:
         """Attention to latents, (B, n, Hq, Dv), as attention to the model's values."""
+
+
+class IndexPart(NamedTuple):
+    """The part of an index in a layer's step.
+
+    Args:
+        keys: the index's keys of new tokens, (B, 1, n, D). Slots hold them behind the keys.
+        chosen: the positions that the index has chosen, see `View`; None: the attention function is
+            told of them by the argument `indices`, int32 (B, n, c).
+        mask: the new tokens' positions, see `as_mask`; None: the attention function is given them.
+    """
+
+    keys: Tensor
+    chosen: Tensor | None = None
+    mask: Tensor | None = None
+
+    def step(self, inputs: StepInputs) -> StepInputs:
+        """The inputs of the layer's step, from those of attention alone."""
+        q, k = inputs.q, inputs.k
+        keys = self.keys.to(k.dtype).expand(-1, k.shape[1], -1, -1)
+        return inputs._replace(
+            q=torch.nn.functional.pad(q, (0, keys.shape[-1])),
+            k=torch.cat([k, keys], dim=-1),
+            chosen=inputs.chosen if self.chosen is None else self.chosen,
+        )
 
 
 @dataclass(eq=False)
@@ -74,6 +95,8 @@ class Handed:
     """Whether the attention function must return attention weights."""
     absorbed: Absorbed | None = None
     """The projections of a latent layer's module; None: the layer has no latents."""
+    indexed: IndexPart | None = None
+    """The part of the layer's index; None: the layer has no index."""
     reads: int = 0
     """Number of readings of the step that were traced."""
     plain: bool = False

@@ -110,11 +110,12 @@ class Sight(NamedTuple):
 
 
 class Sighted(NamedTuple):
-    """The tokens that n new tokens can see, and among which an index chooses (DeepSeek V3.2).
+    """The tokens that n new tokens can see, and among which an index chooses (DeepSeek V3.2): for
+    each kv head, or once if all heads hold the same tokens.
 
     `keys`: keys of the S earlier tokens, (1|B, H, S, D); None: there are none. `position`:
-    positions of the earlier tokens, then of the new tokens, int32 (1|B, S + n). `visible`: whether
-    each new token sees each of these tokens, bool (1|B, n, S + n).
+    positions of the earlier tokens, then of the new tokens, int32 (1|B, 1|H, S + n). `visible`:
+    whether each new token sees each of these tokens, bool (1|B, 1|H, n, S + n).
     """
 
     keys: Tensor | None
@@ -125,29 +126,38 @@ class Sighted(NamedTuple):
     def of(cls, held: Held | None, queries: Tensor, sight: Sight) -> Self:
         """The tokens that queries at positions `queries`, (n,) or (B, n), can see in a layer that
         holds `held`."""
-        position = queries = queries.reshape(-1, queries.shape[-1])
+        queries = queries.reshape(-1, queries.shape[-1])
+        position = queries[:, None]
         if held is not None:
-            before = held.position[:, 0]
-            position = torch.cat([before, queries.expand(len(before), -1)], dim=1)
-        view = sight.view((), queries, None, position.shape[1], empty=True)
-        return cls(
-            None if held is None else held.keys, position, view.sees(position[:, None])[:, 0]
-        )
+            before = held.position
+            if before.shape[1] > 1 and bool((before == before[:, :1]).all()):
+                before = before[:, :1]
+            position = torch.cat([before, position.expand(*before.shape[:2], -1)], dim=2)
+        view = sight.view((), queries, None, position.shape[2], empty=True)
+        return cls(None if held is None else held.keys, position, view.sees(position))
 
     @classmethod
     def joined(cls, some: Sequence[Self]) -> Self:
         """The tokens of several sequences of one row each, whose new tokens are concatenated in one
         row."""
+        heads = max(one.position.shape[1] for one in some)
         olds, news, seen = [], [], []
         for one in some:
-            n = one.visible.shape[1]
-            olds.append(one.position[:, :-n])
-            news.append(one.position[:, -n:])
-            seen.append((one.visible[0, :, :-n], one.visible[0, :, -n:]))
+            n = one.visible.shape[2]
+            position = one.position.expand(-1, heads, -1)
+            visible = one.visible[0].expand(heads, -1, -1)
+            olds.append(position[..., :-n])
+            news.append(position[..., -n:])
+            seen.append((visible[..., :-n], visible[..., -n:]))
         keys = [one.keys for one in some if one.keys is not None]
-        blocks: list[Tensor] = [torch.block_diag(*x) for x in zip(*seen, strict=True)]  # type: ignore[no-untyped-call]
         return cls(
             torch.cat(keys, dim=2) if keys else None,
-            torch.cat([*olds, *news], dim=1),
-            torch.cat(blocks, dim=1)[None].bool(),
+            torch.cat([*olds, *news], dim=2),
+            torch.cat([_diagonal(x) for x in zip(*seen, strict=True)], dim=2)[None],
         )
+
+
+def _diagonal(blocks: Sequence[Tensor]) -> Tensor:
+    """Masks, bool (H, n, S) each, along the diagonal of one mask; False elsewhere."""
+    made: list[Tensor] = [torch.block_diag(*x) for x in zip(*blocks, strict=True)]  # type: ignore[no-untyped-call]
+    return torch.stack(made).bool()

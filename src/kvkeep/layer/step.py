@@ -69,7 +69,7 @@ class StepInputs(NamedTuple):
         at = slice(first, first + count)
         q, k, v = (x[:, :, at] for x in self[:3])
         position, until = (x if x is None else x[..., at] for x in (self.position, self.until))
-        chosen = None if self.chosen is None else self.chosen[:, at]
+        chosen = None if self.chosen is None else self.chosen[:, :, at]
         return self._replace(q=q, k=k, v=v, position=position, until=until, chosen=chosen)
 
     def parts(self, most: int) -> Iterator[StepInputs]:

@@ -209,10 +209,8 @@ class Walk:
                 own = slots.pop()
         for c in reversed(range(len(self.chunks))):
             hidden = self._store.take(trace.inputs[c]).detach().requires_grad_()
-            states = {
-                name: self._store.take(x).detach().requires_grad_()
-                for name, x in trace.marks[c].items()
-            }
+            marks = {name: self._store.take(x).detach() for name, x in trace.marks[c].items()}
+            states = {name: x.requires_grad_(x.is_floating_point()) for name, x in marks.items()}
             step = self._backward_step(index, c, slots, dict(states))
             call, leaves = self._call_with_leaves(index, c)
             with torch.enable_grad():

@@ -42,11 +42,17 @@ def attention_over(original: str) -> AttentionFunction:
     ) -> tuple[Tensor, Tensor | None]:
         handed: Handed | None = getattr(key, "kvkeep", None)
         with_values: Handed | None = getattr(value, "kvkeep", None)
+        indexed = None if handed is None else handed.indexed
+        if indexed is not None and indexed.mask is not None:
+            attention_mask = indexed.mask
         if handed is None and with_values is None and not _is_positions(attention_mask):
             if not torch.compiler.is_compiling():
                 require_hooked(module)
             if kwargs.get("indices") is not None and attention_mask is not None:
                 attention_mask = masked(attention_mask, kwargs.pop("indices"), key.shape[2])
+            if callable(kwargs.get("block_indices")):
+                build = kwargs.pop("block_indices")
+                attention_mask = build(attention_mask, key.shape[2], query.dtype, query.device)
             return _original(_own(module, original), module)(
                 *(module, query, key, value, attention_mask),
                 scaling=scaling,
@@ -62,7 +68,8 @@ def attention_over(original: str) -> AttentionFunction:
             )
             return absorbed.results(out), weights
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        chosen = kwargs.get("indices")
+        columns = kwargs.get("indices")
+        chosen = None if columns is None else columns[:, None]
         inputs = StepInputs(query, key, value, None, scale, softcap, sinks, chosen=chosen)
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         if (  # a decode step, where nothing else can be wrong
@@ -80,6 +87,7 @@ def attention_over(original: str) -> AttentionFunction:
         ):
             handed.taken = True
             inputs = inputs._replace(position=asked.position, until=asked.until)
+            inputs = inputs if indexed is None else indexed.step(inputs)
             return handed.layer.run(inputs).transpose(1, 2).contiguous(), None
         tagged = _require_tagged(module, handed, with_values, inputs, attention_mask)
         _require_supported(module, inputs, kwargs, _own(module, original))
@@ -113,6 +121,7 @@ def _parts(mask: Tensor) -> tuple[Tensor, Tensor | None]:
 def _stepped(handed: Handed, inputs: StepInputs, explicit: Attend | None, mask: Tensor) -> Tensor:
     """Run the step of the layer that tagged the keys, or a reading if the step was made already."""
     again, handed.taken = handed.taken, True
+    inputs = inputs if handed.indexed is None else handed.indexed.step(inputs)
     if again and torch.compiler.is_compiling():
         handed.reads += 1
         assert handed.traced is not None  # `_misused`

@@ -7,6 +7,7 @@ alone in its text attends only to itself, so its keys at two positions differ on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,7 +59,6 @@ def _applied(
     decoder: PreTrainedModel, rotaries: Sequence[Rotary | None] | None
 ) -> list[Rotary | None]:
     kinds = layer_kinds(decoder.config)
-    places = [kind.place for kind in kinds]
     tried: list[list[Rotary]] = (
         [_possible(decoder, kind.latent or 0) for kind in kinds]
         if rotaries is None
@@ -78,19 +78,40 @@ def _applied(
             f"{type(error).__name__}: {reason_of(error)}; {_REMEDY}"
         ) from error
     found: list[Rotary | None] = []
-    for place, some in zip(places, tried, strict=True):
-        assert place is not None
-        x, y = first[place], later[place]
-        turned = (one for one in some if _alike(one.turn(x, torch.tensor(_AT)), y))
-        rotary = next(turned, None)
+    for kind, some in zip(kinds, tried, strict=True):
+        assert kind.place is not None
+        x, y = first[kind.place], later[kind.place]
+        width = x.shape[-1] - kind.beside
+        rotary = _found(decoder, kind.place, some, x[..., :width], y[..., :width])
+        if kind.beside:
+            every = _possible(decoder, 0)
+            index = _found(decoder, kind.place, every, x[..., width:], y[..., width:])
+            if index is not None:
+                none = Rotary(torch.empty(0))
+                rotary = replace(rotary or none, beside=replace(index, first=width))
         found.append(rotary)
-        if rotary is None and not _alike(x, y):
-            raise UnsupportedError(
-                f"the keys of layer {place} of {decoder.config.model_type} depend on their "
-                "position in another way than by its rotary embedding, so kvkeep cannot move keys "
-                f"or predict queries; {_REMEDY}"
-            )
     return found
+
+
+def _found(
+    decoder: PreTrainedModel, place: int, some: Sequence[Rotary], x: Tensor, y: Tensor
+) -> Rotary | None:
+    """The rotary embedding, of `some`, that turns keys `x` of a layer to those at position `_AT`,
+    `y`; None: they are the same.
+
+    Raises:
+        UnsupportedError: none does.
+    """
+    by, width = torch.tensor(_AT), x.shape[-1]
+    fitting = (one for one in some if one.first + 2 * len(one.inv_freq) <= width)
+    rotary = next((one for one in fitting if _alike(one.turn(x, by), y)), None)
+    if rotary is None and not _alike(x, y):
+        raise UnsupportedError(
+            f"the keys of layer {place} of {decoder.config.model_type} depend on their position in "
+            "another way than by its rotary embedding, so kvkeep cannot move keys or predict "
+            f"queries; {_REMEDY}"
+        )
+    return rotary
 
 
 def _possible(decoder: PreTrainedModel, first: int) -> list[Rotary]:
@@ -110,18 +131,21 @@ def _possible(decoder: PreTrainedModel, first: int) -> list[Rotary]:
 
 
 def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
-    """The keys (1, H, 1, D) of a token at position `at`, by index of the layers that have keys."""
+    """The keys (1, H, 1, D) of slots of a token at position `at`, by index of the layers that have
+    keys."""
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
     with placed(place):
         decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
     kinds = kinds_of(decoder)
     layers: dict[int, Any] = dict(enumerate(cache.layers))
-    return {
-        place: to_slots(kinds, layer.keys, layer.values)[0]
-        for place, layer in layers.items()
-        if getattr(layer, "keys", None) is not None
-    }
+    found: dict[int, Tensor] = {}
+    for index, layer in layers.items():
+        if getattr(layer, "keys", None) is not None:
+            parts = [to_slots(kinds, layer.keys, layer.values)[0]]
+            parts += [x for kind in kinds if (x := kind.behind(layer)) is not None]
+            found[index] = torch.cat([x.expand(-1, parts[0].shape[1], -1, -1) for x in parts], -1)
+    return found
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:

@@ -19,8 +19,11 @@ from kvkeep.geometry import Geometry
 from kvkeep.hf.config import base_config, decoder_config, refused
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.biased import Biased
+from kvkeep.hf.kinds.blocks import Blocks
+from kvkeep.hf.kinds.compressed import Compressed
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
+from kvkeep.hf.kinds.looped import Looped
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
@@ -39,11 +42,14 @@ _KINDS: tuple[Kind, ...] = (
     Latent(),
     Indexed(),
     SharesChoice(),
+    Compressed(),
+    Blocks(),
     Recurrent(),
     Lightning(),
     Griffin(),
     StatesAlone(),
     Biased(),
+    Looped(),
     Local(),
 )
 
@@ -128,10 +134,11 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
     text = decoder_config(config)
     own = text.dtype
     dtype = own if isinstance(own, torch.dtype) else torch.get_default_dtype()
+    configs = text.per_layer_config
 
     def geometry(kind: LayerKind) -> Geometry:
         assert kind.place is not None  # `layer_kinds` has set it
-        layer = text.per_layer_config[kind.place]
+        layer = configs[min(kind.place, len(configs) - 1)]  # behind the last: its further runs
         if kind.latent is not None:
             width = kind.latent + int(layer.qk_rope_head_dim) + kind.beside
             return Geometry(1, 1, width, kind.latent, dtype)
@@ -140,6 +147,6 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
         query_heads = layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
-        return Geometry(1, heads // processes, width, width, dtype)
+        return Geometry(1, heads // processes, width + kind.beside, width, dtype)
 
     return [geometry(kind) for kind in layer_kinds(config)]

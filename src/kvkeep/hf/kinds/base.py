@@ -109,6 +109,11 @@ class Kind:
         """The inverse of `to_slots`."""
         return k, v
 
+    def behind(self, layer: Any) -> Tensor | None:
+        """What slots hold behind the keys that a layer of a transformers cache holds, (B, 1, n, D);
+        None: nothing."""
+        return None
+
     # -- an attached model ------------------------------------------------------------------
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:

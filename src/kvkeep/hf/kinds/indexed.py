@@ -1,4 +1,4 @@
-"""Latent attention to tokens that an index chooses for each query: DeepSeek V3.2, GLM-5 and others.
+"""Attention to tokens that an index chooses for each query: DeepSeek V3.2, GLM-5 and others.
 
 The index's key for a token lies in the token's slot, behind the key that attention reads. The
 model's own indexer scores these keys and chooses tokens. Its choice is passed on as positions,
@@ -20,13 +20,15 @@ from transformers import PreTrainedConfig
 from kvkeep.errors import SpecError
 from kvkeep.features import Feature, Lacks, unsupported
 from kvkeep.hf.cache_argument import cache_in
-from kvkeep.hf.handover import Handed
+from kvkeep.hf.handover import Handed, IndexPart
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.host import LayerKind
 from kvkeep.layer.sight import Sighted
 from kvkeep.spec import CacheSpec
 
-_INDEXED = "indexed_attention"
+_INDEXED = ("indexed_attention", "minimax_m3_sparse")
+_WIDTHS = ("index_head_dim", "indexer_head_dim")
+"""The names of the width of an index's keys."""
 _HAS = "has layers whose tokens an index chooses"
 _CHOICE = "prev_topk_indices"
 """The argument by which a layer hands its choice to layers that share it."""
@@ -43,7 +45,6 @@ class Indexed(Kind):
             Feature.EXPORTED,
             Feature.DRAFTED,
             Feature.REREAD,
-            Feature.MOVED,
             Feature.NARROWED,
             Feature.PAIRS,
         ),
@@ -60,23 +61,27 @@ class Indexed(Kind):
                 )
 
     def has(self, text: PreTrainedConfig) -> bool:
-        names = getattr(text, "layer_types", None) or ()
-        return _INDEXED in names and getattr(text, "kv_lora_rank", None) is not None
+        return not set(_INDEXED).isdisjoint(getattr(text, "layer_types", None) or ())
 
     def types(self, text: PreTrainedConfig) -> dict[str, LayerKind | None]:
-        return {_INDEXED: LayerKind(_INDEXED, None)} if self.has(text) else {}
+        return {name: LayerKind(name, None) for name in _INDEXED}
 
     def arranged(
         self, text: PreTrainedConfig, names: Sequence[str], layers: Sequence[LayerKind | None]
     ) -> Sequence[LayerKind | None]:
         """Layers that choose have the index's keys; others share their choice."""
         chooses = getattr(text, "indexer_types", None) or ["full"] * len(names)
+        width = next(int(x) for name in _WIDTHS if (x := getattr(text, name, None)))
         return [
-            replace(one, beside=int(text.index_head_dim))
-            if one is not None and name == _INDEXED and how == "full"
+            replace(one, beside=width)
+            if one is not None and name in _INDEXED and how == "full"
             else one
             for one, name, how in zip(layers, names, chooses, strict=True)
         ]
+
+    def behind(self, layer: Any) -> Tensor | None:
+        keys: Tensor | None = getattr(layer, "indexer_keys", None)
+        return getattr(layer, "idx_keys", None) if keys is None else keys[:, None]
 
     def handing(
         self, given: dict[str, Any], shared: tuple[Tensor, Tensor] | None
@@ -111,26 +116,22 @@ def _chosen(own: Any, *args: Any, **kwargs: Any) -> Tensor:
     if handed is None or handed.absorbed is None:
         return own(*args, **kwargs)  # type: ignore[no-any-return]
     sighted: Sighted = handed.layer.sighted(given["attention_mask"][:, 0])
-    index = _Index(handed, handed.absorbed.key, sighted.keys)
-    given |= {"attention_mask": sighted.visible, "cache": index}
+    index = _Index(handed, sighted.keys)
+    given |= {"attention_mask": sighted.visible[:, 0], "cache": index}
     columns = own(**given)
-    position = sighted.position.to(torch.int32)[:, None]
+    position = sighted.position.to(torch.int32)
     return position.expand(*columns.shape[:2], -1).gather(2, columns.long())
 
 
 class _Index(NamedTuple):
-    """The cache argument of an indexer. `slots`: keys of the new slots, (B, 1, n, D), whose tag is
-    `handed`; `past`: keys of earlier slots, (1|B, 1, S, D)."""
+    """The cache argument of an indexer. `handed`: the tag of the layer's new keys; `past`: keys of
+    earlier slots, (1|B, 1, S, D)."""
 
     handed: Handed
-    slots: Tensor
     past: Tensor | None
 
     def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
-        """Write new keys of the index, (B, n, D), to their slots, and return the keys of all
-        tokens."""
-        slots, width = self.slots, keys.shape[-1]
-        slots[..., -width:] = keys[:, None]
-        if self.handed.versions is not None:
-            self.handed.versions = slots._version, slots._version
+        """Record new keys of the index, (B, n, D), and return the keys of all tokens."""
+        self.handed.indexed = IndexPart(keys[:, None])
+        width = keys.shape[-1]
         return keys if self.past is None else torch.cat([self.past[:, 0, :, -width:], keys], dim=1)

@@ -67,13 +67,6 @@ class Latent(Kind):
         return v, k[..., v.shape[-1] :]
 
 
-def index_width(module: Any) -> int:
-    """The width of the key of a module's indexer, at the end of a slot's key; 0: the module has no
-    indexer."""
-    indexer = getattr(module, "indexer", None)
-    return 0 if indexer is None else int(indexer.head_dim)
-
-
 def absorbed(module: nn.Module) -> Handle | None:
     """Let a module of latent attention pass latents tagged by kvkeep to the attention function
     without projecting them; None: it is another module."""
@@ -90,22 +83,17 @@ def _handed_on(own: Any, module: nn.Module, latent: Tensor, rotated: Tensor) -> 
     if handed is None or not together:
         return own(latent, rotated)
     k, v = Latent().to_slots(latent, rotated)
-    beside = index_width(module)
-    if beside:
-        k = torch.nn.functional.pad(k, (0, beside))
-        v = k[..., : latent.shape[-1]]
     if handed.versions is not None and handed.versions == (latent._version, rotated._version):
         handed.versions = k._version, v._version
-    handed.absorbed = AbsorbedProjections(module, k)
+    handed.absorbed = AbsorbedProjections(module)
     k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
     return k, v
 
 
 class AbsorbedProjections(NamedTuple):
-    """The projections of a module's `kv_b_proj`, with its current weights. `key`: keys of slots."""
+    """The projections of a module's `kv_b_proj`, with its current weights."""
 
     module: Any
-    key: Tensor
 
     def queries(self, q: Tensor) -> Tensor:
         """See `Absorbed.queries`."""
@@ -113,9 +101,7 @@ class AbsorbedProjections(NamedTuple):
         width = own.qk_nope_head_dim
         plain, rotated = q[..., :width], q[..., width:]
         made = _by_head(plain.transpose(0, 1), self._weight(q)[:, :width])
-        made = torch.cat([made.transpose(0, 1), rotated], dim=-1)
-        beside = index_width(own)
-        return torch.nn.functional.pad(made, (0, beside)) if beside else made
+        return torch.cat([made.transpose(0, 1), rotated], dim=-1)
 
     def results(self, out: Tensor) -> Tensor:
         """See `Absorbed.results`."""
