@@ -13,6 +13,7 @@ from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, because, device_named, with_values
+from kvkeep_lab.bench.options import Append
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.timing import Timer, interleaved, median_ratio, timer_for
 
@@ -21,25 +22,8 @@ LAYOUTS = ("concat", "growing", "fixed")
 _BURST = 10
 
 
-def run(
-    tokens: Sequence[int] | None = None,
-    *,
-    device: str | None = None,
-    batches: Sequence[int] | None = None,
-    layouts: Sequence[str] | None = None,
-    turns: int = 10,
-    seconds: float | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Time one decode token on a layer that holds `tokens` tokens of 8 heads, 128 wide.
-
-    Args:
-        tokens: tokens held at the start. None: 256 to 4096 on the CPU, otherwise 512 to 131072.
-        device: device to measure on; None: CUDA if available. CUDA uses bfloat16 and 32 query
-            heads, the CPU float32 and 8.
-        batches: batch sizes. None: 1 on the CPU, otherwise 1, 8 and 32.
-        layouts: names from `LAYOUTS`. None: concat and growing on the CPU, otherwise all.
-        seconds: time limit; cases that have not started by then are skipped.
+def run(asked: Append, progress: Progress = silent) -> dict[str, Any]:
+    """Time one decode token on a layer that holds some tokens of 8 heads, 128 wide.
 
     Returns:
         `rows`, one per batch and entry of `tokens`: medians in microseconds, as called, of the
@@ -52,12 +36,14 @@ def run(
     Raises:
         ModelError: the device does not exist here.
     """
-    place = device_named(device)
+    place, turns = device_named(asked.device), asked.turns
     on_cpu = place.type == "cpu"
-    tokens = tokens or ((256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072))
-    batches = batches or ((1,) if on_cpu else (1, 8, 32))
-    layouts = layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
-    limits, rows = Limits(place, seconds), []
+    tokens = asked.tokens or (
+        (256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072)
+    )
+    batches = asked.batches or ((1,) if on_cpu else (1, 8, 32))
+    layouts = asked.layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
+    limits, rows = Limits(place, asked.seconds), []
     work = Work(progress, sum(batches) * sum(tokens))
     with torch.inference_mode():
         for batch in batches:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +15,15 @@ from torch import Tensor
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach
 from kvkeep.host import host_of
+from kvkeep.spec import parse_specs
 from kvkeep_lab.bench import continuous, http_client
+from kvkeep_lab.bench.device import device_named
+from kvkeep_lab.bench.options import Serve
+from kvkeep_lab.bench.random_model import model_named
 from kvkeep_lab.bench.sessions import BatchSession, OneByOne, read
 from kvkeep_lab.bench.systems import LLAMA_CPP, named, twin
-from kvkeep_lab.bench.workload import Request, Served, Session, serve
+from kvkeep_lab.bench.workload import Request, Served, Session, lengths, prompts, serve
+from kvkeep_lab.checks import require_known
 
 ALONE, COMPILED = "kvkeep alone", "kvkeep compiled"
 PADDED, CONTINUOUS = "transformers padded", "transformers generate_batch"
@@ -27,6 +33,22 @@ SERVER = "kvkeep serve"
 
 Run = Callable[[Sequence[Request], int], Served]
 """Serves requests, each with a number of new tokens."""
+
+
+@contextmanager
+def contenders_of(asked: Serve) -> Iterator[tuple[Contenders, dict[int, list[Tensor]]]]:
+    """The systems, and the prompts (n,) for each number of sequences."""
+    against, shared = asked.against or (), asked.shared_prefix
+    require_known("system", against, (*OTHERS, SERVER))
+    for spec in asked.specs:
+        parse_specs(spec)
+    model, tokenizer = model_named(asked.model, asked.dtype, device_named(asked.device))
+    sizes = {count: lengths(count, asked.shortest, asked.longest) for count in asked.sequences}
+    vocabulary = model.config.vocab_size
+    texts = {n: prompts(tokenizer, vocabulary, some, shared) for n, some in sizes.items()}
+    prefix = next(iter(texts.values()))[0][:shared] if shared else None
+    with TemporaryDirectory() as directory:
+        yield Contenders(model, tokenizer, asked.specs, against, Path(directory), prefix), texts
 
 
 class Contenders:

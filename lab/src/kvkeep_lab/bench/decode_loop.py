@@ -14,9 +14,7 @@ from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import base_config, decoder_config
-
-DYNAMIC, STATIC = "hf-dynamic", "hf-static"
-"""transformers' default cache, and its static one under `torch.compile(fullgraph=True)`."""
+from kvkeep_lab.bench.options import DYNAMIC, STATIC
 
 
 def new_cache(system: str, model: PreTrainedModel, capacity: int | None = None) -> Any:

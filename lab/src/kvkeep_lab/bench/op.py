@@ -12,10 +12,12 @@ from torch import Tensor
 from kvkeep.attention import Backend, Segment, View, attend, backends
 from kvkeep.codec import Codec, Plain, encoded_count
 from kvkeep.errors import SpecError
+from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.options import Op
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.rivals import ON_CPU, RIVALS, torch_sdpa
 from kvkeep_lab.bench.timing import Call, captured, interleaved, spread, timer_for
@@ -37,36 +39,11 @@ class _Found(NamedTuple):
     skipped: str | None = None
 
 
-def run(
-    *,
-    device: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    rows: int | None = None,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    queries: Sequence[int] = (1,),
-    lengths: Sequence[int] | None = None,
-    codecs: Sequence[str] | None = None,
-    masses: Sequence[bool] | None = None,
-    against: Sequence[str] | None = None,
-    turns: int = 10,
-    seconds: float | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     """Time `attend` on every backend that can run, and the attention of other libraries.
 
-    Args:
-        device: device to measure on; None: CUDA if available. The defaults below depend on it.
-        rows: batch size; None: 1 on the CPU, otherwise 8.
-        queries: new tokens in each call; lengths below a number of queries are left out for it.
-        lengths: tokens held; None: 256 to 32768 on the CPU, otherwise 2048 to 131072.
-        codecs: codec specs, each for keys and values or as a pair ("int8/int4"); all but "plain"
-            are timed only on the device's own backend. Of "kivi" some tokens are plain.
-            None: plain on the CPU, otherwise also int8, int4 and fp8.
-        masses: whether to compute the attention mass; None: no on the CPU, otherwise both.
-        against: names from `RIVALS`; None: torch's ways on the CPU, otherwise all.
-        seconds: time limit; cases that have not started by then are skipped.
+    All codecs but "plain" are timed only on the device's own backend. Of "kivi" some tokens are
+    plain. Lengths below a number of queries are left out for it.
 
     Returns:
         `rows`: for each system and length, and for each number of `queries` if several are given,
@@ -82,27 +59,30 @@ def run(
             not in 1 to the largest length.
         ModelError: the device does not exist here.
     """
-    place = device_named(device)
+    place, dtype, queries = device_named(asked.device), dtype_named(asked.dtype), asked.queries
     on_cpu = place.type == "cpu"
-    rows = rows or (1 if on_cpu else 8)
-    lengths = lengths or ((256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072))
-    codecs = codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
-    masses = masses or ((False,) if on_cpu else (False, True))
-    against = (ON_CPU if on_cpu else tuple(RIVALS)) if against is None else against
+    rows = asked.rows or (1 if on_cpu else 8)
+    longest = (256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072)
+    lengths = asked.lengths or longest
+    codecs = asked.codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
+    masses = (False, True) if asked.both_masses or not on_cpu else (False,)
+    if asked.mass is not None:
+        masses = (asked.mass,)
+    against = (ON_CPU if on_cpu else tuple(RIVALS)) if asked.against is None else asked.against
     require_known("attention", against, RIVALS)
     for n in queries:
         if not 1 <= n <= max(lengths):
             raise SpecError(f"{n} queries; give 1 to {max(lengths)}, the most tokens held")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
-    limits, table, rates = Limits(place, seconds), [], [bandwidth(place)]
+    limits, table, rates = Limits(place, asked.seconds), [], [bandwidth(place)]
     cases = [(n, length) for length in lengths for n in queries if n <= length]
     work = Work(progress, sum(length for _, length in cases))
     with torch.inference_mode():
         for n, length in cases:
             work.stage(f"{n} of {length} tokens", length)
             case = _Case(place, limits, specs, masses, against, dtype)
-            shape = (rows, heads, kv_heads, length, head_dim, n)
-            measured = case.measured(shape, turns, work)
+            shape = (rows, asked.heads, asked.kv_heads, length, asked.head_dim, n)
+            measured = case.measured(shape, asked.turns, work)
             if any(found.called for found in measured.values()):
                 rates.append(bandwidth(place))
             for system, found in measured.items():
@@ -117,7 +97,8 @@ def run(
     if not on_cpu:
         for row in table:
             row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
-    sizes: dict[str, Any] = {"B": rows, "Hq": heads, "H": kv_heads, "D": head_dim}
+    sizes: dict[str, Any] = {"B": rows, "Hq": asked.heads, "H": asked.kv_heads}
+    sizes["D"] = asked.head_dim
     sizes["n"] = queries[0] if len(queries) == 1 else ", ".join(map(str, queries))
     named = {"dtype": str(dtype).removeprefix("torch."), **sizes}
     return result("op", with_values(table), shape=named, **{name: rate})

@@ -25,56 +25,36 @@ from kvkeep.host import ModelCache, host_of
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep.store.identity import feed
+from kvkeep_lab.bench.options import Reuse
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 
 BLOCKS = "blocks:"
 MODES = (
-    "cold",
-    "prefix",
-    "disk",
-    "redis",
-    "blocks:0",
-    "blocks:boundary:32",
-    "blocks:0.15",
-    "blocks:all",
+    *("cold", "prefix", "disk", "redis"),
+    *("blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all"),
 )
 _QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
 
 
-def run(
-    model: str = "smollm2-135m",
-    *,
-    dtype: str = "float32",
-    documents: int = 6,
-    shortest: int = 500,
-    longest: int = 1000,
-    answer: int = 64,
-    modes: Sequence[str] = MODES,
-    redis: str | None = None,
-    turns: int = 3,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     """Prefill documents, in a new order each turn, followed by a question.
 
-    Args:
-        documents: number of documents, cut from real text, of `shortest` to `longest` tokens each.
-        answer: tokens of the greedy answer after a plain prefill, over which quality is measured.
-        modes: "cold" computes everything; "prefix", "disk" and "redis" find the documents stored in
-            this order, in memory or in a backend; "blocks:R" joins documents that were computed
-            separately, with `recompute=R`.
-        redis: URL of a server. None starts one for the run if redis-server is installed, and
-            otherwise leaves the mode out.
+    The documents are cut from real text, and quality is measured over the greedy answer after a
+    plain prefill. The mode "cold" computes everything; "prefix", "disk" and "redis" find the
+    documents stored in this order, in memory or in a backend; "blocks:R" joins documents that were
+    computed separately, with `recompute=R`. Without a `redis` server, one is started for the run if
+    redis-server is installed, and otherwise the mode is left out.
 
     Returns:
         `rows`: for each mode, medians over the turns of `ttft_s` and its `speedup` over cold; and,
         compared with the plain prefill, `kl` in nats, `top1`, the share of equal greedy choices,
         and `perplexity_ratio` of the answer.
     """
-    loaded, tokenizer = load(model, dtype, progress=progress)
+    loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
     attach(loaded)
     draw = random.Random(0)
-    lengths = [draw.randint(shortest, longest) for _ in range(documents)]
+    lengths = [draw.randint(asked.shortest, asked.longest) for _ in range(asked.documents)]
     text = tokens_of_text(tokenizer, sum(lengths))[0]
     texts = list(torch.split(text, lengths))
     question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
@@ -84,15 +64,15 @@ def run(
         folder = during.enter_context(TemporaryDirectory())
         during.enter_context(torch.inference_mode())
         backends: dict[str, Backend] = {"disk": Disk(folder)}
-        url = during.enter_context(_server(folder)) if redis is None else redis
+        url = during.enter_context(_server(folder)) if asked.redis is None else asked.redis
         if url is not None:
             backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
-        modes = [mode for mode in modes if mode != "redis" or mode in backends]
+        modes = [mode for mode in MODES if mode != "redis" or mode in backends]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-        work = Work(progress, turns)
-        for turn in range(turns):
+        work = Work(progress, asked.turns)
+        for turn in range(asked.turns):
             draw.shuffle(texts)
-            work.stage(f"order {turn + 1} of {turns}")
+            work.stage(f"order {turn + 1} of {asked.turns}")
             whole = torch.cat([*texts, question])
             memory = PrefixStore()
             memory.prefill(loaded, whole)
@@ -100,24 +80,20 @@ def run(
                 PrefixStore(backend=backend).prefill(loaded, whole)
             stores = {"prefix": memory, BLOCKS: blocks}
             reader = _Reader(loaded, texts, question, stores, backends)
-            said = reader.answer(answer)
+            said = reader.answer(asked.answer)
             reference = reader.judged("cold", said)
             for mode in modes:
                 quality = _against(reference, reader.judged(mode, said), said)
                 found[mode].append({"ttft_s": reader.seconds(mode)} | quality)
                 work.part(1 / len(modes))
-    rows: list[dict[str, Any]] = [
-        {"mode": mode} | {name: statistics.median(x[name] for x in times) for name in times[0]}
-        for mode, times in found.items()
-    ]
-    cold = next(row["ttft_s"] for row in rows if row["mode"] == "cold")
-    told = [
-        {"mode": row["mode"], "ttft_s": row["ttft_s"], "speedup": cold / row["ttft_s"]}
-        | {name: row[name] for name in ("kl", "top1", "perplexity_ratio")}
-        for row in rows
-    ]
+    cold = statistics.median(one["ttft_s"] for one in found["cold"])
+    rows = []
+    for mode, times in found.items():
+        of = {name: statistics.median(one[name] for one in times) for name in times[0]}
+        seconds = of.pop("ttft_s")
+        rows.append({"mode": mode, "ttft_s": seconds, "speedup": cold / seconds, **of})
     tokens = sum(lengths) + len(question)
-    return result("reuse", told, model=model, dtype=dtype, tokens=tokens)
+    return result("reuse", rows, **asked.some("model", "dtype"), tokens=tokens)
 
 
 class _Reader:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import SpecError
-from kvkeep.host.progress import Progress, Work, silent
-from kvkeep_lab.bench.contenders import COMPILED, UNIFIED
-from kvkeep_lab.bench.serve import ServeOptions
+from kvkeep.host.progress import Progress, Work
+from kvkeep_lab.bench.contenders import COMPILED, UNIFIED, contenders_of
+from kvkeep_lab.bench.options import Serve
 from kvkeep_lab.bench.systems import LLAMA_CPP
 from kvkeep_lab.bench.timing import Call, interleaved, spread
 from kvkeep_lab.bench.workload import Session, quantile
@@ -24,13 +24,11 @@ CHUNK = 256  # tokens of a prompt that a step reads, see `kvkeep.Batch`
 BURST = 4  # steps of a system before the next one's turn
 
 
-def cpu_time(asked: ServeOptions, *, turns: int = 5, progress: Progress = silent) -> dict[str, Any]:
+def cpu_time(asked: Serve, progress: Progress) -> dict[str, Any]:
     """Processor time of one step in which every sequence gets a token, on one thread.
 
-    All prompts are read before. Of the systems, kvkeep's batches and llama.cpp can be stepped.
-
-    Args:
-        turns: each system takes `turns` + 1 times 4 steps; the first four are not counted.
+    All prompts are read before. Of the systems, kvkeep's batches and llama.cpp can be stepped. Each
+    takes `repeats` + 1 times 4 steps; the first four are not counted.
 
     Returns:
         `rows`: `system`, `sequences`, `tokens_held` at the first step, and the median
@@ -41,11 +39,11 @@ def cpu_time(asked: ServeOptions, *, turns: int = 5, progress: Progress = silent
     """
     _require_steps(asked)
     rows = []
-    with _one_thread(), asked.contenders() as (contenders, texts):
+    with _one_thread(), contenders_of(asked) as (contenders, texts):
         work = Work(progress, 2 * len(contenders.names) * sum(texts))
         for count, ids in texts.items():
             with ExitStack() as during:
-                new = _reading(ids) + (turns + 1) * BURST + 1
+                new = _reading(ids) + (asked.repeats + 1) * BURST + 1
                 steps: dict[str, Call] = {}
                 for name in contenders.names:
                     work.stage(f"{count} sequences, {name} reads", count)
@@ -55,7 +53,7 @@ def cpu_time(asked: ServeOptions, *, turns: int = 5, progress: Progress = silent
                     steps[name] = session.step
                 work.stage(f"{count} sequences, steps", len(steps) * count)
                 found = interleaved(
-                    steps, turns=turns, burst=BURST, timer=_processor, tick=work.part
+                    steps, turns=asked.repeats, burst=BURST, timer=_processor, tick=work.part
                 )
                 rows += [
                     {"system": name, "sequences": count, "tokens_held": sum(map(len, ids))}
@@ -63,19 +61,14 @@ def cpu_time(asked: ServeOptions, *, turns: int = 5, progress: Progress = silent
                     | {"spread_ms": 1e3 * spread(seconds)}
                     for name, seconds in found.items()
                 ]
-    return asked.result(rows, measures="processor time")
+    return {"rows": rows, "measures": "processor time"}
 
 
-def interrupted(
-    asked: ServeOptions, tokens: int, *, repeats: int = 3, progress: Progress = silent
-) -> dict[str, Any]:
-    """The delay of running sequences while a long prompt is read beside them.
+def interrupted(asked: Serve, progress: Progress) -> dict[str, Any]:
+    """The delay of running sequences while a long prompt is read beside them, `repeats` times, each
+    after as many steps without it.
 
     All prompts are read before. Of the systems, kvkeep's batches and llama.cpp can be stepped.
-
-    Args:
-        tokens: of the long prompt.
-        repeats: how often it comes; before each time there are as many steps without it.
 
     Returns:
         `rows`: `system`, `sequences`, `prompt`; `gap_p95_s` and `gap_max_s`, between two tokens of
@@ -87,15 +80,16 @@ def interrupted(
         SpecError: a system that cannot be stepped, or a shared prefix; see also
             `kvkeep_lab.bench.serve.run`.
     """
-    if asked.shared:
+    tokens, repeats = asked.interrupt or 0, asked.repeats
+    if asked.shared_prefix:
         raise SpecError(
-            f"a shared prefix of {asked.shared} tokens: the long prompt would begin with it too, "
-            "and not be read whole; leave it out"
+            f"a shared prefix of {asked.shared_prefix} tokens: the long prompt would begin with it "
+            "too, and not be read whole; leave it out"
         )
     _require_steps(asked)
     rows = []
     chunks = math.ceil(tokens / CHUNK) + 1
-    with asked.contenders() as (contenders, texts):
+    with contenders_of(asked) as (contenders, texts):
         work = Work(progress, (1 + repeats) * len(contenders.names) * sum(texts))
         for count, ids in texts.items():
             whole = torch.cat(ids)
@@ -123,7 +117,7 @@ def interrupted(
                     | {"chunk_p95_s": quantile(alone[name], 0.95)}
                     for name in sessions
                 ]
-    return asked.result(rows, measures="delay")
+    return {"rows": rows, "measures": "delay"}
 
 
 class _Gaps:
@@ -189,8 +183,8 @@ def _reading(ids: Sequence[Tensor]) -> int:
     return sum(len(one) // CHUNK + 2 for one in ids)
 
 
-def _require_steps(asked: ServeOptions) -> None:
-    for name in asked.against:
+def _require_steps(asked: Serve) -> None:
+    for name in asked.against or ():
         if name not in (COMPILED, LLAMA_CPP, UNIFIED):
             raise SpecError(
                 f"the steps of {name!r} cannot be measured, only kvkeep's and llama.cpp's"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.host import host_of
 from kvkeep.host.compress import compress, compresses
-from kvkeep_lab.bench.decode_loop import DYNAMIC, STATIC, bytes_per_token, filled_from, new_cache
-from kvkeep_lab.bench.random_model import fill
+from kvkeep.host.registry import require_host
+from kvkeep.spec import parse_specs
+from kvkeep_lab.bench.decode_loop import bytes_per_token, filled_from, new_cache
+from kvkeep_lab.bench.options import DYNAMIC, SPEC, STATIC, Decode
+from kvkeep_lab.bench.random_model import RANDOM, fill
+from kvkeep_lab.checks import require_known
 
 Feed = Callable[[Tensor], Tensor | None]
 """Feeds one token (1, 1) and returns the logits (1, V), or None if the system does not expose
 them."""
 
-KVKEEP, SPEC = "kvkeep", "keep_all"
+KVKEEP = "kvkeep"
 LLAMA_CPP, LITGPT = "llama.cpp", "litgpt"
 OTHERS = (DYNAMIC, STATIC, LLAMA_CPP)
 PLAIN, EAGER, FUSED, GRAPH, COMPILED = "default", "eager", "compile", "graph", "compiled"
@@ -60,15 +67,77 @@ def twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
-class Systems:
-    """The systems to measure. `hold` sets the content of all caches created after it.
+def chosen(asked: Decode, place: torch.device) -> Decode:
+    """Options with the ways and the other systems to measure, with the defaults of a host and a
+    device; raises for what cannot be measured."""
+    require_host(asked.host)
+    on_cpu = place.type == "cpu"
+    known: tuple[Sequence[str], Sequence[str]] = WAYS, OTHERS
+    default: tuple[Sequence[str], Sequence[str]]
+    if asked.host == LITGPT:
+        known = (PLAIN, EAGER), (LITGPT,)
+        default = known if on_cpu else ((PLAIN,), (LITGPT,))
+    elif on_cpu:
+        default = (PLAIN, FUSED), (DYNAMIC,)
+    else:
+        default = (PLAIN, GRAPH, COMPILED), OTHERS[:2]
+    ways = asked.ways or default[0]
+    against = default[1] if asked.against is None else asked.against
+    require_known("system", against, known[1])
+    require_known("way", ways, known[0])
+    for spec in asked.specs:
+        parse_specs(spec)
+    reading = [name for name in (asked.host, *against) if name in (LITGPT, LLAMA_CPP)]
+    if asked.model in RANDOM and reading:
+        raise UnsupportedError(
+            f"{reading[0]} needs a prompt, but {asked.model} has no tokenizer; leave out one of "
+            "them"
+        )
+    if asked.weights is not None and asked.host == LITGPT:
+        raise UnsupportedError("weights are quantised with transformers only; leave out litgpt")
+    return replace(asked, ways=ways, against=against)
+
+
+class BaseSystems(ABC):
+    """The systems to measure in one library. `hold` sets the content of all caches created after
+    it."""
+
+    lead: str
+    """The system whose logits and tokens the others are compared with, where it is measured."""
+
+    def __init__(self, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]) -> None:
+        self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
+        self.names = (*self._ours, *against)
+
+    def hold(self, tokens: int, ids: Tensor | None, room: int) -> None:
+        """Set the content of the next caches: the first `tokens` of ids (1, tokens + 1), whose last
+        id is fed in each step, or random keys and values without ids. `room` is the capacity in
+        tokens."""
+        self._held, self._ids, self._room = tokens, ids, room
+        self.token = torch.ones(1, 1, dtype=torch.int64) if ids is None else ids[:, -1:]
+
+    def seconds_of(self, name: str) -> float:
+        """An upper estimate of the seconds that a system's first steps take."""
+        return 0.0
+
+    @abstractmethod
+    def bytes_of(self, context: int) -> int:
+        """Bytes that a system needs in addition."""
+
+    @abstractmethod
+    def feed(self, name: str) -> Feed:
+        """A function that feeds a token to a system whose cache is filled. Create all feeds before
+        using any: other caches may be copied from the cache of `SPEC`."""
+
+
+class Systems(BaseSystems):
+    """transformers' caches, kvkeep's and llama.cpp's.
 
     Args:
         directory: directory for llama.cpp's file.
     """
 
     lead = DYNAMIC
-    """The system whose logits and tokens the others are compared with, where it is measured."""
 
     def __init__(
         self,
@@ -78,15 +147,13 @@ class Systems:
         against: Sequence[str],
         directory: Path,
     ) -> None:
+        super().__init__(specs, ways, against)
         plain, static, eager, fused = (twin(model) for _ in range(4))
         attach(model, compile=False)
         attach(eager, linears=False, compile=False)
         attach(fused, compile=FUSED in ways)
         self._ways = {PLAIN: model, EAGER: eager, FUSED: fused}
         self.kvkeep, self.directory = model, directory
-        self._any = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
-        self.names = (*self._ours, *against)
         # Each context and each system compiles the same function again.
         torch._dynamo.config.recompile_limit = 64
         mode = "reduce-overhead" if model.device.type == "cuda" else None
@@ -96,25 +163,22 @@ class Systems:
         }
 
     def hold(self, tokens: int, ids: Tensor | None, room: int) -> None:
-        """Set the content of the next caches: the first `tokens` of ids (1, tokens + 1), whose last
-        id is fed in each step, or random keys and values without ids. `room` is the capacity in
-        tokens."""
-        self._held, self._ids, self._room = tokens, ids, room
+        """See `BaseSystems`."""
+        super().hold(tokens, ids, room)
         self._full: Any = None
-        self.token = self._any if ids is None else ids[:, -1:]
+        self.token = self.token.to(self.kvkeep.device)
 
     def seconds_of(self, name: str) -> float:
-        """An upper estimate of the seconds that a system's first steps take."""
+        """See `BaseSystems`."""
         way = self._ours[name][1] if name in self._ours else name
         return _COMPILING if way in (FUSED, COMPILED, STATIC) else 0.0
 
     def bytes_of(self, context: int) -> int:
-        """Bytes that a system needs in addition: its slots, and a copy of them."""
+        """The slots, and a copy of them."""
         return 2 * context * bytes_per_token(self.kvkeep)
 
     def feed(self, name: str) -> Feed:
-        """A function that feeds a token to a system whose cache is filled. Create all feeds before
-        using any: other caches may be copied from the cache of `SPEC`."""
+        """See `BaseSystems`."""
         if name == LLAMA_CPP:
             return self._llama_cpp()
         if name in self._transformers:

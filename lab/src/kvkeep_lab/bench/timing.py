@@ -116,6 +116,12 @@ def interleaved(
     return seconds
 
 
+def medians_of(systems: Mapping[System, Call], **options: Any) -> dict[System, float]:
+    """The median seconds of each call, as `interleaved` measures them."""
+    found = interleaved(systems, **options)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
 def spread(seconds: list[float]) -> float:
     """The interquartile range."""
     quarters = statistics.quantiles(seconds, n=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -13,14 +12,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
+from kvkeep_lab.bench.options import LONGEST, SHORTEST
 from kvkeep_lab.bench.text import tokens_of_text
-
-SHORTEST, LONGEST = 200, 1400
-"""Tokens of the shortest and the longest prompts."""
 
 _SKEW = 19 / 13
 """Exponent that gives 16 prompts between `SHORTEST` and `LONGEST` 11,000 tokens in all."""
@@ -89,11 +87,6 @@ def prompts(tokenizer: Any, vocabulary: int, sizes: Sequence[int], shared: int =
         text = tokens_of_text(tokenizer, count)[0]
     prefix, *own = torch.split(text, [shared, *sizes])
     return [torch.cat([prefix, ids]) for ids in own]
-
-
-def at_once(ids: Sequence[Tensor]) -> list[Request]:
-    """Requests that all arrive in second 0."""
-    return [Request(one) for one in ids]
 
 
 def poisson(ids: Sequence[Tensor], rate: float) -> list[Request]:
@@ -206,8 +199,7 @@ def _decode_rate(served: Served) -> float | None:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The least of the values that at least `share` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[math.ceil(share * len(ordered)) - 1]
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def agreement(served: Served, other: Served) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,20 +19,27 @@ from kvkeep.cli.output import (
     titled,
 )
 from kvkeep.cli.progress import Working
+from kvkeep_lab.cli.options import with_options
+from kvkeep_lab.options import option, text_file
 
 
+@dataclass(frozen=True)
+class Calibrate:
+    """What `kvkeep_lab.calibrate` takes."""
+
+    text_file: Path | None = text_file("Calibrate with this UTF-8 text.")
+    count: int = option(24, "Excerpts to read.", name="--texts", min=2)
+    length: int = option(4096, "Tokens of each excerpt.", min=64)
+    hidden: int = option(32, "Units of each head's network.", min=1)
+    steps: int = option(600, "Training steps for each layer.", min=1)
+
+
+@with_options(Calibrate)
 def calibrate(
+    asked: Calibrate,
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the scorer.")],
     model: ModelName = None,
     adapter: AdapterName = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Calibrate with this UTF-8 text."),
-    ] = None,
-    texts: Annotated[int, typer.Option(min=2, help="Excerpts to read.")] = 24,
-    length: Annotated[int, typer.Option(min=64, help="Tokens of each excerpt.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="Units of each head's network.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps for each layer.")] = 600,
     dtype: ModelDtype = "auto",
     json: JsonFlag = False,
 ) -> None:
@@ -45,17 +53,7 @@ def calibrate(
         from kvkeep_lab.calibration.run import calibrate as run
 
         loaded, tokenizer = load_model(model, dtype, progress=working, adapter=adapter)
-        found = run(
-            loaded,
-            tokenizer,
-            out,
-            text_file=text,
-            count=texts,
-            length=length,
-            hidden=hidden,
-            steps=steps,
-            progress=working,
-        )
+        found = run(loaded, tokenizer, out, **vars(asked), progress=working)
     title = (
         f"{titled(model, adapter)}: {found['file']}, {found['bytes'] / 2**20:.2f} MiB, after "
         f"{found['tokens']:,} tokens and {found['seconds']:.0f} s"

@@ -3,123 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from json import loads
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from kvkeep.cli.complete import one_of, several_of
-from kvkeep.cli.complete import specs as completed
 from kvkeep.cli.output import (
     AdapterName,
     JsonFlag,
     ModelDtype,
     ModelName,
-    listed,
     model_for,
     print_json,
     print_table,
     say,
     titled,
-    whole_numbers,
 )
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.html import HtmlFile, check_html
+from kvkeep_lab.cli.options import with_options
 from kvkeep_lab.cli.plot import PlotFile, plot_tradeoff
 from kvkeep_lab.evals.names import PRESSES, TASKS
+from kvkeep_lab.options import names, numbers, option, spec_list, text_file
 
 AGAINST = ("kvpress", "llama.cpp")
-DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What `kvkeep_lab.evals.run.run` takes from a command line."""
+
+    model: ModelName = None
+    adapter: AdapterName = None
+    specs: Sequence[str] = spec_list(
+        ("keep_all", "keep_all+int8", "keep_all+int8/int4", "window:512,sinks=4"),
+        "Specs to compare with keep_all, separated by semicolons.",
+    )
+    dtype: ModelDtype = "auto"
+    context: Sequence[int] = numbers(
+        (2000,), "Tokens fed before the continuation, comma-separated."
+    )
+    continuation: int = option(256, "Tokens predicted.", min=1)
+    windows: int = option(1, "Excerpts of the text to average over.", min=1)
+    chunk: int | None = option(None, "Feed the context in chunks of this many tokens.", min=1)
+    text_file: Path | None = text_file()
+    tasks: Sequence[str] = names(
+        ("needle",),
+        "Groups of tasks (ruler, longbench, helmet, or all of them: all) or single ones (needle, "
+        "qa, reranking, ...), comma-separated.",
+        values=TASKS,
+    )
+    samples: int = option(5, "Prompts of each task for each window; each is a prefill.", min=1)
+    late_question: bool = option(False, "Ask only when the text has been read.", flag=True)
+    samples_file: Path | None = option(
+        None, "Write each answer to this file when it is known: JSON Lines.", dir_okay=False
+    )
+    overwrite: bool = option(False, "Replace a --samples-file that exists.", flag=True)
+
+
+@dataclass(frozen=True)
+class Eval(Settings):
+    """All options."""
+
+    retrieval: bool = option(
+        True, "Without it no task is tested.", name="--retrieval/--no-retrieval"
+    )
+    against: str | None = option(
+        None,
+        "kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: its caches "
+        "in 8, 5 and 4 bits.",
+        values=AGAINST,
+    )
+    kvpress: Path | None = option(None, "The directory that --setup-kvpress made.")
+    presses: Sequence[str] = names(
+        PRESSES,
+        "Presses of kvpress, comma-separated; default: all.",
+        values=PRESSES,
+        show_default=False,
+    )
+    kept: float = option(0.25, "Share of the keys and values that presses keep.")
+    setup_kvpress: Path | None = option(
+        None, "Make an environment with kvpress in this directory, and stop."
+    )
+    recorded: list[Path] | None = option(
+        None,
+        "Draw what earlier runs printed with --json, by --plot or --html, and stop; repeatable.",
+        exists=True,
+        dir_okay=False,
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """What `kvkeep_lab.evals.run.run` takes, and what it compares kvkeep with.
+
+        Raises:
+            BadParameter: options do not fit together.
+        """
+        if self.against not in (None, *AGAINST):
+            raise typer.BadParameter(f"--against {self.against}: there is {' and '.join(AGAINST)}")
+        if self.against == "kvpress" and self.kvpress is None:
+            raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
+        tasks = self.tasks if self.retrieval else []
+        if self.samples_file is not None and not tasks:
+            raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
+        from kvkeep_lab.evals.kvpress import Kvpress
+        from kvkeep_lab.evals.llama_cpp import LlamaCpp
+
+        other: Any = LlamaCpp() if self.against else None
+        if self.against == "kvpress" and self.kvpress is not None:
+            other = Kvpress(self.kvpress, self.presses, self.kept)
+        given = {one.name: getattr(self, one.name) for one in fields(Settings)}
+        model = model_for(self.model, self.adapter)
+        return {**given, "model": model, "tasks": tasks, "against": other}
+
+
+@with_options(Eval)
 def evaluate(
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    specs: Annotated[
-        str,
-        typer.Option(
-            help="Specs to compare with keep_all, separated by semicolons.",
-            autocompletion=completed,
-        ),
-    ] = DEFAULT_SPECS,
-    dtype: ModelDtype = "auto",
-    context: Annotated[
-        str, typer.Option(help="Tokens fed before the continuation, comma-separated.")
-    ] = "2000",
-    continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Excerpts of the text to average over.")] = 1,
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the context in chunks of this many tokens.")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Use this UTF-8 text instead."),
-    ] = None,
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="Groups of tasks (ruler, longbench, helmet, or all of them: all) or single ones "
-            "(needle, qa, reranking, ...), comma-separated.",
-            autocompletion=several_of(*TASKS),
-        ),
-    ] = "needle",
-    samples: Annotated[
-        int, typer.Option(min=1, help="Prompts of each task for each window; each is a prefill.")
-    ] = 5,
-    retrieval: Annotated[
-        bool, typer.Option("--retrieval/--no-retrieval", help="Without it no task is tested.")
-    ] = True,
-    late_question: Annotated[
-        bool,
-        typer.Option("--late-question", help="Ask only when the text has been read."),
-    ] = False,
-    samples_file: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, help="Write each answer to this file when it is known: JSON Lines."
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a --samples-file that exists.")
-    ] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: "
-            "its caches in 8, 5 and 4 bits.",
-            autocompletion=one_of(*AGAINST),
-        ),
-    ] = None,
-    kvpress: Annotated[
-        Path | None, typer.Option(help="The directory that --setup-kvpress made.")
-    ] = None,
-    presses: Annotated[
-        str | None,
-        typer.Option(
-            help="Presses of kvpress, comma-separated; default: all.",
-            autocompletion=several_of(*PRESSES),
-        ),
-    ] = None,
-    kept: Annotated[
-        float, typer.Option(help="Share of the keys and values that presses keep.")
-    ] = 0.25,
-    setup_kvpress: Annotated[
-        Path | None,
-        typer.Option(help="Make an environment with kvpress in this directory, and stop."),
-    ] = None,
-    recorded: Annotated[
-        list[Path] | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="Draw what earlier runs printed with --json, by --plot or --html, and stop; "
-            "repeatable.",
-        ),
-    ] = None,
-    plot: PlotFile = None,
-    html: HtmlFile = None,
-    json: JsonFlag = False,
+    asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: JsonFlag = False
 ) -> None:
     """Compare cache specs with the full cache on a text, and by tasks such as finding numbers.
 
@@ -127,63 +128,32 @@ def evaluate(
     true continuation one token at a time.
     """
     check_html(html)
-    if setup_kvpress is not None:
+    if asked.setup_kvpress is not None:
         with Working("kvpress") as working:
             from kvkeep_lab.evals.kvpress import install
 
-            install(setup_kvpress, working)
-        typer.echo(setup_kvpress)
+            install(asked.setup_kvpress, working)
+        typer.echo(asked.setup_kvpress)
         return
-    if recorded:
+    if asked.recorded:
         if plot is None and html is None:
             raise typer.BadParameter("--recorded needs --plot FILE or --html FILE to draw")
-        _draw("Quality over the bytes held", *_recorded(recorded), plot, html)
+        _draw("Quality over the bytes held", *_recorded(asked.recorded), plot, html)
         return
-    if against not in (None, *AGAINST):
-        raise typer.BadParameter(f"--against {against}: there is {' and '.join(AGAINST)}")
-    if against == "kvpress" and kvpress is None:
-        raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
-    if samples_file is not None and not (retrieval and listed(tasks, ",")):
-        raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
-    model = model_for(model, adapter)
-    contexts = whole_numbers(context, "--context")
     with Working("starting") as working:
+        settings = asked.settings()
         from kvkeep.environment import environment
-        from kvkeep.spec import split_specs
-        from kvkeep_lab.evals.kvpress import Kvpress
-        from kvkeep_lab.evals.llama_cpp import LlamaCpp
         from kvkeep_lab.evals.run import run
         from kvkeep_lab.evals.tradeoff import rows_of
 
-        some = PRESSES if presses is None else listed(presses, ",")
-        other: Kvpress | LlamaCpp | None = LlamaCpp() if against == "llama.cpp" else None
-        if against == "kvpress" and kvpress is not None:
-            other = Kvpress(kvpress, some, kept)
-        result = run(
-            model,
-            adapter=adapter,
-            dtype=dtype,
-            context=contexts,
-            continuation=continuation,
-            specs=split_specs(specs),
-            windows=windows,
-            chunk=chunk,
-            text_file=text,
-            tasks=listed(tasks, ",") if retrieval else [],
-            samples=samples,
-            late_question=late_question,
-            samples_file=samples_file,
-            overwrite=overwrite,
-            against=other,
-            progress=working,
-        )
-        result["environment"] = environment()
+        result = run(**settings, progress=working) | {"environment": environment()}
     for one in result["skipped"]:
         say(f"skipped {one['task']}: {one['reason']}", err=True)
     for row in result.get("against", []):
         if "failed" in row:
             say(f"{row['spec']} failed: {row['failed']}", err=True)
-    title = f"{titled(model, adapter)}, {dtype}, {windows * continuation:,} tokens predicted"
+    predicted = f"{asked.windows * asked.continuation:,} tokens predicted"
+    title = f"{titled(settings['model'], asked.adapter)}, {asked.dtype}, {predicted}"
     shown = rows_of(result)
     every = list(dict.fromkeys(task for row in shown for task in row["tasks"]))
     print_table(title, [_columns(row, every) for row in shown], stderr=json)

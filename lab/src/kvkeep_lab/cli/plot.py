@@ -91,6 +91,17 @@ def plot(
     figure.savefig(file)
 
 
+def plot_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a plot: the text columns joined to one name, and the numeric columns."""
+    found = []
+    for row in (row for row in rows if not row.get("skipped")):
+        named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
+        named += [name for name in ("mass", "chunked") if row.get(name)]
+        figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
+        found.append(({"system": " ".join(named)} if named else {}) | figures)
+    return found or rows
+
+
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw each spec's loss (divergence, and accuracy of tasks or else perplexity) over the
     bytes it holds, with intervals of 95 %: a labelled point for each row and a colour for each

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,48 +21,43 @@ from kvkeep.cli.output import (
     titled,
 )
 from kvkeep.cli.progress import Working
+from kvkeep_lab.cli.options import with_options
+from kvkeep_lab.options import option, spec_list, text_file
 
 
+@dataclass(frozen=True)
+class Recommend:
+    """What `kvkeep_lab.evals.recommended.recommend` takes."""
+
+    model: ModelName = None
+    adapter: AdapterName = None
+    specs: Sequence[str] = spec_list(
+        (), "Try these specs, separated by semicolons, in place of kvkeep's list."
+    )
+    dtype: ModelDtype = "auto"
+    context: int = option(2000, "Tokens fed before the continuation.", min=1)
+    continuation: int = option(64, "Tokens predicted.", min=1)
+    windows: int = option(10, "Places of the text.", min=1)
+    text_file: Path | None = text_file()
+
+
+@with_options(Recommend)
 def recommend(
-    model: ModelName = None,
-    adapter: AdapterName = None,
+    asked: Recommend,
     budget: Annotated[
         str, typer.Option("--bytes", help="Most bytes, as a share of the full cache's.")
     ] = "25%",
-    specs: Annotated[
-        str | None,
-        typer.Option(help="Try these specs, separated by semicolons, in place of kvkeep's list."),
-    ] = None,
-    dtype: ModelDtype = "auto",
-    context: Annotated[int, typer.Option(min=1, help="Tokens fed before the continuation.")] = 2000,
-    continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 64,
-    windows: Annotated[int, typer.Option(min=1, help="Places of the text.")] = 10,
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Use this UTF-8 text instead."),
-    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Try cache specs on a model and a text, and show which lose least for the bytes they hold."""
-    share = _share(budget)
-    model = model_for(model, adapter)
+    share, model = _share(budget), model_for(asked.model, asked.adapter)
     with Working("starting") as working:
-        from kvkeep.spec import split_specs
         from kvkeep_lab.evals.recommended import recommend as tried
 
-        result = tried(
-            model,
-            specs=() if specs is None else split_specs(specs),
-            adapter=adapter,
-            dtype=dtype,
-            context=context,
-            continuation=continuation,
-            windows=windows,
-            text_file=text,
-            progress=working,
-        )
+        result = tried(**vars(replace(asked, model=model)), progress=working)
     full, rows = result["baseline"][0]["bytes"], result["front"]
-    title = f"{titled(model, adapter)}, {dtype}, {windows} places of {continuation} tokens"
+    places = f"{asked.windows} places of {asked.continuation} tokens"
+    title = f"{titled(model, asked.adapter)}, {asked.dtype}, {places}"
     print_table(title, [_columns(row, full) for row in rows], stderr=json)
     within = [row for row in rows if row["bytes"] <= share * full]
     if within:
