@@ -143,7 +143,7 @@ def test_op_in_graphs(monkeypatch):
         return call
 
     monkeypatch.setattr(op, "captured", capture)
-    case = op._Case(torch.device("cuda"), Limits(CPU), {}, (), (), torch.float32)
+    case = op._Case(Limits(torch.device("cuda")), {}, (), torch.float32)
     calls = {"a": list, "b": dict}
     case._found = {name: op._Found(error=0.0) for name in calls}
     assert case._replays(calls) == {"a": list}

@@ -22,9 +22,9 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
-def numbers(default: Any, help: str, least: int = 1) -> Any:
+def numbers(default: Any, help: str, least: int = 1, **more: Any) -> Any:
     """A field of whole numbers of at least `least`."""
-    return option(default, help, separator=",", least=least)
+    return option(default, help, separator=",", least=least, **more)
 
 
 def names(default: Any, help: str, **more: Any) -> Any:

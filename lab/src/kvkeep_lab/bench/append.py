@@ -52,18 +52,16 @@ def run(asked: Append, progress: Progress = silent) -> dict[str, Any]:
                 work.stage(f"{held} tokens{several}", batch * held)
                 row = {"tokens": held} | ({"rows": batch} if len(batches) > 1 else {})
                 rows.append(row | _Case(place, batch, held).row(layouts, turns, limits, work))
-    dtype = str(_dtype(place)).removeprefix("torch.")
-    sizes = {"Hq": _query_heads(place), "H": HEADS, "D": DIM}
-    named = {"dtype": dtype, "B": batches[0] if len(batches) == 1 else list(batches), **sizes}
+    dtype, heads = _like(place)
+    sizes = {"Hq": heads, "H": HEADS, "D": DIM}
+    rows_of = batches[0] if len(batches) == 1 else list(batches)
+    named = {"dtype": str(dtype).removeprefix("torch."), "B": rows_of, **sizes}
     return result("append", with_values(rows), shape=named, turns=turns)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def _query_heads(device: torch.device) -> int:
-    return HEADS if device.type == "cpu" else 4 * HEADS
+def _like(device: torch.device) -> tuple[torch.dtype, int]:
+    """The dtype, and the number of query heads."""
+    return (torch.float32, HEADS) if device.type == "cpu" else (torch.bfloat16, 4 * HEADS)
 
 
 class _Case:
@@ -75,7 +73,7 @@ class _Case:
     def row(self, layouts: Sequence[str], turns: int, limits: Limits, work: Work) -> dict[str, Any]:
         """The measurements, or the reason why the case was skipped."""
         try:
-            slots = 2 * self.batch * self.held * HEADS * DIM * _dtype(self.device).itemsize
+            slots = 2 * self.batch * self.held * HEADS * DIM * _like(self.device)[0].itemsize
             # Slots of each layout, spare slots, and the copies that concatenation and growth make.
             skipped = limits.refuse((len(layouts) + 2) * slots)
             return {"skipped": skipped} if skipped else self._figures(layouts, turns, work)
@@ -87,6 +85,10 @@ class _Case:
     def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
         row: dict[str, Any] = {}
         timers = {"": timer_for(self.device)}
+
+        def tick(share: float) -> None:
+            work.part(share / (2 * len(timers)))
+
         if self.device.type == "cuda":
             timers["_device"] = timer_for(self.device, queued=True)
         growth = self._growth(timers[""]) if "growing" in layouts else 0.0
@@ -94,13 +96,8 @@ class _Case:
         for what in ("update", "step"):
             for how, timer in timers.items():
                 calls = {n: self._call(what, layer) for n, layer in layers.items()}
-                found = interleaved(
-                    calls,
-                    turns=turns,
-                    burst=_BURST,
-                    timer=timer,
-                    tick=lambda share: work.part(share / (2 * len(timers))),
-                )
+                options: dict[str, Any] = {"turns": turns, "burst": _BURST, "tick": tick}
+                found = interleaved(calls, timer=timer, **options)
                 for layer in layers.values():
                     layer.crop(self.held - layer.fed)
                 for name in layouts:
@@ -112,7 +109,7 @@ class _Case:
             costs = {name: row[f"{name}_step{how}_us"] for name in layouts}
             if "growing" in costs:
                 costs["growing"] += row["growth_us"]
-            row[f"{how.removeprefix('_')}_winner".lstrip("_")] = min(costs, key=costs.__getitem__)
+            row[f"{how}_winner".lstrip("_")] = min(costs, key=costs.__getitem__)
         return row
 
     def _growth(self, timer: Timer) -> float:
@@ -139,15 +136,13 @@ class _Case:
 
     def _random(self, tokens: int, heads: int = HEADS) -> Tensor:
         shape = (self.batch, heads, tokens, DIM)
-        return torch.randn(shape, dtype=_dtype(self.device), device=self.device)
+        return torch.randn(shape, dtype=_like(self.device)[0], device=self.device)
 
     def _call(self, what: str, layer: LayerCache) -> Callable[[], object]:
-        q, k, v = self._random(1, _query_heads(self.device)), self._random(1), self._random(1)
+        q, k, v = self._random(1, _like(self.device)[1]), self._random(1), self._random(1)
 
         def update() -> None:
             layer.extend(k, v)
             layer.settle()
 
-        if what == "update":
-            return update
-        return lambda: layer.step(q, k, v, scale=DIM**-0.5)
+        return update if what == "update" else lambda: layer.step(q, k, v, scale=DIM**-0.5)

@@ -39,6 +39,8 @@ TOLERANCE = 0.1
 """Largest difference from DynamicCache's logits, relative to their norm, that different rounding to
 bfloat16 can explain; also the largest difference of tied logits, in standard deviations."""
 
+_EMPTY = dict.fromkeys(("median_ms", "spread_ms", "agrees", "error", "skipped"))
+
 STEPS_COMPARED = 6  # enough that a CUDA graph replays the last ones
 
 
@@ -88,7 +90,7 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
     if table.alive:
         rates.append(bandwidth(place))
     rate = statistics.median(rate for _, rate in rates)
-    found = with_values(table.rows)
+    found = with_values([*table.rows.values()])
     return result(
         "decode",
         found,
@@ -122,10 +124,9 @@ class _Table:
 
     def __init__(self, limits: Limits, turns: int, burst: int) -> None:
         self.limits, self.turns, self.burst = limits, turns, burst
-        self.rows: list[dict[str, Any]] = []
         self.alive = True
         self._steps: dict[tuple[str, int], Callable[[], object]] = {}
-        self._by_step: dict[tuple[str, int], dict[str, Any]] = {}
+        self.rows: dict[tuple[str, int], dict[str, Any]] = {}  # by system and context
 
     def prepare(self, systems: BaseSystems, context: int, ids: Tensor | None) -> None:
         """Add a row for each system at a context, and prepare its steps if it can run."""
@@ -134,36 +135,35 @@ class _Table:
         feeds: dict[str, Feed] = {}
         logits: dict[str, list[Tensor]] = {}
         for name in systems.names:
-            row = self._by_step[name, context] = _row(name, context)
-            self.rows.append(row)
+            row = self.rows[name, context] = {**labels(name), "context": context, **_EMPTY}
             if self._allows(row, systems.bytes_of(context)):
                 with self._failing(row):
                     feeds[name] = systems.feed(name)
         first = systems.lead  # it picks the tokens
         for name in sorted(feeds, key=lambda name: name != first):
-            row = self._by_step[name, context]
+            row = self.rows[name, context]
             if self._allows(row, seconds=systems.seconds_of(name)):
                 with self._failing(row):
                     logits[name] = followed(feeds[name], tokens, lead=name == first)
                     self._steps[name, context] = partial(feeds[name], token)
         for name, mine in logits.items():
             if mine and first in logits:
-                row = self._by_step[name, context]
+                row = self.rows[name, context]
                 row["error"], row["agrees"] = compared(mine, logits[first])
 
     def measure(self, work: Work) -> None:
         """Time all steps. Contexts are interleaved too, so that drift does not look like a
         slope."""
-        steps = {key: self._steps[key] for key in self._by_step if key in self._steps}
+        steps = {key: self._steps[key] for key in self.rows if key in self._steps}
         timed: dict[tuple[str, int], list[float]] = {}
-        with self._failing(*(self._by_step[key] for key in steps)):
+        with self._failing(*(self.rows[key] for key in steps)):
             timer = timer_for(self.limits.device)
             timed = interleaved(
                 steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part
             )
         for key, seconds in timed.items():
-            self._by_step[key]["median_ms"] = statistics.median(seconds) * 1e3
-            self._by_step[key]["spread_ms"] = spread(seconds) * 1e3
+            self.rows[key]["median_ms"] = statistics.median(seconds) * 1e3
+            self.rows[key]["spread_ms"] = spread(seconds) * 1e3
 
     def _allows(self, row: dict[str, Any], needed: int = 0, seconds: float = 0.0) -> bool:
         """Whether to measure a row; if not, the row gets the reason."""
@@ -186,11 +186,6 @@ class _Table:
                 torch.zeros(1, device=self.limits.device).item()
             except Exception:
                 self.alive = False
-
-
-def _row(system: str, context: int) -> dict[str, Any]:
-    numbers = ("median_ms", "spread_ms", "agrees", "error", "skipped")
-    return labels(system) | {"context": context} | dict.fromkeys(numbers)
 
 
 def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:

@@ -54,9 +54,9 @@ def run(asked: Fork, progress: Progress = silent) -> dict[str, Any]:
     ratio = held / (one + forks * new * one // tokens)
     shared = asked.some("forks", "tokens", "new") | {"bytes": held, "ratio": ratio}
     told = [
-        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
-        | times
-        for name, times in found.items()
+        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batch.live_bytes}
+        | found[name]
+        for name, batch in batches.items()
     ]
     return result("fork", told, **asked.some("model", "dtype"), forks=shared)
 

@@ -87,24 +87,16 @@ def _measured(
     calls: dict[tuple[int, str], Call] = {}
     for count in rows:
         x = torch.randn(count, inputs).to(dtype)
-        for name, layers in (("kvkeep", ours), ("torch", theirs)):
-            calls[count, name] = _through(layers, x)
+        calls |= {(count, "kvkeep"): _through(ours, x), (count, "torch"): _through(theirs, x)}
     timed = interleaved(calls, turns=turns, burst=2, tick=work.part)
     medians = {key: statistics.median(seconds) / copies for key, seconds in timed.items()}
-    return [
-        {
-            "inputs": inputs,
-            "outputs": outputs,
-            "rows": count,
-            "system": name,
-            "median_us": seconds * 1e6,
-            "spread_us": spread(timed[count, name]) / copies * 1e6,
-            "gb_per_s": size / seconds / 1e9,
-            "of_torch": medians[count, "torch"] / seconds,
-        }
-        | ({"of_one": seconds / medians[1, name]} if 1 in rows else {})
-        for (count, name), seconds in medians.items()
-    ]
+    found = []
+    for (count, name), seconds in medians.items():
+        row = {"inputs": inputs, "outputs": outputs, "rows": count, "system": name}
+        row |= {"median_us": seconds * 1e6, "spread_us": spread(timed[count, name]) / copies * 1e6}
+        row |= {"gb_per_s": size / seconds / 1e9, "of_torch": medians[count, "torch"] / seconds}
+        found.append(row | ({"of_one": seconds / medians[1, name]} if 1 in rows else {}))
+    return found
 
 
 def _through(layers: list[nn.Linear], x: Tensor) -> Call:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+from kvkeep.hf.attach import attach
 from kvkeep.hf.models import load
 from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
@@ -14,7 +16,6 @@ from kvkeep_lab.bench.decode_loop import (
     decode,
     live_bytes,
     new_cache,
-    prepared,
 )
 from kvkeep_lab.bench.options import DYNAMIC, Memory
 from kvkeep_lab.bench.record import result
@@ -53,7 +54,7 @@ def run(asked: Memory, progress: Progress = silent) -> dict[str, Any]:
 
 def _measure(spec: str, asked: Memory, size: int) -> dict[str, Any]:
     model, tokenizer = load(asked.model, asked.dtype)
-    with prepared(spec, model):
+    with nullcontext() if spec == DYNAMIC else attach(model, spec):
         ids = tokens_of_text(tokenizer, asked.prompt)
         decode(model, ids, new_cache(spec, model), 2, chunk=size)  # warm-up, not counted
         row = _held_by(spec, model, ids, asked.tokens, size)
@@ -78,11 +79,6 @@ def _held_by(spec: str, model: Any, ids: Any, tokens: int, size: int) -> dict[st
     held.clear()
     freed -= resident()
     held_bytes = max(freed, pages)
-    return {
-        "tokens": tokens,
-        "live_bytes": live,
-        "allocated_bytes": allocated,
-        "resident_bytes": held_bytes,
-        "ratio": held_bytes / live,
-        "peak_above_bytes": max(above),
-    }
+    found = {"tokens": tokens, "live_bytes": live, "allocated_bytes": allocated}
+    ratio = {"resident_bytes": held_bytes, "ratio": held_bytes / live}
+    return found | ratio | {"peak_above_bytes": max(above)}

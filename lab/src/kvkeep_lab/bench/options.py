@@ -48,11 +48,9 @@ def _device() -> Any:
     return option(None, "Device, e.g. cpu or cuda; default: CUDA if available.", complete="devices")
 
 
-def _turns(default: int, help: str = "Rounds of measurement.") -> Any:
-    return option(default, help, min=1)
-
-
-def _count(default: int | None, help: str, least: int = 1, **more: Any) -> Any:
+def _count(
+    default: int | None, help: str = "Rounds of measurement.", least: int = 1, **more: Any
+) -> Any:
     return option(default, help, min=least, **more)
 
 
@@ -101,7 +99,7 @@ class Append(Benchmark):
     layouts: Sequence[str] | None = names(
         None, "Of concat, growing and fixed, comma-separated; default: the first two, on CUDA all."
     )
-    turns: int = _turns(20, "Rounds of ten calls each.")
+    turns: int = _count(20, "Rounds of ten calls each.")
     seconds: float | None = None
     """Time limit: cases that have not started by then are skipped."""
 
@@ -163,7 +161,7 @@ class Op(Benchmark):
         "Of torch-sdpa, torch-folded, torch-expanded, torch-math, flex, flash-attn and flashinfer, "
         "comma-separated; default: the first three, on CUDA all.",
     )
-    turns: int = _turns(10)
+    turns: int = _count(10)
     both_masses: bool = False
     """Measure with the mass and without, on the CPU too."""
     seconds: float | None = None
@@ -197,7 +195,7 @@ class Linear(Benchmark):
         None, "Numbers of rows, comma-separated; default: 1,2,4,8,16,32."
     )
     dtype: str = _dtype("bfloat16")
-    turns: int = _turns(10)
+    turns: int = _count(10)
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ class Decode(Benchmark):
         "Of hf-dynamic, hf-static (compiled) and llama.cpp, comma-separated; default: the first, "
         "on CUDA the first two. With --host litgpt: litgpt, its own cache.",
     )
-    turns: int = _turns(10, "Rounds of four steps each.")
+    turns: int = _count(10, "Rounds of four steps each.")
     beside: Sequence[int] | None = numbers(
         None,
         "Generate beside these numbers of busy processes instead, e.g. 0,1,2: with one thread, "
@@ -274,7 +272,7 @@ class Prefill(Benchmark):
     model: str = _model()
     dtype: str = _dtype()
     lengths: Sequence[int] = numbers((2000, 7900), "Prompt lengths, comma-separated.")
-    turns: int = _turns(3)
+    turns: int = _count(3)
 
 
 @dataclass(frozen=True)
@@ -288,7 +286,7 @@ class Save(Benchmark):
     tokens: int = _count(7900, "Tokens of the prompt.")
     specs: Sequence[str] = spec_list((SPEC, "keep_all+int8"))
     directory: Path | None = option(None, "Directory for the files.", exists=True, file_okay=False)
-    turns: int = _turns(5)
+    turns: int = _count(5)
 
 
 @dataclass(frozen=True)
@@ -303,7 +301,7 @@ class Fork(Benchmark):
     forks: int = _count(100, "Caches that share it.")
     new: int = _count(32, "Tokens of each fork's own.")
     rows: int = _count(16, "Continuations in one batch.", 2)
-    turns: int = _turns(5)
+    turns: int = _count(5)
 
     def notes(self, result: Mapping[str, Any]) -> str:
         """See `Benchmark`."""
@@ -326,7 +324,7 @@ class Reuse(Benchmark):
     shortest: int = _count(500, "Tokens of the shortest, at least.")
     longest: int = _count(1000, "Tokens of the longest, at most.")
     answer: int = _count(64, "Tokens over which quality is measured.")
-    turns: int = _turns(3, "Orders of the documents.")
+    turns: int = _count(3, "Orders of the documents.")
     redis: str | None = option(None, "URL of a Redis server; default: one is started.")
 
     def __post_init__(self) -> None:
@@ -400,7 +398,7 @@ class Serve(Benchmark):
         None, "Measure how long a prompt of this many tokens delays the other sequences."
     )
     cpu_time: bool = option(False, "Measure the processor time of one thread per step.", flag=True)
-    repeats: int = _turns(3)
+    repeats: int = _count(3)
 
     def __post_init__(self) -> None:
         _require_order(self.shortest, self.longest)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -21,10 +21,10 @@ from kvkeep.blocks import prefill
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
-from kvkeep.host import ModelCache, host_of
+from kvkeep.host import ModelCache
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
-from kvkeep.store.identity import feed
+from kvkeep_lab.bench.contenders import read
 from kvkeep_lab.bench.options import Reuse
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
@@ -96,26 +96,20 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     return result("reuse", rows, **asked.some("model", "dtype"), tokens=tokens)
 
 
-class _Reader:
+class _Reader(NamedTuple):
     """One order of the documents, which can be prefilled in every mode."""
 
-    def __init__(
-        self,
-        model: Any,
-        texts: Sequence[Tensor],
-        question: Tensor,
-        stores: dict[str, PrefixStore],
-        backends: Mapping[str, Backend],
-    ) -> None:
-        self._model, self._texts, self._question = model, texts, question
-        self._stores, self._backends = stores, backends
-        self._before = sum(map(len, texts))
+    model: Any
+    texts: Sequence[Tensor]
+    question: Tensor
+    stores: Mapping[str, PrefixStore]
+    backends: Mapping[str, Backend]
 
     def seconds(self, mode: str) -> float:
         """Seconds until the logits after the question."""
         start = time.perf_counter()
         cache = self._documents(mode)
-        self._model(self._rest(cache)[None], **as_cache(self._model, cache), logits_to_keep=1)
+        self._logits(self._rest(cache)[None], cache, logits_to_keep=1)
         return time.perf_counter() - start
 
     def answer(self, count: int) -> Tensor:
@@ -123,8 +117,7 @@ class _Reader:
         cache = self._documents("cold")
         fed, said = self._rest(cache)[None], list[Tensor]()
         for _ in range(count):
-            logits = self._model(fed, **as_cache(self._model, cache), logits_to_keep=1).logits
-            fed = logits[:, -1:].argmax(dim=-1)
+            fed = self._logits(fed, cache, logits_to_keep=1)[:, -1:].argmax(dim=-1)
             said.append(fed[0])
         return torch.cat(said)
 
@@ -132,37 +125,36 @@ class _Reader:
         """Log-probabilities (n, V) at the n tokens of an answer."""
         cache = self._documents(mode)
         fed = torch.cat([self._rest(cache), answer[:-1]])
-        logits = self._model(fed[None], **as_cache(self._model, cache)).logits[0, -len(answer) :]
-        found: Tensor = logits.double().log_softmax(dim=-1)
-        return found
+        return self._logits(fed[None], cache)[0, -len(answer) :].double().log_softmax(dim=-1)
+
+    def _logits(self, ids: Tensor, cache: ModelCache, **options: Any) -> Tensor:
+        logits: Tensor = self.model(ids, **as_cache(self.model, cache), **options).logits
+        return logits
 
     def _rest(self, cache: ModelCache) -> Tensor:
         """The tokens of the question that the cache does not hold yet, (n,)."""
-        return self._question[cache.fed - self._before :]
+        return self.question[cache.fed - sum(map(len, self.texts)) :]
 
     def _documents(self, mode: str) -> ModelCache:
         """A cache of the documents, which may include part of the question."""
         if mode == "cold":
-            cache = host_of(self._model).new_cache()
-            feed(host_of(self._model), torch.cat(list(self._texts)), cache)
-            return cache
+            return read(self.model, torch.cat(list(self.texts)))[1]
         if mode.startswith(BLOCKS):
             how = mode.removeprefix(BLOCKS)
             share: float | str = float(how) if how.replace(".", "", 1).isdigit() else how
-            store = None if how == "all" else self._stores[BLOCKS]
-            return prefill(self._model, self._texts, recompute=share, store=store)
-        store = self._stores.get(mode) or PrefixStore(backend=self._backends[mode])
-        return store.prefill(self._model, torch.cat([*self._texts, self._question]))
+            store = None if how == "all" else self.stores[BLOCKS]
+            return prefill(self.model, self.texts, recompute=share, store=store)
+        store = self.stores.get(mode) or PrefixStore(backend=self.backends[mode])
+        return store.prefill(self.model, torch.cat([*self.texts, self.question]))
 
 
 @contextmanager
 def _server(folder: str) -> Iterator[str | None]:
     """The URL of a Redis server that runs within this context; None if none is installed."""
-    program = which("redis-server") or which("valkey-server")
+    socket, program = Path(folder) / "redis.sock", which("redis-server") or which("valkey-server")
     if program is None:
         yield None
         return
-    socket = Path(folder) / "redis.sock"
     options = ("--port", "0", "--unixsocket", socket, "--dir", folder, "--save", "")
     with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
         try:

@@ -71,20 +71,17 @@ def chosen(asked: Decode, place: torch.device) -> Decode:
     """Options with the ways and the other systems to measure, with the defaults of a host and a
     device; raises for what cannot be measured."""
     require_host(asked.host)
-    on_cpu = place.type == "cpu"
-    known: tuple[Sequence[str], Sequence[str]] = WAYS, OTHERS
-    default: tuple[Sequence[str], Sequence[str]]
-    if asked.host == LITGPT:
-        known = (PLAIN, EAGER), (LITGPT,)
-        default = known if on_cpu else ((PLAIN,), (LITGPT,))
-    elif on_cpu:
-        default = (PLAIN, FUSED), (DYNAMIC,)
+    ways: Sequence[str]
+    against: Sequence[str]
+    on_cpu, by_litgpt = place.type == "cpu", asked.host == LITGPT
+    if by_litgpt:
+        ways, against = ((PLAIN, EAGER) if on_cpu else (PLAIN,)), (LITGPT,)
     else:
-        default = (PLAIN, GRAPH, COMPILED), OTHERS[:2]
-    ways = asked.ways or default[0]
-    against = default[1] if asked.against is None else asked.against
-    require_known("system", against, known[1])
-    require_known("way", ways, known[0])
+        ways = (PLAIN, FUSED) if on_cpu else (PLAIN, GRAPH, COMPILED)
+        against = (DYNAMIC,) if on_cpu else OTHERS[:2]
+    ways, against = asked.ways or ways, against if asked.against is None else asked.against
+    require_known("system", against, (LITGPT,) if by_litgpt else OTHERS)
+    require_known("way", ways, (PLAIN, EAGER) if by_litgpt else WAYS)
     for spec in asked.specs:
         parse_specs(spec)
     reading = [name for name in (asked.host, *against) if name in (LITGPT, LLAMA_CPP)]
@@ -93,7 +90,7 @@ def chosen(asked: Decode, place: torch.device) -> Decode:
             f"{reading[0]} needs a prompt, but {asked.model} has no tokenizer; leave out one of "
             "them"
         )
-    if asked.weights is not None and asked.host == LITGPT:
+    if asked.weights is not None and by_litgpt:
         raise UnsupportedError("weights are quantised with transformers only; leave out litgpt")
     return replace(asked, ways=ways, against=against)
 
@@ -180,24 +177,23 @@ class Systems(BaseSystems):
     def feed(self, name: str) -> Feed:
         """See `BaseSystems`."""
         if name == LLAMA_CPP:
-            return self._llama_cpp()
+            assert self._ids is not None  # a random model is refused
+            llama_cpp = import_module("kvkeep_lab.bench.llama_cpp")
+            step = llama_cpp.stepper(self.kvkeep, self._ids, self._room, self.directory)
+            return lambda token: step()
         if name in self._transformers:
-            cache = self._theirs(new_cache(name, self.kvkeep, self._room))
-            return _fed(self._transformers[name], cache)
+            cache = new_cache(name, self.kvkeep, self._room)
+            if self._ids is None:
+                return _fed(self._transformers[name], fill(cache, self.kvkeep, self._held))
+            return _fed(self._transformers[name], filled_from(self._whole(), cache))
         spec, way = self._ours[name]
         if way in self._ways:
             first = way == PLAIN and spec == SPEC
             return _fed(self._ways[way], self._whole() if first else self._filled(spec))
         fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
         graphed = import_module("kvkeep.hf.steps.cuda_graph").Graphed
-        step = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)
-
-        def feed(token: Tensor) -> Tensor:
-            with torch.inference_mode():
-                logits: Tensor = step(token)
-            return logits
-
-        return feed
+        made = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)
+        return torch.inference_mode()(lambda token: made(token))
 
     def _filled(self, spec: str) -> Any:
         """A kvkeep cache filled with the prompt, and compressed if its policy is to do that."""
@@ -219,31 +215,14 @@ class Systems(BaseSystems):
             self._full = self._filled(SPEC)
         return self._full
 
-    def _theirs(self, cache: Any) -> Any:
-        """A cache of transformers, filled with the slots that kvkeep computed."""
-        if self._ids is None:
-            return fill(cache, self.kvkeep, self._held)
-        return filled_from(self._whole(), cache)
-
-    def _llama_cpp(self) -> Feed:
-        llama_cpp = import_module("kvkeep_lab.bench.llama_cpp")
-        assert self._ids is not None
-        step = llama_cpp.stepper(self.kvkeep, self._ids, self._room, self.directory)
-
-        def feed(token: Tensor) -> None:
-            step()
-
-        return feed
-
 
 def _fed(model: Callable[..., Any], cache: Any) -> Feed:
     begin_step: Any = torch.compiler.cudagraph_mark_step_begin
 
+    @torch.inference_mode()
     def feed(token: Tensor) -> Tensor:
         begin_step()
-        with torch.inference_mode():
-            out = model(token, **as_cache(model, cache), logits_to_keep=1)
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        logits: Tensor = model(token, **as_cache(model, cache), logits_to_keep=1).logits
+        return logits[:, -1]
 
     return feed

@@ -31,7 +31,6 @@ from kvkeep_lab.bench.options import METHODS, Train
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import (
     bounded,
-    is_out_of_memory,
     peak,
     require_counters,
     reset_peak,
@@ -125,18 +124,15 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
         error, reference = None, references.get(method, "")
         if job.asked.check and {(method, processes), (reference, 1)} <= fits:
             error = _relative_error(job.gradients(method, processes), job.gradients(reference))
-        most: dict[str, Any] = dict.fromkeys(("peak_bytes", "seconds", "offloaded_bytes"))
-        if measured is not None:
-            most = {name: max(one[name] for one in measured) for name in most}
+        row: dict[str, Any] = {"method": method, "processes": processes, "tokens": job.tokens}
+        for name in ("peak_bytes", "seconds", "offloaded_bytes"):
+            row[name] = measured and max(one[name] for one in measured)
+        offloaded = row.pop("offloaded_bytes")
         rows.append(
             {
-                "method": method,
-                "processes": processes,
-                "tokens": job.tokens,
-                "peak_bytes": most["peak_bytes"],
-                "seconds": most["seconds"],
+                **row,
                 "grad_rel_error": error,
-                "offloaded_bytes": most["offloaded_bytes"] if method == KVKEEP else 0,
+                "offloaded_bytes": offloaded if method == KVKEEP else 0,
             }
         )
     return rows
@@ -169,9 +165,7 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
             start = time.perf_counter()
             offloaded, decisions = _differentiate(method, model, text[:, : job.tokens], job, group)
             seconds = time.perf_counter() - start
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+    except MemoryError:
         if group is not None:
             os._exit(1)  # or the others would wait for this process
         return None
@@ -206,10 +200,8 @@ def _reference(job: _Job, processes: int) -> bool:
     try:
         with bounded(job.asked.memory):
             unrolled(model, ids, job.asked.cache, job.chunk, decisions)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return False
-        raise
+    except MemoryError:
+        return False
     _save(model, job.gradients("unrolled"))
     return True
 
@@ -224,18 +216,9 @@ def _differentiate(
         else:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         return 0, []
-    decisions: list[list[Tensor]] = []
-    offload = Offload(0)
-    backward(
-        model,
-        ids,
-        ids,
-        cache=job.asked.cache,
-        chunk=job.chunk,
-        decisions=decisions,
-        offload=offload,
-        group=group,
-    )
+    decisions, offload = list[list[Tensor]](), Offload(0)
+    how: dict[str, Any] = {"cache": job.asked.cache, "chunk": job.chunk, "group": group}
+    backward(model, ids, ids, decisions=decisions, offload=offload, **how)
     return offload.peak_bytes, decisions
 
 

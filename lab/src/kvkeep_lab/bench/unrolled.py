@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,27 +52,19 @@ def _through_layer(
 ) -> list[Tensor]:
     """The outputs of a layer for each chunk, with attention by an empty LayerCache."""
     held, found = layer.state(), []
+    step: Any = SimpleNamespace(run=layer.run, states={}, shared=None)  # carries slots only
     for columns, given, call in zip(chunks, hidden, calls, strict=True):
 
         def cell(
             given: Tensor, columns: slice = columns, call: Any = call, held: Any = held
         ) -> Tensor:
             layer.restore(held)  # differentiable copies
-            return decoder.layer(index, columns, given, call, _Step(layer))
+            return decoder.layer(index, columns, given, call, step)
 
         found.append(_checkpointed(cell, given))
         held = layer.state()
     layer.reset()
     return found
-
-
-class _Step:
-    """The step of a layer that carries slots only."""
-
-    shared: tuple[Tensor, Tensor] | None = None
-
-    def __init__(self, layer: LayerCache) -> None:
-        self.run, self.states = layer.run, dict[str, Tensor]()
 
 
 def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:

@@ -8,16 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.output import (
-    AdapterName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    print_table,
-    titled,
-)
+from kvkeep.cli import output
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.options import with_options
 from kvkeep_lab.options import option, text_file
@@ -38,26 +29,25 @@ class Calibrate:
 def calibrate(
     asked: Calibrate,
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the scorer.")],
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    dtype: ModelDtype = "auto",
-    json: JsonFlag = False,
+    model: output.ModelName = None,
+    adapter: output.AdapterName = None,
+    dtype: output.ModelDtype = "auto",
+    json: output.JsonFlag = False,
 ) -> None:
     """Train a scorer, with which --cache "kvzap:25%,scorer=FILE" keeps a quarter of the slots.
 
     An interrupted calibration continues where it was when it is started again.
     """
-    model = model_for(model, adapter)
+    model = output.model_for(model, adapter)
     with Working("starting") as working:
         from kvkeep.host import load_model
         from kvkeep_lab.calibration.run import calibrate as run
 
         loaded, tokenizer = load_model(model, dtype, progress=working, adapter=adapter)
         found = run(loaded, tokenizer, out, **vars(asked), progress=working)
-    title = (
-        f"{titled(model, adapter)}: {found['file']}, {found['bytes'] / 2**20:.2f} MiB, after "
-        f"{found['tokens']:,} tokens and {found['seconds']:.0f} s"
-    )
-    print_table(title, found["layers"], stderr=json)
+    file = f"{found['file']}, {found['bytes'] / 2**20:.2f} MiB"
+    after = f"after {found['tokens']:,} tokens and {found['seconds']:.0f} s"
+    title = f"{output.titled(model, adapter)}: {file}, {after}"
+    output.print_table(title, found["layers"], stderr=json)
     if json:
-        print_json({"model": model, "adapter": adapter, **found})
+        output.print_json({"model": model, "adapter": adapter, **found})

@@ -10,63 +10,32 @@ from typing import Any
 
 import typer
 
-from kvkeep.cli.output import (
-    AdapterName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    print_table,
-    say,
-    titled,
-)
+from kvkeep.cli import output
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.html import HtmlFile, check_html
 from kvkeep_lab.cli.options import with_options
-from kvkeep_lab.cli.plot import PlotFile, plot_tradeoff
-from kvkeep_lab.evals.names import PRESSES, TASKS
-from kvkeep_lab.options import names, numbers, option, spec_list, text_file
+from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_tradeoff
+from kvkeep_lab.evals.names import PRESSES
+from kvkeep_lab.evals.options import Asked
+from kvkeep_lab.options import names, option, spec_list
 
 AGAINST = ("kvpress", "llama.cpp")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What `kvkeep_lab.evals.run.run` takes from a command line."""
+class Eval(Asked):
+    """All options."""
 
-    model: ModelName = None
-    adapter: AdapterName = None
+    model: output.ModelName = None
+    adapter: output.AdapterName = None
     specs: Sequence[str] = spec_list(
         ("keep_all", "keep_all+int8", "keep_all+int8/int4", "window:512,sinks=4"),
         "Specs to compare with keep_all, separated by semicolons.",
     )
-    dtype: ModelDtype = "auto"
-    context: Sequence[int] = numbers(
-        (2000,), "Tokens fed before the continuation, comma-separated."
-    )
-    continuation: int = option(256, "Tokens predicted.", min=1)
-    windows: int = option(1, "Excerpts of the text to average over.", min=1)
-    chunk: int | None = option(None, "Feed the context in chunks of this many tokens.", min=1)
-    text_file: Path | None = text_file()
-    tasks: Sequence[str] = names(
-        ("needle",),
-        "Groups of tasks (ruler, longbench, helmet, or all of them: all) or single ones (needle, "
-        "qa, reranking, ...), comma-separated.",
-        values=TASKS,
-    )
-    samples: int = option(5, "Prompts of each task for each window; each is a prefill.", min=1)
-    late_question: bool = option(False, "Ask only when the text has been read.", flag=True)
+    dtype: output.ModelDtype = "auto"
     samples_file: Path | None = option(
         None, "Write each answer to this file when it is known: JSON Lines.", dir_okay=False
     )
     overwrite: bool = option(False, "Replace a --samples-file that exists.", flag=True)
-
-
-@dataclass(frozen=True)
-class Eval(Settings):
-    """All options."""
-
     retrieval: bool = option(
         True, "Without it no task is tested.", name="--retrieval/--no-retrieval"
     )
@@ -113,21 +82,21 @@ class Eval(Settings):
         other: Any = LlamaCpp() if self.against else None
         if self.against == "kvpress" and self.kvpress is not None:
             other = Kvpress(self.kvpress, self.presses, self.kept)
-        given = {one.name: getattr(self, one.name) for one in fields(Settings)}
-        model = model_for(self.model, self.adapter)
-        return {**given, "model": model, "tasks": tasks, "against": other}
+        named = ("adapter", "specs", "dtype", "samples_file", "overwrite")
+        given = {name: getattr(self, name) for name in (*named, *(x.name for x in fields(Asked)))}
+        model, contexts = output.model_for(self.model, self.adapter), given.pop("contexts")
+        return given | {"model": model, "context": contexts, "tasks": tasks, "against": other}
 
 
 @with_options(Eval)
 def evaluate(
-    asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: JsonFlag = False
+    asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False
 ) -> None:
     """Compare cache specs with the full cache on a text, and by tasks such as finding numbers.
 
     The figures on a text are perplexity and divergence. Each spec is fed the context, then the
     true continuation one token at a time.
     """
-    check_html(html)
     if asked.setup_kvpress is not None:
         with Working("kvpress") as working:
             from kvkeep_lab.evals.kvpress import install
@@ -148,17 +117,17 @@ def evaluate(
 
         result = run(**settings, progress=working) | {"environment": environment()}
     for one in result["skipped"]:
-        say(f"skipped {one['task']}: {one['reason']}", err=True)
+        output.say(f"skipped {one['task']}: {one['reason']}", err=True)
     for row in result.get("against", []):
         if "failed" in row:
-            say(f"{row['spec']} failed: {row['failed']}", err=True)
+            output.say(f"{row['spec']} failed: {row['failed']}", err=True)
     predicted = f"{asked.windows * asked.continuation:,} tokens predicted"
-    title = f"{titled(settings['model'], asked.adapter)}, {asked.dtype}, {predicted}"
+    title = f"{output.titled(settings['model'], asked.adapter)}, {asked.dtype}, {predicted}"
     shown = rows_of(result)
     every = list(dict.fromkeys(task for row in shown for task in row["tasks"]))
-    print_table(title, [_columns(row, every) for row in shown], stderr=json)
+    output.print_table(title, [_columns(row, every) for row in shown], stderr=json)
     if json:
-        print_json(result)
+        output.print_json(result)
     _draw(title, shown, [result], plot, html)
 
 
@@ -191,7 +160,7 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
     for file in files:
         try:
             result = loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
-            name = titled(result["model"], result.get("adapter"))
+            name = output.titled(result["model"], result.get("adapter"))
             rows += rows_of(result, f"{name}, {result['dtype']},")
         except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
             raise typer.BadParameter(
@@ -204,9 +173,8 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
 def _columns(row: dict[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
     """The columns of a row that the table shows, under names that fit a narrow terminal; those of
     tasks that were skipped at its context are None."""
-    names = {"spec": "spec", "context": "context", "perplexity": "perplexity"}
-    names |= {"perplexity_ratio": "ratio", "kl": "kl"}
-    shown = {new: row[old] for old, new in names.items()}
+    shown = {name: row[name] for name in ("spec", "context", "perplexity")}
+    shown |= {"ratio": row["perplexity_ratio"], "kl": row["kl"]}
     shown |= {"95%": "{:.2g}..{:.2g}".format(*row["kl_95"]), "top1": row["top1"]}
     for task in tasks:
         found = row["tasks"].get(task)

@@ -9,17 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.output import (
-    AdapterName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    print_table,
-    say,
-    titled,
-)
+from kvkeep.cli import output
 from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.options import with_options
 from kvkeep_lab.options import option, spec_list, text_file
@@ -29,12 +19,12 @@ from kvkeep_lab.options import option, spec_list, text_file
 class Recommend:
     """What `kvkeep_lab.evals.recommended.recommend` takes."""
 
-    model: ModelName = None
-    adapter: AdapterName = None
+    model: output.ModelName = None
+    adapter: output.AdapterName = None
     specs: Sequence[str] = spec_list(
         (), "Try these specs, separated by semicolons, in place of kvkeep's list."
     )
-    dtype: ModelDtype = "auto"
+    dtype: output.ModelDtype = "auto"
     context: int = option(2000, "Tokens fed before the continuation.", min=1)
     continuation: int = option(64, "Tokens predicted.", min=1)
     windows: int = option(10, "Places of the text.", min=1)
@@ -47,25 +37,25 @@ def recommend(
     budget: Annotated[
         str, typer.Option("--bytes", help="Most bytes, as a share of the full cache's.")
     ] = "25%",
-    json: JsonFlag = False,
+    json: output.JsonFlag = False,
 ) -> None:
     """Try cache specs on a model and a text, and show which lose least for the bytes they hold."""
-    share, model = _share(budget), model_for(asked.model, asked.adapter)
+    share, model = _share(budget), output.model_for(asked.model, asked.adapter)
     with Working("starting") as working:
         from kvkeep_lab.evals.recommended import recommend as tried
 
         result = tried(**vars(replace(asked, model=model)), progress=working)
     full, rows = result["baseline"][0]["bytes"], result["front"]
     places = f"{asked.windows} places of {asked.continuation} tokens"
-    title = f"{titled(model, asked.adapter)}, {asked.dtype}, {places}"
-    print_table(title, [_columns(row, full) for row in rows], stderr=json)
+    title = f"{output.titled(model, asked.adapter)}, {asked.dtype}, {places}"
+    output.print_table(title, [_columns(row, full) for row in rows], stderr=json)
     within = [row for row in rows if row["bytes"] <= share * full]
     if within:
-        say(f'--cache "{within[-1]["spec"]}"', err=json)
+        output.say(f'--cache "{within[-1]["spec"]}"', err=json)
     else:
-        say(f"no spec holds {budget} of the full cache's bytes; give more --bytes", err=True)
+        output.say(f"no spec holds {budget} of the full cache's bytes; give more --bytes", err=True)
     if json:
-        print_json(result)
+        output.print_json(result)
 
 
 def _share(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,8 +79,5 @@ def kept(cache: ModelCache) -> Kept:
 
 def shares(heads: Sequence[Sequence[int]], tokens: int) -> list[float]:
     """For each of `tokens` positions, the share of `heads` that keep it, 0 to 1."""
-    counts = [0] * tokens
-    for head in heads:
-        for position in head:
-            counts[position] += 1
-    return [count / len(heads) for count in counts]
+    counts = Counter(position for head in heads for position in head)
+    return [counts[position] / len(heads) for position in range(tokens)]

@@ -60,15 +60,13 @@ def _scaled(
     model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
 ) -> None:
     for layer in layers:
-        factor = torch.ones(_heads(layer), layer.head_dim)
+        half, factor = layer.head_dim // 2, torch.ones(_heads(layer), layer.head_dim)
         for head in factor:
-            first = int(torch.randint(layer.head_dim // 2, (), generator=random))
-            head[[first, first + layer.head_dim // 2]] = times
+            first = int(torch.randint(half, (), generator=random))
+            head[[first, first + half]] = times
         group = layer.q_proj.out_features // layer.k_proj.out_features
-        for projection, by in (
-            (layer.k_proj, factor),
-            (layer.q_proj, 1 / factor.repeat_interleave(group, dim=0)),
-        ):
+        divided = 1 / factor.repeat_interleave(group, dim=0)
+        for projection, by in ((layer.k_proj, factor), (layer.q_proj, divided)):
             by = by.flatten().to(projection.weight)
             projection.weight.mul_(by[:, None])
             if projection.bias is not None:

@@ -148,6 +148,17 @@ class Frame:
         return torch.tensor(ids).long()
 
 
+def placed(one: str, others: Sequence[str], depth: int) -> tuple[list[str], int]:
+    """The others with one more among them, at a depth in percent, and its index."""
+    index = len(others) * depth // 100
+    return [*others[:index], one, *others[index:]], index
+
+
+def numbered(kind: str, passages: Sequence[str]) -> str:
+    """Passages as *Kind 1: ...*, each on a line."""
+    return "\n".join(f"{kind} {number}: {text}" for number, text in enumerate(passages, 1))
+
+
 def _around(tokenizer: Any) -> tuple[str, str]:
     """The text before a user's message, and the text between its end and the answer."""
     if getattr(tokenizer, "chat_template", None) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvkeep.errors import KVKeepError
@@ -24,13 +25,10 @@ def candidates(kinds: Sequence[LayerKind]) -> list[str]:
     windowed = {kind.name: kind.window is not None for kind in kinds}
     if len(set(windowed.values())) < 2:
         return specs
-    mixed = [
-        ";".join(
-            f"{name}={'keep_all+int8' if bounded else one}" for name, bounded in windowed.items()
-        )
-        for one in specs
-    ]
-    return [*specs, *mixed]
+    for one in list(specs):
+        each = {name: "keep_all+int8" if bounded else one for name, bounded in windowed.items()}
+        specs.append(";".join(f"{name}={spec}" for name, spec in each.items()))
+    return specs
 
 
 def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -74,11 +72,7 @@ def recommend(
 
 
 def _fits(host: Any, spec: str, context: int) -> bool:
-    try:
+    with suppress(KVKeepError):
         host.new_cache(spec, capacity=context)
-    except KVKeepError:
-        return False
-    return True
-
-
-__all__ = ["recommend"]
+        return True
+    return False

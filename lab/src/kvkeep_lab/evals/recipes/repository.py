@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from kvkeep.errors import UnsupportedError
@@ -41,14 +42,11 @@ class Gap:
     def others(self) -> tuple[list[Definition], list[Definition]]:
         """Definitions of other files without this line: those of the same package, and those of
         others."""
-        fit = [
-            one
-            for some in _definitions().values()
-            for one in some.values()
-            if one != self.definition and one.file != self.file and self.line not in one.text
-        ]
-        near = [one for one in fit if one.file.parent == self.file.parent]
-        return near, [one for one in fit if one.file.parent != self.file.parent]
+        near, far = list[Definition](), list[Definition]()
+        for one in chain.from_iterable(some.values() for some in _definitions().values()):
+            if one != self.definition and one.file != self.file and self.line not in one.text:
+                (near if one.file.parent == self.file.parent else far).append(one)
+        return near, far
 
 
 @cache
