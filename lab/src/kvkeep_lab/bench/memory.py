@@ -10,13 +10,7 @@ from kvkeep.hf.models import load
 from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
-from kvkeep_lab.bench.decode_loop import (
-    allocated_bytes,
-    buffers,
-    decode,
-    live_bytes,
-    new_cache,
-)
+from kvkeep_lab.bench.decode_loop import allocated_bytes, buffers, decode, live_bytes, new_cache
 from kvkeep_lab.bench.options import DYNAMIC, Memory
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident

@@ -107,12 +107,7 @@ def calibrate(
 
 
 def _scorer(
-    host: Host,
-    gathered: list[Samples],
-    identity: str,
-    hidden: int,
-    steps: int,
-    progress: Progress,
+    host: Host, gathered: list[Samples], identity: str, hidden: int, steps: int, progress: Progress
 ) -> tuple[Scorer, list[dict[str, Any]]]:
     """Train the scorers of all layers, and tell how well each predicts."""
     held_out = max(1, len(gathered) // 8)

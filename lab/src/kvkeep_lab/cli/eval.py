@@ -36,26 +36,18 @@ class Eval(Asked):
         None, "Write each answer to this file when it is known: JSON Lines.", dir_okay=False
     )
     overwrite: bool = option(False, "Replace a --samples-file that exists.", flag=True)
-    retrieval: bool = option(
-        True, "Without it no task is tested.", name="--retrieval/--no-retrieval"
-    )
+    retrieval: bool = option(True, "Without it no task is tested.", name="--retrieval/--no-retrieval")
     against: str | None = option(
         None,
-        "kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: its caches "
-        "in 8, 5 and 4 bits.",
+        "kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: its caches in 8, 5 and 4 bits.",
         values=AGAINST,
     )
     kvpress: Path | None = option(None, "The directory that --setup-kvpress made.")
     presses: Sequence[str] = names(
-        PRESSES,
-        "Presses of kvpress, comma-separated; default: all.",
-        values=PRESSES,
-        show_default=False,
+        PRESSES, "Presses of kvpress, comma-separated; default: all.", values=PRESSES, show_default=False
     )
     kept: float = option(0.25, "Share of the keys and values that presses keep.")
-    setup_kvpress: Path | None = option(
-        None, "Make an environment with kvpress in this directory, and stop."
-    )
+    setup_kvpress: Path | None = option(None, "Make an environment with kvpress in this directory, and stop.")
     recorded: list[Path] | None = option(
         None,
         "Draw what earlier runs printed with --json, by --plot or --html, and stop; repeatable.",
@@ -89,9 +81,7 @@ class Eval(Asked):
 
 
 @with_options(Eval)
-def evaluate(
-    asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False
-) -> None:
+def evaluate(asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False) -> None:
     """Compare cache specs with the full cache on a text, and by tasks such as finding numbers.
 
     The figures on a text are perplexity and divergence. Each spec is fed the context, then the
@@ -163,9 +153,7 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
             name = output.titled(result["model"], result.get("adapter"))
             rows += rows_of(result, f"{name}, {result['dtype']},")
         except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
-            raise typer.BadParameter(
-                f"--recorded {file}: no result of kvkeep eval --json"
-            ) from error
+            raise typer.BadParameter(f"--recorded {file}: no result of kvkeep eval --json") from error
         results.append(result)
     return rows, results
 

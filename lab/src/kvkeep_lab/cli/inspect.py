@@ -41,9 +41,7 @@ class Inspect:
 
 
 @with_options(Inspect)
-def inspect(
-    asked: Inspect, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False
-) -> None:
+def inspect(asked: Inspect, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False) -> None:
     """Show which tokens of a prompt a cache keeps, per layer and kv head.
 
     The prompt is fed without a chat template.
@@ -91,9 +89,7 @@ def inspect(
     _print(words, shares(each, tokens), title, lines)
 
 
-def _print(
-    words: Sequence[str], shares: Sequence[float], title: str, lines: Mapping[str, list[int]]
-) -> None:
+def _print(words: Sequence[str], shares: Sequence[float], title: str, lines: Mapping[str, list[int]]) -> None:
     """Print the text, brighter where more heads keep a token, or with dots in place of the tokens
     that fewer than half keep; and for each head a bar that shows how many it keeps along it."""
     console, text = Console(), Text()

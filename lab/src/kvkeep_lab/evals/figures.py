@@ -38,9 +38,7 @@ class Measured:
     record: Record
     full: list[Tensor] = field(default_factory=list)
 
-    def row(
-        self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any
-    ) -> dict[str, Any]:
+    def row(self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any) -> dict[str, Any]:
         """A system's row: of its N predictions (windows, V), its answers to the prompts of each
         task, and what is `held`."""
         ids, name = self.text[:, self.context :], {"spec": spec, "context": self.context}
