@@ -106,7 +106,7 @@ def contenders_of(asked: Serve) -> Iterator[tuple[Contenders, dict[int, list[Ten
 
 
 class Contenders:
-    """Systems by name: "kvkeep" with each spec, and others.
+    """Systems by name: "kvkeep" with each spec, and other systems.
 
     Args:
         model: in the library of transformers; it loses its end token.

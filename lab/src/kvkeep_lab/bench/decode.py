@@ -48,9 +48,8 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
         measured too, `error`, the largest difference from its logits over a few greedy steps,
         relative to their norm, and `agrees`, whether that is within `tolerance` and the greedy
         tokens are the same or tied; `skipped`, the reason why a case was not measured),
-        `slope_us_per_token` of each
-        system by least squares, and `bandwidth_floor_us_per_token`: one token's bytes divided by
-        the bandwidth measured in this run.
+        `slope_us_per_token` of each system by least squares, and `bandwidth_floor_us_per_token`:
+        one token's bytes divided by the bandwidth measured in this run.
 
     Raises:
         SpecError: a system or a spec does not exist.
@@ -193,7 +192,7 @@ def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:
 
 
 def compared(logits: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, bool]:
-    """The largest difference of logits (B, V) from others over all steps, relative to their norm;
+    """The largest difference of logits (B, V) from other logits over all steps, relative to their norm;
     and whether it is within `TOLERANCE` and the greedy choices are equal or tied."""
     error, agrees = 0.0, True
     for mine, theirs in zip(logits, others, strict=True):

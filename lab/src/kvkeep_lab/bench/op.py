@@ -121,8 +121,8 @@ def _figures(found: _Found, size: int) -> dict[str, Any]:
 def _systems(
     device: torch.device, codecs: Sequence[str], masses: Sequence[bool], against: Sequence[str]
 ) -> Iterator[_System]:
-    """What to try on a device: its own backends, those of any device with plain keys and values
-    and without the mass, and other libraries. It may still refuse the call."""
+    """The systems to try on a device: its own backends, backends for any device with plain keys and
+    values and without the mass, and other libraries. A system may still refuse the call."""
     for codec in codecs:
         for mass, backend in product(masses, backends()):
             own = backend.device == device.type

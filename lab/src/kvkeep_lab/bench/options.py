@@ -1,4 +1,4 @@
-"""The options of each benchmark, which are those of its command too, with their defaults."""
+"""Options of the benchmarks and of their commands, with defaults."""
 
 from __future__ import annotations
 
@@ -403,4 +403,4 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     kind.__name__.lower(): kind
     for kind in (Append, Memory, Op, Linear, Decode, Prefill, Save, Fork, Reuse, Train, Serve)
 }
-"""By the name of the command, which is also the module's whose `run` takes the options."""
+"""By the name of the command and of the module, whose `run` takes the options."""

@@ -265,7 +265,7 @@ class _Gaps:
         self.ttft.append(sum(self.busy[before:]))
 
     def figures(self) -> dict[str, float]:
-        """Those of a row."""
+        """The figures of a row."""
         return {
             "gap_p95_s": quantile(self.quiet, 0.95),
             "gap_max_s": max(self.quiet),

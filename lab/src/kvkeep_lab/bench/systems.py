@@ -68,8 +68,12 @@ def twin(model: Any) -> Any:
 
 
 def chosen(asked: Decode, place: torch.device) -> Decode:
-    """Options with the ways and the other systems to measure, with the defaults of a host and a
-    device; raises for what cannot be measured."""
+    """The options, with the ways and systems of a host and a device where none are given.
+
+    Raises:
+        SpecError: a host, way, system or spec does not exist.
+        UnsupportedError: a combination cannot be measured.
+    """
     require_host(asked.host)
     ways: Sequence[str]
     against: Sequence[str]

@@ -48,8 +48,8 @@ def run(asked: Train, progress: Progress = silent) -> dict[str, Any]:
     Returns:
         `rows`: for each length, method and number of processes `peak_bytes`, the peak of resident
         memory above the model during the computation, in the process where it is greatest;
-        `seconds`; and `grad_rel_error`, the norm of the difference from the
-        reference divided by the reference's. A value is None if the method did not fit in memory or
+        `seconds`; and `grad_rel_error`, the norm of the difference from the reference divided by
+        the reference's. A value is None if the method did not fit in memory or
         has no reference. Backprop and checkpointing are each other's reference; kvkeep's is plain
         autograd through the same cache with the same evictions. `offloaded_bytes` are kvkeep's
         layer inputs, which are kept in a file and not counted in the peak; of the process with the

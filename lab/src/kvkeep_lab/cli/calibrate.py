@@ -16,7 +16,7 @@ from kvkeep_lab.options import option, text_file
 
 @dataclass(frozen=True)
 class Calibrate:
-    """What `kvkeep_lab.calibrate` takes."""
+    """Options of `kvkeep_lab.calibrate`."""
 
     text_file: Path | None = text_file("Calibrate with this UTF-8 text.")
     count: int = option(24, "Excerpts to read.", name="--texts", min=2)

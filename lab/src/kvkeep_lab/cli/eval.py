@@ -15,15 +15,15 @@ from kvkeep.cli.progress import Working
 from kvkeep_lab.cli.options import with_options
 from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_tradeoff
 from kvkeep_lab.evals.names import PRESSES
-from kvkeep_lab.evals.options import Asked
+from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.options import names, option, spec_list
 
 AGAINST = ("kvpress", "llama.cpp")
 
 
 @dataclass(frozen=True)
-class Eval(Asked):
-    """All options."""
+class Eval(EvalOptions):
+    """Options of `kvkeep eval`."""
 
     model: output.ModelName = None
     adapter: output.AdapterName = None
@@ -56,7 +56,7 @@ class Eval(Asked):
     )
 
     def settings(self) -> dict[str, Any]:
-        """What `kvkeep_lab.evals.run.run` takes, and what it compares kvkeep with.
+        """Arguments of `kvkeep_lab.evals.run.run`.
 
         Raises:
             BadParameter: options do not fit together.
@@ -75,7 +75,7 @@ class Eval(Asked):
         if self.against == "kvpress" and self.kvpress is not None:
             other = Kvpress(self.kvpress, self.presses, self.kept)
         named = ("adapter", "specs", "dtype", "samples_file", "overwrite")
-        given = {name: getattr(self, name) for name in (*named, *(x.name for x in fields(Asked)))}
+        given = {name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))}
         model, contexts = output.model_for(self.model, self.adapter), given.pop("contexts")
         return given | {"model": model, "context": contexts, "tasks": tasks, "against": other}
 
@@ -159,8 +159,8 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
 
 
 def _columns(row: dict[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
-    """The columns of a row that the table shows, under names that fit a narrow terminal; those of
-    tasks that were skipped at its context are None."""
+    """The columns of a row that the table shows, under names that fit a narrow terminal; None for
+    tasks that were skipped at its context."""
     shown = {name: row[name] for name in ("spec", "context", "perplexity")}
     shown |= {"ratio": row["perplexity_ratio"], "kl": row["kl"]}
     shown |= {"95%": "{:.2g}..{:.2g}".format(*row["kl_95"]), "top1": row["top1"]}

@@ -26,7 +26,7 @@ _WIDTH = 64  # characters of a bar at most
 
 @dataclass(frozen=True)
 class Inspect:
-    """What is fed to which cache, and what is shown of it."""
+    """Options of `kvkeep inspect`."""
 
     prompt: Prompt = ""
     model: output.ModelName = None

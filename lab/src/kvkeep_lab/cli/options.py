@@ -57,7 +57,7 @@ def _parameter(one: Field[Any], kind: Any) -> Parameter:
 
 
 def _parsed(one: Field[Any], value: Any) -> Any:
-    """The value of a field for what typer gives.
+    """The value of a field for the value that typer gives.
 
     Raises:
         BadParameter: a list is to have whole numbers, but has other parts.

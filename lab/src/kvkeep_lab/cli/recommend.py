@@ -17,7 +17,7 @@ from kvkeep_lab.options import option, spec_list, text_file
 
 @dataclass(frozen=True)
 class Recommend:
-    """What `kvkeep_lab.evals.recommended.recommend` takes."""
+    """Options of `kvkeep_lab.evals.recommended.recommend`."""
 
     model: output.ModelName = None
     adapter: output.AdapterName = None

@@ -39,8 +39,13 @@ class Measured:
     full: list[Tensor] = field(default_factory=list)
 
     def row(self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any) -> dict[str, Any]:
-        """A system's row: of its N predictions (windows, V), its answers to the prompts of each
-        task, and what is `held`."""
+        """A system's row.
+
+        Args:
+            logits: its N predictions (windows, V).
+            answers: its answers to the prompts of each task.
+            held: further entries, such as `bytes`.
+        """
         ids, name = self.text[:, self.context :], {"spec": spec, "context": self.context}
         mine = compare(logits, self.full, ids)
         ratio = mine.perplexity / compare(self.full, self.full, ids).perplexity

@@ -142,8 +142,8 @@ def label_of(labels: Sequence[str]) -> Metric:
 
 
 def ndcg(grades: Sequence[int]) -> Metric:
-    """The answer is a ranking of passages by their numbers, and the expected answers are those of
-    the relevant passages, the most relevant first.
+    """The answer is a ranking of passages by their numbers, and the expected answers are the
+    numbers of the relevant passages, the most relevant first.
 
     The normalised discounted cumulative gain of the first ten (K. Järvelin and J. Kekäläinen, ACM
     Trans. Inf. Syst. 20, 2002): each passage counts by its grade, divided by log2(rank + 1), and

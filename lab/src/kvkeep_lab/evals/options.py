@@ -1,4 +1,4 @@
-"""What an evaluation measures, as options of its command too."""
+"""Options of an evaluation and of its command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvkeep_lab.options import names, numbers, option, text_file
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is measured of each spec.
+class EvalOptions:
+    """The texts and the tasks of an evaluation.
 
     Args:
         contexts: how many tokens are fed before the first that is predicted; also the length of the

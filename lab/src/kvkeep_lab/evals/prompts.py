@@ -145,7 +145,7 @@ class Frame:
 
 
 def placed(one: str, others: Sequence[str], depth: int) -> tuple[list[str], int]:
-    """The others with one more among them, at a depth in percent, and its index."""
+    """Passages with one more among them, at a depth in percent, and its index."""
     index = len(others) * depth // 100
     return [*others[:index], one, *others[index:]], index
 

@@ -18,7 +18,7 @@ SHARES = ("50%", "25%", "10%")
 
 def candidates(kinds: Sequence[LayerKind]) -> list[str]:
     """Specs to try for layers of these kinds. If some of them have a window, the windows' layers,
-    which are bounded anyway, also stay in 8 bits while all others are encoded or evict."""
+    which are bounded anyway, also stay in 8 bits while all other layers are encoded or evict."""
     kept = [f"keep_all+{codec}" for codec in CODECS]
     evicted = [f"{policy}:{share}" for share in SHARES for policy in POLICIES]
     specs = [*kept, *evicted, *(f"{one}+int4" for one in evicted)]

@@ -24,7 +24,7 @@ from kvkeep_lab.evals.figures import Measured, in_figures
 from kvkeep_lab.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep_lab.evals.kvpress import Kvpress
 from kvkeep_lab.evals.llama_cpp import LlamaCpp
-from kvkeep_lab.evals.options import Asked
+from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of, written
@@ -50,7 +50,6 @@ def run(
     dtype: str = "float32",
     context: int | Sequence[int] = 2000,
     specs: Sequence[str] = (BASELINE,),
-    tasks: Sequence[str] = ("needle",),
     samples_file: Path | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -60,7 +59,7 @@ def run(
     `kvkeep.host.load_model`.
 
     Args:
-        context, specs, tasks, progress, options: see `evaluate`.
+        context, specs, progress, options: see `evaluate`.
         samples_file: gets a line of JSON for each answer when it is known; see
             `kvkeep_lab.evals.samples`.
         overwrite: replace a `samples_file` that exists.
@@ -72,12 +71,12 @@ def run(
         SamplesError: the samples' file exists or cannot be written.
     """
     _parsed(specs)
-    chosen(tasks)
+    chosen(options.get("tasks", ()))
     about = {"model": model, "adapter": adapter, "dtype": dtype}
     contexts = [context] if isinstance(context, int) else context
     with written(samples_file, about, overwrite=overwrite) as record:
         loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
-        options |= {"contexts": contexts, "tasks": tasks, "record": record, "progress": progress}
+        options |= {"contexts": contexts, "record": record, "progress": progress}
         found = evaluate(loaded, tokenizer, specs, **options)
     return {"evaluation": "quality", **about, **found}
 
@@ -104,7 +103,7 @@ def evaluate(
         against: also compare these presses, where the question comes late for all; or llama.cpp,
             which answers no tasks.
         progress: called during the evaluation; see `Progress`.
-        options: see `kvkeep_lab.evals.options.Asked`.
+        options: see `kvkeep_lab.evals.options.EvalOptions`.
 
     Returns:
         `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
@@ -125,7 +124,7 @@ def evaluate(
         CapacityError: a spec's fixed slots cannot hold the tokens.
         UnsupportedError: kvpress cannot run the model, or its context would come in chunks.
     """
-    asked, parsed, host = Asked(**options), _parsed(specs), host_of(model)
+    asked, parsed, host = EvalOptions(**options), _parsed(specs), host_of(model)
     distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
     for name, spec in parsed.items():
         distinct.setdefault(spec, name)
@@ -166,13 +165,13 @@ def evaluate(
     return {**told, "skipped": skipped, "rows": rows, "baseline": baseline, **compared}
 
 
-def _steps(asked: Asked) -> int:
+def _steps(asked: EvalOptions) -> int:
     """The most tokens that are fed after a context."""
     return max(asked.continuation, TIMED_STEPS)
 
 
 def _prompts(
-    asked: Asked, tokenizer: Any, texts: Sequence[Tensor]
+    asked: EvalOptions, tokenizer: Any, texts: Sequence[Tensor]
 ) -> tuple[list[dict[str, list[Prompt]]], list[dict[str, Any]]]:
     """Each context's prompts by task, and the tasks that a context has no room for.
 
@@ -196,7 +195,7 @@ def _prompts(
     return found, skipped
 
 
-def _cost(asked: Asked, context: int, tasks: Iterable[str]) -> int:
+def _cost(asked: EvalOptions, context: int, tasks: Iterable[str]) -> int:
     """The cost of a spec at one context, in tokens of a prefill."""
     each = asked.windows * asked.samples
     answers = sum(cost_of_task(task, context, STEP_COST, each) for task in tasks)
@@ -207,7 +206,7 @@ def _cost(asked: Asked, context: int, tasks: Iterable[str]) -> int:
 class _Context:
     """All specs at one context."""
 
-    def __init__(self, host: Host, asked: Measured, how: Asked, work: Work) -> None:
+    def __init__(self, host: Host, asked: Measured, how: EvalOptions, work: Work) -> None:
         self.host, self.asked, self.work = host, asked, work
         self.context, self.chunk, self.late = asked.context, how.chunk, how.late_question
         text = asked.text.to(host.device)

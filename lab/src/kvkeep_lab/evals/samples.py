@@ -47,7 +47,7 @@ def row_of(spec: str, context: int, task: str, sample: int, prompt: Prompt, answ
 
 @contextmanager
 def written(file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[Record]:
-    """A context with a function that appends rows to a file, each with what `about` says of all.
+    """A context with a function that appends rows to a file, each with the entries of `about`.
 
     The file is made with the first row, so a run that is refused leaves none, and replaces none.
     Each row is one write of a whole line, so a run that is interrupted leaves whole lines.

@@ -75,7 +75,7 @@ def series(row: Row) -> str:
 
 
 def short(spec: str) -> str:
-    """A spec without the names of files, or what follows the name of one of `OTHERS`."""
+    """A spec without the names of files, and without the name of one of `OTHERS` before it."""
     other, _, rest = spec.partition(" ")
     return re.sub(r",scorer=[^,+@)]*", "", rest if other in OTHERS else spec)
 

@@ -120,7 +120,7 @@ def _citations(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
 def _mixed(
     relevant: list[Life], others: list[Life], seed: float, asked: Callable[[list[Life]], Question]
 ) -> Callable[[int], tuple[str, Question]]:
-    """The passages of relevant people and of some others in a random order, and the question."""
+    """The passages about relevant and some other people in a random order, and the question."""
 
     def told(count: int) -> tuple[str, Question]:
         shown = relevant + others[:count]
