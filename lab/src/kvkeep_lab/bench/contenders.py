@@ -140,7 +140,6 @@ class Contenders:
         self._directory, self._prefix = directory, prefix
         self._read = {spec: None if prefix is None else read(self._routed, prefix, spec, 256) for spec in specs}
         self.names = (*self._specs, *against)
-        self.kvkeep = tuple(self._specs)
 
     def sessions(self, name: str, sequences: int, room: int, during: ExitStack) -> Callable[[], Session]:
         """A function that returns an empty session of a system that can be stepped, or of `ALONE`;

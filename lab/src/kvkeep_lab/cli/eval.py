@@ -12,7 +12,7 @@ import typer
 
 from kvkeep.cli import output
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import with_options
+from kvkeep_lab.cli.options import ModelOptions, with_options
 from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_tradeoff
 from kvkeep_lab.evals.names import PRESSES
 from kvkeep_lab.evals.options import EvalOptions
@@ -22,16 +22,13 @@ AGAINST = ("kvpress", "llama.cpp")
 
 
 @dataclass(frozen=True)
-class Eval(EvalOptions):
+class Eval(EvalOptions, ModelOptions):
     """Options of `kvkeep eval`."""
 
-    model: output.ModelName = None
-    adapter: output.AdapterName = None
     specs: Sequence[str] = spec_list(
         ("keep_all", "keep_all+int8", "keep_all+int8/int4", "window:512,sinks=4"),
         "Specs to compare with keep_all, separated by semicolons.",
     )
-    dtype: output.ModelDtype = "auto"
     samples_file: Path | None = option(
         None, "Write each answer to this file when it is known: JSON Lines.", dir_okay=False
     )

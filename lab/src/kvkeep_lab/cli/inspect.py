@@ -14,7 +14,7 @@ from rich.text import Text
 from kvkeep.cli import output
 from kvkeep.cli.generate import Prompt, PromptFile, given_prompt
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import with_options
+from kvkeep_lab.cli.options import ModelOptions, with_options
 from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_kept
 from kvkeep_lab.options import option
 
@@ -25,19 +25,16 @@ _WIDTH = 64  # characters of a bar at most
 
 
 @dataclass(frozen=True)
-class Inspect:
+class Inspect(ModelOptions):
     """Options of `kvkeep inspect`."""
 
     prompt: Prompt = ""
-    model: output.ModelName = None
-    adapter: output.AdapterName = None
     cache: output.CacheSpec = "h2o:256"
     prompt_file: PromptFile = None
     context: int | None = option(None, "Feed this many tokens of a built-in text instead.", min=1)
     chunk: int | None = option(None, "Feed the prompt in chunks of this many tokens.", min=1)
     layer: int | None = option(None, "Show this layer of the model only.", min=0)
     head: int | None = option(None, "Show this kv head only.", min=0)
-    dtype: output.ModelDtype = "auto"
 
 
 @with_options(Inspect)

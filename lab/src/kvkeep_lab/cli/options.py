@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, cast, get_origin, get_type_hints
@@ -11,7 +11,16 @@ from typing import Annotated, Any, cast, get_origin, get_type_hints
 import typer
 
 from kvkeep.cli import complete
-from kvkeep.cli.output import listed, whole_numbers
+from kvkeep.cli.output import AdapterName, ModelDtype, ModelName, listed, whole_numbers
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model of a command."""
+
+    model: ModelName = None
+    adapter: AdapterName = None
+    dtype: ModelDtype = "auto"
 
 
 def with_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -11,18 +11,15 @@ import typer
 
 from kvkeep.cli import output
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import with_options
+from kvkeep_lab.cli.options import ModelOptions, with_options
 from kvkeep_lab.options import option, spec_list, text_file
 
 
 @dataclass(frozen=True)
-class Recommend:
+class Recommend(ModelOptions):
     """Options of `kvkeep_lab.evals.recommended.recommend`."""
 
-    model: output.ModelName = None
-    adapter: output.AdapterName = None
     specs: Sequence[str] = spec_list((), "Try these specs, separated by semicolons, in place of kvkeep's list.")
-    dtype: output.ModelDtype = "auto"
     context: int = option(2000, "Tokens fed before the continuation.", min=1)
     continuation: int = option(64, "Tokens predicted.", min=1)
     windows: int = option(10, "Places of the text.", min=1)
