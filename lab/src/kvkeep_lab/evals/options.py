@@ -43,3 +43,6 @@ class EvalOptions:
     )
     samples: int = option(5, "Prompts of each task for each window; each is a prefill.", min=1)
     late_question: bool = option(False, "Ask only when the text has been read.", flag=True)
+
+
+__all__ = ["EvalOptions"]

@@ -74,3 +74,6 @@ def _fits(host: Any, spec: str, context: int) -> bool:
         host.new_cache(spec, capacity=context)
         return True
     return False
+
+
+__all__ = ["recommend"]
