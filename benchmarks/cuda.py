@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvkeep_lab.bench.options import BENCHMARKS
+
 # The shortest and the longest first, because the time limit may cut off the last ones.
 LENGTHS = (2048, 131072, 32768, 8192)
 
@@ -29,7 +31,7 @@ FULL: dict[str, dict[str, Any]] = {
 }
 EVERYTHING: dict[str, dict[str, Any]] = {  # the defaults on CUDA
     "op": {
-        "masses": (False, True),
+        "both_masses": True,
         "against": ("torch-sdpa", "torch-folded", "flex", "flash-attn", "flashinfer"),
     },
     "append": {"layouts": ("concat", "growing", "fixed")},
@@ -55,6 +57,7 @@ def main() -> None:
     sizes = (TINY if options.tiny else FULL)[options.name] | EVERYTHING[options.name]
     # Imports of other benchmarks may fail.
     run = import_module(f"kvkeep_lab.bench.{options.name}").run
+    asked = BENCHMARKS[options.name](**sizes, device=options.device, seconds=options.seconds)
     said: list[str] = []
 
     def progress(doing: str, share: float | None) -> None:
@@ -62,7 +65,7 @@ def main() -> None:
             said.append(doing)
             say(doing)
 
-    result = run(**sizes, device=options.device, seconds=options.seconds, progress=progress)
+    result = run(asked, progress)
     if options.out is not None:
         options.out.write_text(json.dumps(result) + "\n")
     say(table(result))

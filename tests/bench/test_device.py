@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvkeep_lab.bench import append, decode, device, op, rivals
-from kvkeep_lab.bench.decode_loop import DYNAMIC, STATIC, new_cache
+from kvkeep_lab.bench.decode_loop import new_cache
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.options import DYNAMIC, STATIC, Append, Decode, Op
 from kvkeep_lab.bench.random_model import fill, random_model
 from kvkeep_lab.bench.systems import labels, named
 
@@ -92,13 +93,15 @@ SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2, "head_dim": 64}
 def test_op_of_all_systems(monkeypatch):
     monkeypatch.setattr(rivals, "find_spec", lambda name: None)
     result = op.run(
-        device="cpu",
-        **SHAPE,
-        lengths=(64, 96),
-        codecs=("plain", "int8"),
-        masses=(False, True),
-        against=("torch-sdpa", "torch-folded", "flash-attn", "flashinfer"),
-        turns=1,
+        Op(
+            device="cpu",
+            **SHAPE,
+            lengths=(64, 96),
+            codecs=("plain", "int8"),
+            both_masses=True,
+            against=("torch-sdpa", "torch-folded", "flash-attn", "flashinfer"),
+            turns=1,
+        )
     )
     rows = by(result, "backend", "codec", "mass", "length")
     for length in (64, 96):
@@ -117,15 +120,15 @@ def test_op_of_all_systems(monkeypatch):
 
 
 def test_op_without_time_or_memory(monkeypatch):
-    result = op.run(device="cpu", **SHAPE, lengths=(64,), seconds=-1)
+    result = op.run(Op(device="cpu", **SHAPE, lengths=(64,), seconds=-1))
     assert all("are left" in row["skipped"] for row in result["rows"])
     monkeypatch.setattr(device, "free_bytes", lambda where: 1000)
-    result = op.run(device="cpu", **SHAPE, lengths=(64,))
+    result = op.run(Op(device="cpu", **SHAPE, lengths=(64,)))
     assert all("more than half" in row["skipped"] for row in result["rows"])
 
 
 def test_op_where_nothing_works():
-    result = op.run(device="meta", **SHAPE, lengths=(64,), turns=1)
+    result = op.run(Op(device="meta", **SHAPE, lengths=(64,), turns=1))
     assert {row["backend"] for row in result["rows"]} >= {"sdpa", "torch-sdpa", "flex"}
     assert all(row["skipped"] for row in result["rows"])
     assert result["copy_gb_per_s"] > 0
@@ -140,7 +143,7 @@ def test_op_in_graphs(monkeypatch):
         return call
 
     monkeypatch.setattr(op, "captured", capture)
-    case = op._Case(torch.device("cuda"), Limits(CPU), {}, (), (), torch.float32)
+    case = op._Case(Limits(torch.device("cuda")), {}, (), torch.float32)
     calls = {"a": list, "b": dict}
     case._found = {name: op._Found(error=0.0) for name in calls}
     assert case._replays(calls) == {"a": list}
@@ -212,7 +215,7 @@ def test_flashinfer_is_given_pages(monkeypatch):
 
 def test_append_of_all_layouts():
     layouts = ("concat", "growing", "fixed")
-    result = append.run((8, 40), device="cpu", batches=(1, 2), layouts=layouts, turns=1)
+    result = append.run(Append((8, 40), device="cpu", batches=(1, 2), layouts=layouts, turns=1))
     rows = by(result, "rows", "tokens")
     assert set(rows) == {(1, 8), (1, 40), (2, 8), (2, 40)}
     for row in rows.values():
@@ -256,7 +259,7 @@ def layer_of(layout):
 
 def test_append_without_memory(monkeypatch):
     monkeypatch.setattr(device, "free_bytes", lambda where: 1000)
-    rows = append.run((8,), device="cpu")["rows"]
+    rows = append.run(Append((8,), device="cpu"))["rows"]
     assert [set(row) for row in rows] == [{"tokens", "skipped"}]
     assert "more than half" in rows[0]["skipped"]
 
@@ -274,15 +277,17 @@ COMPILED = (("eager", "graph", "compiled"), (DYNAMIC, STATIC))
 def test_decode_of_a_random_model(ways, against):
     specs = ("keep_all", "window:8")
     result = decode.run(
-        "random-tiny",
-        device="cpu",
-        dtype="float32",
-        contexts=(16, 40),
-        specs=specs,
-        ways=ways,
-        against=against,
-        turns=1,
-        burst=2,
+        Decode(
+            "random-tiny",
+            device="cpu",
+            dtype="float32",
+            contexts=(16, 40),
+            specs=specs,
+            ways=ways,
+            against=against,
+            turns=1,
+            burst=2,
+        )
     )
     rows = by(result, "system", "spec", "context")
     ours = [labels(named(spec, way)) for spec in specs for way in ways]
@@ -298,19 +303,22 @@ def test_decode_of_a_random_model(ways, against):
 def test_decode_goes_on_without_graphs(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvkeep.hf.steps.cuda_graph", None)
     sizes = {"contexts": (16,), "turns": 1, "ways": ("eager", "graph")}
-    rows = by(decode.run("random-tiny", device="cpu", **sizes), "system")
+    rows = by(decode.run(Decode("random-tiny", device="cpu", **sizes)), "system")
     assert "ModuleNotFoundError" in rows["kvkeep+graph",]["skipped"]
     assert rows["kvkeep-linears",]["agrees"]
 
 
 def test_decode_without_time_or_a_device():
-    result = decode.run("random-tiny", device="cpu", contexts=(16, 20), seconds=-1)
+    result = decode.run(Decode("random-tiny", device="cpu", contexts=(16, 20), seconds=-1))
     assert all("are left" in row["skipped"] for row in result["rows"])
     sizes = {"contexts": (16,), "turns": 1, "burst": 2, "seconds": 30}
-    rows = by(decode.run("random-tiny", device="cpu", against=(DYNAMIC, STATIC), **sizes), "system")
+    rows = by(
+        decode.run(Decode("random-tiny", device="cpu", against=(DYNAMIC, STATIC), **sizes)),
+        "system",
+    )
     assert "takes about" in rows[STATIC,]["skipped"]
     assert rows[DYNAMIC,]["median_ms"] > 0
-    rows = by(decode.run("random-tiny", device="meta", contexts=(16,), turns=1), "system")
+    rows = by(decode.run(Decode("random-tiny", device="meta", contexts=(16,), turns=1)), "system")
     assert len(rows) == 5
     assert all(row["skipped"] for row in rows.values())
     assert rows[DYNAMIC,]["skipped"] == "the device has failed"
@@ -356,7 +364,7 @@ def test_caches_are_filled_alike(system):
 )
 def test_bad_input(options, kind, says):
     with pytest.raises(kind, match=says):
-        decode.run("random-tiny", device="cpu", **options)
+        decode.run(Decode("random-tiny", device="cpu", **options))
 
 
 # -- the machine ---------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 from kvkeep_lab.bench import train
+from kvkeep_lab.bench.options import Train
 from kvkeep_lab.bench.resident import bounded, is_out_of_memory
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.unrolled import unrolled
@@ -89,7 +90,7 @@ def test_rows(model):
         doing.append(what)
         shares.append(share)
 
-    result = train.run(model, tokens=(24, 48), cache="h2o:16", chunk=16, progress=progress)
+    result = train.run(Train(model, tokens=(24, 48), cache="h2o:16", chunk=16), progress)
     assert [(row["tokens"], row["method"]) for row in result["rows"]] == [
         (tokens, method) for tokens in (24, 48) for method in train.METHODS
     ]
@@ -103,12 +104,12 @@ def test_rows(model):
 def test_rows_of_litgpt(model):
     pytest.importorskip("litgpt")
     options = {"tokens": (48,), "cache": "h2o:16", "chunk": 16}
-    result = train.run(model, host="litgpt", **options)
+    result = train.run(Train(model, host="litgpt", **options))
     assert result["host"] == "litgpt"
     assert [row["method"] for row in result["rows"]] == list(train.METHODS)
     require_complete(result["rows"])
     with pytest.raises(kvkeep.SpecError, match="no host 'jax'"):
-        train.run(model, host="jax", **options)
+        train.run(Train(model, host="jax", **options))
 
 
 @pytest.mark.slow
@@ -116,10 +117,13 @@ def test_rows_of_litgpt(model):
 def test_full_attention_is_compared_with_backprop(model):
     doing = []
     options = {"tokens": (96,), "cache": "keep_all@concat", "chunk": 20}
-    options["progress"] = lambda what, share: doing.append(what)
-    require_complete(train.run(model, **options)["rows"])
+
+    def progress(what, share):
+        doing.append(what)
+
+    require_complete(train.run(Train(model, **options), progress)["rows"])
     assert not any("reference" in what for what in doing)
-    (row,) = train.run(model, methods=["kvkeep"], **options)["rows"]
+    (row,) = train.run(Train(model, methods=["kvkeep"], **options), progress)["rows"]
     require_complete([row])
     assert "reference, 96 tokens" in doing
 
@@ -127,7 +131,7 @@ def test_full_attention_is_compared_with_backprop(model):
 @pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("method", ["backprop", "checkpointing"])
 def test_nothing_to_compare_with(model, method):
-    (row,) = train.run(model, tokens=(48,), methods=[method])["rows"]
+    (row,) = train.run(Train(model, tokens=(48,), methods=[method]))["rows"]
     assert row["grad_rel_error"] is None
     assert row["seconds"] > 0
 
@@ -135,7 +139,7 @@ def test_nothing_to_compare_with(model, method):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_no_check(model):
-    rows = train.run(model, tokens=(48,), cache="h2o:16", chunk=16, check=False)["rows"]
+    rows = train.run(Train(model, tokens=(48,), cache="h2o:16", chunk=16, check=False))["rows"]
     assert [row["grad_rel_error"] for row in rows] == [None] * 3
     assert all(row["seconds"] > 0 for row in rows)
 
@@ -146,7 +150,7 @@ def test_what_does_not_fit(tmp_path):
     """Logits of 1500 tokens are 280 MiB, and there are several; kvkeep computes some at a time."""
     model = saved(tmp_path, 49152)
     options = {"tokens": (1500,), "cache": "keep_all", "chunk": 128}
-    ours, *others = train.run(model, memory=400 << 20, **options)["rows"]
+    ours, *others = train.run(Train(model, memory=400 << 20, **options))["rows"]
     require_complete([ours])
     for row in others:
         require_null(row)
@@ -158,7 +162,7 @@ def test_a_process_that_was_ended(monkeypatch):
         raise BrokenProcessPool
 
     monkeypatch.setattr(train, "together", end)
-    rows = train.run("none", tokens=(48,))["rows"]
+    rows = train.run(Train("none", tokens=(48,)))["rows"]
     assert len(rows) == 3
     for row in rows:
         require_null(row)
@@ -236,7 +240,7 @@ def test_processes_that_share_a_text(model):
 @pytest.mark.slow
 def test_a_process_that_does_not_fit(model):
     options = {"tokens": (1500,), "cache": "keep_all", "chunk": 128, "memory": 400 << 20}
-    ours, *others = train.run(model, **options)["rows"]
+    ours, *others = train.run(Train(model, **options))["rows"]
     require_complete([ours])
     for row in others:
         require_null(row)

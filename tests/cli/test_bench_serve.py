@@ -72,7 +72,7 @@ def test_other_measurements():
         (("--arrivals", "poisson"), "needs a rate"),
         (("--shortest", "30"), "at most"),
         (("--cpu-time", "--interrupt", "9"), "exclude each other"),
-        (("--cpu-time", "--against", "kvkeep alone"), "cannot be measured"),
+        (("--cpu-time", "--against", "kvkeep alone"), "no steps of 'kvkeep alone'"),
         (("--http",), "has a tokenizer"),
     ],
 )

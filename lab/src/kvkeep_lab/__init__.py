@@ -1,4 +1,4 @@
-"""kvkeep-lab: measures kvkeep. Its commands join those of `kvkeep`: bench, eval, inspect and
+"""kvkeep-lab: measures kvkeep. It adds commands to `kvkeep`: bench, eval, recommend, inspect and
 calibrate.
 
 `calibrate` makes scorer files for the policy kvzap; see `kvkeep_lab.calibration.run`.

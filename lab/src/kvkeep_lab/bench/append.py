@@ -13,6 +13,7 @@ from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, because, device_named, with_values
+from kvkeep_lab.bench.options import Append
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.timing import Timer, interleaved, median_ratio, timer_for
 
@@ -21,25 +22,8 @@ LAYOUTS = ("concat", "growing", "fixed")
 _BURST = 10
 
 
-def run(
-    tokens: Sequence[int] | None = None,
-    *,
-    device: str | None = None,
-    batches: Sequence[int] | None = None,
-    layouts: Sequence[str] | None = None,
-    turns: int = 10,
-    seconds: float | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Time one decode token on a layer that holds `tokens` tokens of 8 heads, 128 wide.
-
-    Args:
-        tokens: tokens held at the start. None: 256 to 4096 on the CPU, otherwise 512 to 131072.
-        device: device to measure on; None: CUDA if available. CUDA uses bfloat16 and 32 query
-            heads, the CPU float32 and 8.
-        batches: batch sizes. None: 1 on the CPU, otherwise 1, 8 and 32.
-        layouts: names from `LAYOUTS`. None: concat and growing on the CPU, otherwise all.
-        seconds: time limit; cases that have not started by then are skipped.
+def run(asked: Append, progress: Progress = silent) -> dict[str, Any]:
+    """Time one decode token on a layer that holds some tokens of 8 heads, 128 wide.
 
     Returns:
         `rows`, one per batch and entry of `tokens`: medians in microseconds, as called, of the
@@ -52,12 +36,12 @@ def run(
     Raises:
         ModelError: the device does not exist here.
     """
-    place = device_named(device)
+    place, turns = device_named(asked.device), asked.turns
     on_cpu = place.type == "cpu"
-    tokens = tokens or ((256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072))
-    batches = batches or ((1,) if on_cpu else (1, 8, 32))
-    layouts = layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
-    limits, rows = Limits(place, seconds), []
+    tokens = asked.tokens or ((256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072))
+    batches = asked.batches or ((1,) if on_cpu else (1, 8, 32))
+    layouts = asked.layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
+    limits, rows = Limits(place, asked.seconds), []
     work = Work(progress, sum(batches) * sum(tokens))
     with torch.inference_mode():
         for batch in batches:
@@ -66,18 +50,16 @@ def run(
                 work.stage(f"{held} tokens{several}", batch * held)
                 row = {"tokens": held} | ({"rows": batch} if len(batches) > 1 else {})
                 rows.append(row | _Case(place, batch, held).row(layouts, turns, limits, work))
-    dtype = str(_dtype(place)).removeprefix("torch.")
-    sizes = {"Hq": _query_heads(place), "H": HEADS, "D": DIM}
-    named = {"dtype": dtype, "B": batches[0] if len(batches) == 1 else list(batches), **sizes}
+    dtype, heads = _like(place)
+    sizes = {"Hq": heads, "H": HEADS, "D": DIM}
+    rows_of = batches[0] if len(batches) == 1 else list(batches)
+    named = {"dtype": str(dtype).removeprefix("torch."), "B": rows_of, **sizes}
     return result("append", with_values(rows), shape=named, turns=turns)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def _query_heads(device: torch.device) -> int:
-    return HEADS if device.type == "cpu" else 4 * HEADS
+def _like(device: torch.device) -> tuple[torch.dtype, int]:
+    """The dtype, and the number of query heads."""
+    return (torch.float32, HEADS) if device.type == "cpu" else (torch.bfloat16, 4 * HEADS)
 
 
 class _Case:
@@ -89,7 +71,7 @@ class _Case:
     def row(self, layouts: Sequence[str], turns: int, limits: Limits, work: Work) -> dict[str, Any]:
         """The measurements, or the reason why the case was skipped."""
         try:
-            slots = 2 * self.batch * self.held * HEADS * DIM * _dtype(self.device).itemsize
+            slots = 2 * self.batch * self.held * HEADS * DIM * _like(self.device)[0].itemsize
             # Slots of each layout, spare slots, and the copies that concatenation and growth make.
             skipped = limits.refuse((len(layouts) + 2) * slots)
             return {"skipped": skipped} if skipped else self._figures(layouts, turns, work)
@@ -101,6 +83,10 @@ class _Case:
     def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
         row: dict[str, Any] = {}
         timers = {"": timer_for(self.device)}
+
+        def tick(share: float) -> None:
+            work.part(share / (2 * len(timers)))
+
         if self.device.type == "cuda":
             timers["_device"] = timer_for(self.device, queued=True)
         growth = self._growth(timers[""]) if "growing" in layouts else 0.0
@@ -108,13 +94,8 @@ class _Case:
         for what in ("update", "step"):
             for how, timer in timers.items():
                 calls = {n: self._call(what, layer) for n, layer in layers.items()}
-                found = interleaved(
-                    calls,
-                    turns=turns,
-                    burst=_BURST,
-                    timer=timer,
-                    tick=lambda share: work.part(share / (2 * len(timers))),
-                )
+                options: dict[str, Any] = {"turns": turns, "burst": _BURST, "tick": tick}
+                found = interleaved(calls, timer=timer, **options)
                 for layer in layers.values():
                     layer.crop(self.held - layer.fed)
                 for name in layouts:
@@ -126,7 +107,7 @@ class _Case:
             costs = {name: row[f"{name}_step{how}_us"] for name in layouts}
             if "growing" in costs:
                 costs["growing"] += row["growth_us"]
-            row[f"{how.removeprefix('_')}_winner".lstrip("_")] = min(costs, key=costs.__getitem__)
+            row[f"{how}_winner".lstrip("_")] = min(costs, key=costs.__getitem__)
         return row
 
     def _growth(self, timer: Timer) -> float:
@@ -153,15 +134,13 @@ class _Case:
 
     def _random(self, tokens: int, heads: int = HEADS) -> Tensor:
         shape = (self.batch, heads, tokens, DIM)
-        return torch.randn(shape, dtype=_dtype(self.device), device=self.device)
+        return torch.randn(shape, dtype=_like(self.device)[0], device=self.device)
 
     def _call(self, what: str, layer: LayerCache) -> Callable[[], object]:
-        q, k, v = self._random(1, _query_heads(self.device)), self._random(1), self._random(1)
+        q, k, v = self._random(1, _like(self.device)[1]), self._random(1), self._random(1)
 
         def update() -> None:
             layer.extend(k, v)
             layer.settle()
 
-        if what == "update":
-            return update
-        return lambda: layer.step(q, k, v, scale=DIM**-0.5)
+        return update if what == "update" else lambda: layer.step(q, k, v, scale=DIM**-0.5)

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -89,52 +90,38 @@ def run(
         speeds = {case: median(each) for case, each in found.items()}
         for (way, choice), speed in speeds.items():
             best = max(speeds[way, ONE], speeds[way, ALL])
-            rows.append(
-                {
-                    "system": way if way == BATCH else named("keep_all", way),
-                    "beside": busy,
-                    "threads": choice,
-                    "tokens_per_s": speed,
-                    "ratio": speed / best if choice == CHOSEN else None,
-                }
-            )
+            system = way if way == BATCH else named("keep_all", way)
+            ratio = speed / best if choice == CHOSEN else None
+            row = {"system": system, "beside": busy, "threads": choice}
+            rows.append({**row, "tokens_per_s": speed, "ratio": ratio})
     return result("decode beside others", rows, model=model, dtype=dtype, context=context)
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Run this many processes, each of which keeps a core busy."""
-    running = []
-    try:
+    with ExitStack() as running:
+        running.callback(sleep, _SETTLED_S)
         for _ in range(count):
-            running.append(subprocess.Popen([sys.executable, "-c", _BUSY]))
+            process = running.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY]))
+            running.callback(process.kill)
         sleep(_SETTLED_S)
         yield
-    finally:
-        for process in running:
-            process.kill()
-        for process in running:
-            process.wait()
-        sleep(_SETTLED_S)
 
 
 @contextmanager
 def _threads(choice: str) -> Iterator[None]:
     """Generate with one thread, with all, or with the number that kvkeep chooses."""
-    before, setting = torch.get_num_threads(), os.environ.get(threads.OFF)
-    try:
-        if choice == CHOSEN:
-            os.environ.pop(threads.OFF, None)
-        else:
-            os.environ[threads.OFF] = "fixed"
-        if choice == ONE:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(before)
+    before = torch.get_num_threads()
+    with patch.dict(os.environ):
         os.environ.pop(threads.OFF, None)
-        if setting is not None:
-            os.environ[threads.OFF] = setting
+        if choice != CHOSEN:
+            os.environ[threads.OFF] = "fixed"
+        torch.set_num_threads(1 if choice == ONE else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def _generator(model: Any, way: str, ids: Tensor) -> Callable[[int], float]:

@@ -37,32 +37,21 @@ class _Times(BaseStreamer):
 
 def padded(model: Any, requests: Sequence[Request], new: int) -> Served:
     """`model.generate` on one batch, padded on the left. All requests arrive at once."""
-    longest = max(len(request.ids) for request in requests)
     texts = [request.ids for request in requests]
-    ids = pad_sequence(texts, batch_first=True, padding_side="left").to(model.device)
-    mask = torch.zeros_like(ids)
-    for row, text in zip(mask, texts, strict=True):
-        row[longest - len(text) :] = 1
-    times, start = _Times(), time.perf_counter()
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0),
-        streamer=times,
-        return_dict_in_generate=True,
+    ids, mask = (
+        pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
+        for rows in (texts, [torch.ones_like(text) for text in texts])
     )
-    each = [at - start for at in times.times[1:]]
-    return Served(
-        requests,
-        [each] * len(requests),
-        out.sequences[:, longest:].tolist(),
-        bytes=live_bytes(out.past_key_values),
-    ).require(new)
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    options = {"generation_config": config, "return_dict_in_generate": True}
+    times, start = _Times(), time.perf_counter()
+    out = model.generate(ids, attention_mask=mask, streamer=times, **options)
+    each = [[at - start for at in times.times[1:]]] * len(requests)
+    tokens, held = out.sequences[:, ids.shape[1] :].tolist(), live_bytes(out.past_key_values)
+    return Served(requests, each, tokens, bytes=held).require(new)
 
 
-def continuous(
-    model: Any, requests: Sequence[Request], new: int, prefix: Tensor | None = None
-) -> Served:
+def continuous(model: Any, requests: Sequence[Request], new: int, prefix: Tensor | None = None) -> Served:
     """The continuous batching behind `model.generate_batch`, whose manager takes requests as they
     arrive. It has room for all requests, and computes at most as many tokens in a step as
     `kvkeep.Batch`.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import base_config, decoder_config
-
-DYNAMIC, STATIC = "hf-dynamic", "hf-static"
-"""transformers' default cache, and its static one under `torch.compile(fullgraph=True)`."""
+from kvkeep_lab.bench.options import DYNAMIC, STATIC
 
 
 def new_cache(system: str, model: PreTrainedModel, capacity: int | None = None) -> Any:
@@ -28,18 +24,11 @@ def new_cache(system: str, model: PreTrainedModel, capacity: int | None = None) 
     return Cache(model, system, capacity=capacity)
 
 
-@contextmanager
-def prepared(system: str, model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a system: attach it for a kvkeep spec."""
-    with nullcontext() if system in (DYNAMIC, STATIC) else attach(model, system):
-        yield
-
-
 def live_bytes(cache: Any) -> int:
     """Bytes of the keys and values that a cache holds, including positions if it has them."""
     if isinstance(cache, Cache):
         return cache.live_bytes
-    return sum(x.numel() * x.element_size() for keys, values, _ in cache for x in (keys, values))
+    return sum(x.nbytes for x in buffers(cache))
 
 
 def allocated_bytes(cache: Any) -> int:
@@ -71,8 +60,8 @@ def decode(
     steps: int,
     after_step: Callable[[], None] = lambda: None,
     chunk: int | None = None,
-) -> Tensor:
-    """Prefill `prompt` (B, n), then feed `steps` greedy tokens; returns their ids (B, steps).
+) -> None:
+    """Prefill `prompt` (B, n), then feed `steps` greedy tokens.
 
     `after_step` is called after the prefill and after every step. The prompt is fed in one call, or
     `chunk` tokens a call.
@@ -80,15 +69,12 @@ def decode(
     *before, fed = torch.split(prompt, chunk or prompt.shape[1], dim=1)
     for part in before:
         model(part, **as_cache(model, cache), logits_to_keep=1)
-    tokens: list[Tensor] = []
     for _ in range(steps):
         logits = model(fed, **as_cache(model, cache), logits_to_keep=1).logits
         after_step()
         fed = logits[:, -1:].argmax(dim=-1)
-        tokens.append(fed)
     model(fed, **as_cache(model, cache), logits_to_keep=1)
     after_step()
-    return torch.cat(tokens, dim=1)
 
 
 def filled_from(full: Cache, cache: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,39 +12,27 @@ from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
 from kvkeep.host.progress import Progress, Work, silent
+from kvkeep_lab.bench.options import Fork
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
-from kvkeep_lab.bench.timing import interleaved
+from kvkeep_lab.bench.timing import medians_of
 
 
-def run(
-    model: str = "smollm2-135m",
-    *,
-    dtype: str = "float32",
-    tokens: int = 4000,
-    forks: int = 100,
-    new: int = 32,
-    rows: int = 16,
-    turns: int = 5,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Fork, progress: Progress = silent) -> dict[str, Any]:
     """Fork the cache of a prompt of real text.
-
-    Args:
-        forks: number of caches that share the prompt, each with `new` tokens of its own.
-        rows: continuations in one batch, measured once sharing the prompt and once with a copy
-            each.
 
     Returns:
         `forks`: their number, the `bytes` that they and the prompt hold, and the `ratio` of that to
-        one cache and the new tokens. `rows`: for each batch the `bytes` held, `step_ms`, and
-        `attention_ms`, the time of all layers' cache steps alone.
+        one cache and the new tokens. `rows`: for each batch, which shares the prompt or has a copy
+        for each continuation, the `bytes` held, `step_ms`, and `attention_ms`, the time of all
+        layers' cache steps alone.
     """
-    loaded, tokenizer = load(model, dtype, progress=progress)
+    tokens, forks, new, rows = asked.tokens, asked.forks, asked.new, asked.rows
+    loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
     attach(loaded)
     ids = tokens_of_text(tokenizer, tokens + new)
     cache = Cache(loaded)
-    work = Work(progress, tokens + forks * new + 4 * turns * rows)
+    work = Work(progress, tokens + forks * new + 4 * asked.turns * rows)
     with torch.inference_mode():
         work.stage(f"{tokens} tokens", tokens)
         loaded(ids[:, :tokens], **as_cache(loaded, cache), logits_to_keep=1)
@@ -59,23 +47,20 @@ def run(
             work.tick(new)
         held = one + sum(fork.nbytes - fork.shared_bytes for fork in several)
         del several
-        work.stage(f"a batch of {rows}", 4 * turns * rows)
+        work.stage(f"a batch of {rows}", 4 * asked.turns * rows)
         copied.repeat(rows)
         batches = {"shared": frozen.fork(rows), "separate": copied}
-        found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), turns)
+        found = _timed(loaded, batches, ids[:, :1].expand(rows, 1), asked.turns)
     ratio = held / (one + forks * new * one // tokens)
-    shared = {"forks": forks, "tokens": tokens, "new": new, "bytes": held, "ratio": ratio}
+    shared = asked.some("forks", "tokens", "new") | {"bytes": held, "ratio": ratio}
     told = [
-        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batches[name].live_bytes}
-        | times
-        for name, times in found.items()
+        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batch.live_bytes} | found[name]
+        for name, batch in batches.items()
     ]
-    return result("fork", told, model=model, dtype=dtype, forks=shared)
+    return result("fork", told, **asked.some("model", "dtype"), forks=shared)
 
 
-def _timed(
-    model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int
-) -> dict[str, dict[str, float]]:
+def _timed(model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int) -> dict[str, dict[str, float]]:
     """Times of a step of each batch; the step is cropped again."""
 
     def step(cache: Cache) -> None:
@@ -94,7 +79,7 @@ def _timed(
     q = torch.randn(*token.shape[:1], model.config.num_attention_heads, 1, like.shape[3]).to(k)
     found: dict[str, dict[str, float]] = {name: {} for name in batches}
     for what, call in (("step_ms", step), ("attention_ms", attention)):
-        calls = {name: (lambda c=cache, f=call: f(c)) for name, cache in batches.items()}
-        for name, times in interleaved(calls, turns=turns, burst=2).items():
-            found[name][what] = 1e3 * statistics.median(times)
+        calls = {name: partial(call, cache) for name, cache in batches.items()}
+        for name, seconds in medians_of(calls, turns=turns, burst=2).items():
+            found[name][what] = 1e3 * seconds
     return found

@@ -22,17 +22,14 @@ _PATIENCE = 3600  # seconds
 
 
 class Server(NamedTuple):
-    """Where a server listens, and the name of its model."""
+    """The address of a server, and the name of its model."""
 
-    host: str
-    port: int
+    url: str
     model: str
 
 
 @contextmanager
-def server(
-    model: Any, tokenizer: Any, spec: str, directory: Path, clients: int
-) -> Iterator[Server]:
+def server(model: Any, tokenizer: Any, spec: str, directory: Path, clients: int) -> Iterator[Server]:
     """A server of this model, which keeps no prompts.
 
     Args:
@@ -47,23 +44,19 @@ def server(
         model.save_pretrained(saved)
         tokenizer.save_pretrained(saved)
     dtype, limit = str(model.dtype).removeprefix("torch."), str(_PATIENCE)
-    options = ("--cache", spec, "--dtype", dtype, "--device", str(model.device), "--no-share")
-    limits = ("--sequences", str(clients), "--queue", str(clients))
-    patience = ("--wait", limit, "--timeout", limit)
     command = [sys.executable, "-m", "kvkeep", "serve", "--port", "0", "--model", str(saved)]
+    command += ["--cache", spec, "--dtype", dtype, "--device", str(model.device), "--no-share"]
+    command += ["--sequences", str(clients), "--queue", str(clients)]
+    command += ["--wait", limit, "--timeout", limit]
     environment = {name: x for name, x in os.environ.items() if name != "KVKEEP_API_KEY"}
-    with subprocess.Popen(
-        [*command, *options, *limits, *patience], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **piped) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline().split()
             if not said:
                 raise KVKeepError("kvkeep serve did not start; see its error above")
-            address = urlsplit(said[-1])
-            assert address.hostname is not None
-            assert address.port is not None
-            yield Server(address.hostname, address.port, str(saved))
+            yield Server(said[-1], str(saved))
         finally:
             process.terminate()
 
@@ -86,16 +79,11 @@ def stream(server: Server, requests: Sequence[Request], new: int) -> Served:
 
 def _answer(server: Server, request: Request, new: int, start: float) -> tuple[list[float], int]:
     """The seconds at which an answer's pieces came, and its number of tokens."""
-    body = {
-        "model": server.model,
-        "prompt": request.ids.tolist(),
-        "max_tokens": new,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = {"model": server.model, "prompt": request.ids.tolist(), "max_tokens": new}
+    body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     times, count = list[float](), 0
-    with closing(HTTPConnection(server.host, server.port, timeout=_PATIENCE)) as connection:
+    address = urlsplit(server.url).netloc
+    with closing(HTTPConnection(address, timeout=_PATIENCE)) as connection:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         response = connection.getresponse()

@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -25,25 +24,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+_PRESSES = {
+    **{"snapkv": "SnapKVPress", "adakv": "AdaKVPress", "criticaladakv": "CriticalAdaKVPress"},
+    **{"pyramid": "PyramidKVPress", "knorm": "KnormPress", "keydiff": "KeyDiffPress"},
+    **{"streaming": "StreamingLLMPress", "tova": "TOVAPress", "kvzip": "KVzipPress"},
+    "expected_attention": "ExpectedAttentionPress",
+    "observed_attention": "ObservedAttentionPress",
+}
+
 
 def press_of(name: str, removed: float) -> Any:
     """A press that removes this share of the keys and values; None for `none`."""
-    inner = kvpress.SnapKVPress(removed)
-    presses: dict[str, Callable[[], Any]] = {
-        "none": lambda: None,
-        "snapkv": lambda: inner,
-        "adakv": lambda: kvpress.AdaKVPress(inner),
-        "criticaladakv": lambda: kvpress.CriticalAdaKVPress(inner),
-        "pyramid": lambda: kvpress.PyramidKVPress(removed),
-        "knorm": lambda: kvpress.KnormPress(removed),
-        "keydiff": lambda: kvpress.KeyDiffPress(removed),
-        "streaming": lambda: kvpress.StreamingLLMPress(removed),
-        "tova": lambda: kvpress.TOVAPress(removed),
-        "expected_attention": lambda: kvpress.ExpectedAttentionPress(removed),
-        "observed_attention": lambda: kvpress.ObservedAttentionPress(removed),
-        "kvzip": lambda: kvpress.KVzipPress(removed),
-    }
-    return presses[name]()
+    if name == "none":
+        return None
+    if name in ("adakv", "criticaladakv"):
+        return getattr(kvpress, _PRESSES[name])(kvpress.SnapKVPress(removed))
+    return getattr(kvpress, _PRESSES[name])(removed)
 
 
 class Reader:

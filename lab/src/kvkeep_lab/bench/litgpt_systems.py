@@ -18,7 +18,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import changing_ropes
 from kvkeep.host import host_of
 from kvkeep_lab.bench.decode_loop import bytes_per_token
-from kvkeep_lab.bench.systems import EAGER, LITGPT, Feed, named, twin
+from kvkeep_lab.bench.systems import EAGER, LITGPT, BaseSystems, Feed, twin
 
 _CHUNK = 1024  # tokens of a prompt fed at once
 
@@ -78,9 +78,8 @@ def checkpoint(gpt: GPT) -> None:
         block.forward = partial(checkpointed, block.forward, use_reentrant=False)
 
 
-class LitGPTSystems:
-    """LitGPT's own cache, and kvkeep's caches with each spec. `hold` sets the content of all caches
-    created after it.
+class LitGPTSystems(BaseSystems):
+    """LitGPT's own cache, and kvkeep's caches with each spec.
 
     Args:
         model: of transformers, from which the LitGPT model is made.
@@ -90,36 +89,22 @@ class LitGPTSystems:
 
     lead = LITGPT
 
-    def __init__(
-        self, model: Any, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]
-    ) -> None:
-        self._plain = converted(model)
-        self._token_bytes = bytes_per_token(model)
+    def __init__(self, model: Any, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]) -> None:
+        super().__init__(specs, ways, against)
+        self._plain, self._token_bytes = converted(model), bytes_per_token(model)
         self._hosts = {way: host_of(twin(self._plain)) for way in ways}
         for way, host in self._hosts.items():
             host.attach(linears=way != EAGER)
-        self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
-        self.names = (*self._ours, *against)
-
-    def hold(self, tokens: int, ids: Tensor | None, room: int) -> None:
-        """Set the content of the next caches: the first `tokens` of ids (1, tokens + 1), whose last
-        id is fed in each step. `room` is the capacity of LitGPT's own in tokens."""
-        assert ids is not None  # a random model is refused
-        self._held, self._ids, self._room = tokens, ids[:, :-1], room
-        self.token = ids[:, -1:]
-
-    def seconds_of(self, name: str) -> float:
-        """Nothing is compiled."""
-        return 0.0
 
     def bytes_of(self, context: int) -> int:
-        """Bytes that a system needs in addition: its slots, and LitGPT's mask."""
+        """The slots, and LitGPT's mask."""
         return context * self._token_bytes + self._room**2
 
     @torch.inference_mode()
     def feed(self, name: str) -> Feed:
-        """A function that feeds a token to a system whose cache is filled."""
-        pieces = torch.split(self._ids, _CHUNK, dim=1)
+        """See `BaseSystems`."""
+        assert self._ids is not None  # a random model is refused
+        pieces = torch.split(self._ids[:, :-1], _CHUNK, dim=1)
         if name in self._ours:
             spec, way = self._ours[name]
             host = self._hosts[way]

@@ -6,7 +6,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvkeep.errors import KVKeepError
 from kvkeep_lab.bench.decode_loop import bytes_per_token
-from kvkeep_lab.bench.llama_cpp import TYPES, write_gguf
+from kvkeep_lab.bench.llama_cpp import TYPES, written
 from kvkeep_lab.extras import needed_by
 
 with needed_by("Measuring llama.cpp", "llama-cpp"):
@@ -28,10 +29,9 @@ _CHUNK, _STEP_TOKENS = 256, 512  # as `kvkeep.Batch` has them
 @dataclass
 class _Sequence:
     index: int
-    new: int
+    new: int  # tokens that are still to come
     unfed: deque[int]  # of the prompt, or the last new token
     fed: int = 0
-    tokens: list[int] = field(default_factory=list)
 
 
 class LlamaSession:
@@ -44,7 +44,6 @@ class LlamaSession:
         sequences: most sequences at once.
         room: most tokens of a sequence.
         directory: directory for the GGUF file, which is written once.
-        threads: number of threads; None: torch's.
         prefix: first tokens of all prompts, (n,): it is read at once, and all sequences share it.
         unified: one buffer for the slots of all sequences.
     """
@@ -56,24 +55,20 @@ class LlamaSession:
         room: int,
         directory: Path,
         *,
-        threads: int | None = None,
         prefix: Tensor | None = None,
         unified: bool = False,
     ) -> None:
         logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # warnings come as errors
         llama_cpp.llama_backend_init()
-        path = directory / "model.gguf"
-        if not path.exists():
-            write_gguf(model, path)
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(path).encode(), llama_cpp.llama_model_default_params()
-        )
+        path = str(written(model, directory)).encode()
+        defaults = llama_cpp.llama_model_default_params()
+        self._model = llama_cpp.llama_model_load_from_file(path, defaults)
         slots = sequences + (prefix is not None)
         most = max(_STEP_TOKENS, slots + _CHUNK)
         room = math.ceil(room / _CHUNK) * _CHUNK  # llama.cpp would round it down
         it = llama_cpp.llama_context_default_params()
         it.n_ctx, it.n_seq_max, it.n_batch = slots * room, slots, most
-        it.n_threads = it.n_threads_batch = threads or torch.get_num_threads()
+        it.n_threads = it.n_threads_batch = torch.get_num_threads()
         it.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         # Its attention over bfloat16 is slower than over float16, which has as many bytes.
         dtype = torch.float16 if model.dtype is torch.bfloat16 else model.dtype
@@ -100,11 +95,12 @@ class LlamaSession:
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
 
-    def clear(self) -> None:
-        """Forget all sequences, but not the prefix."""
+    def cleared(self) -> LlamaSession:
+        """The session without sequences, but with the prefix."""
         self._waiting.clear()
         for slot in list(self._running):
             self._leave(slot)
+        return self
 
     def add(self, index: int, ids: Tensor, new: int) -> None:
         self._waiting.append(_Sequence(index, new, deque(ids.tolist())))
@@ -124,15 +120,13 @@ class LlamaSession:
         self._decode()
         if not due:
             return found
-        rows = np.ctypeslib.as_array(
-            llama_cpp.llama_get_logits(self._context), (len(due), self._vocabulary)
-        )
+        rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (len(due), self._vocabulary))
         for slot, token in zip(due, rows.argmax(axis=1).tolist(), strict=True):
             sequence = self._running[slot]
-            sequence.tokens.append(token)
+            sequence.new -= 1
             sequence.unfed.append(token)
             found.append((sequence.index, token))
-            if len(sequence.tokens) == sequence.new:
+            if not sequence.new:
                 self._leave(slot)
         return found
 
@@ -141,8 +135,7 @@ class LlamaSession:
         if self._prefix:
             memory = llama_cpp.llama_get_memory(self._context)
             llama_cpp.llama_memory_seq_cp(memory, self._source, slot, 0, self._prefix)
-            for _ in range(self._prefix):
-                sequence.unfed.popleft()
+            sequence.unfed = deque(islice(sequence.unfed, self._prefix, None))
             sequence.fed = self._prefix
 
     def _leave(self, slot: int) -> None:
@@ -172,10 +165,9 @@ class LlamaSession:
 
     def _put(self, token: int, place: int, slot: int) -> None:
         batch, at = self._batch, self._batch.n_tokens
-        batch.token[at], batch.pos[at] = token, place
+        batch.token[at], batch.pos[at], batch.logits[at] = token, place, False
         batch.n_seq_id[at], batch.seq_id[at][0] = 1, slot
-        batch.logits[at] = False
-        batch.n_tokens = at + 1
+        batch.n_tokens += 1
 
     def _decode(self) -> None:
         code = llama_cpp.llama_decode(self._context, self._batch)

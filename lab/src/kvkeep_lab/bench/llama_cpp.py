@@ -20,14 +20,23 @@ with needed_by("Measuring llama.cpp", "llama-cpp"):
     import gguf
     import numpy as np
 
-LLAMA_CPP = "llama.cpp"
-
 TYPES = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,
     torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
 """llama.cpp's name of each dtype that it has."""
+
+
+def library() -> Any:
+    """The package llama_cpp.
+
+    Raises:
+        MissingPackageError: llama-cpp-python is not installed.
+    """
+    with needed_by("Measuring llama.cpp", "llama-cpp"):
+        import llama_cpp
+    return llama_cpp
 
 
 def require(model: Any) -> None:
@@ -37,8 +46,7 @@ def require(model: Any) -> None:
         MissingPackageError: llama-cpp-python is not installed.
         UnsupportedError: the model is no Llama.
     """
-    with needed_by("Measuring llama.cpp", "llama-cpp"):
-        import llama_cpp  # noqa: F401
+    library()
     config = model.config
     if config.model_type != "llama" or model.dtype not in TYPES:
         raise UnsupportedError(
@@ -47,32 +55,46 @@ def require(model: Any) -> None:
         )
 
 
-def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[], None]:
-    """Feed all of `ids` (1, n) but the last, and return a function that feeds the last id at each
-    call. Keys and values are held in the model's dtype.
-
-    Args:
-        model: a Llama that passed `require`.
-        room: tokens of context to reserve.
-        directory: directory for the GGUF file, which is written once.
-    """
-    with needed_by("Measuring llama.cpp", "llama-cpp"):
-        import llama_cpp
-
+def written(model: Any, directory: Path) -> Path:
+    """The GGUF file of a Llama that passed `require`, which is written once."""
     path = directory / "model.gguf"
     if not path.exists():
         write_gguf(model, path)
+    return path
+
+
+def opened(model: Any, directory: Path, room: int, kind: int) -> Any:
+    """llama.cpp with a model's weights.
+
+    Args:
+        directory: directory for the GGUF file.
+        room: tokens of context to reserve.
+        kind: the type of keys and values.
+    """
     threads = torch.get_num_threads()
-    llama = llama_cpp.Llama(
-        str(path),
+    return library().Llama(
+        str(written(model, directory)),
         n_ctx=room,
         n_threads=threads,
         n_threads_batch=threads,
-        flash_attn=True,
-        type_k=int(TYPES[model.dtype]),
-        type_v=int(TYPES[model.dtype]),
+        flash_attn=True,  # without it, values have no types of fewer bits
+        type_k=kind,
+        type_v=kind,
         verbose=False,
     )
+
+
+def fed(llama: Any, tokens: list[int]) -> Tensor:
+    """The logits (V,) after the last of these tokens, float32."""
+    llama.eval(tokens)
+    last = library().llama_get_logits_ith(llama.ctx, -1)
+    return torch.from_numpy(np.ctypeslib.as_array(last, shape=(llama.n_vocab(),)).copy())
+
+
+def stepper(model: Any, ids: Tensor, room: int, directory: Path) -> Callable[[], None]:
+    """Feed all of `ids` (1, n) but the last, and return a function that feeds the last id at each
+    call. Keys and values are held in the model's dtype. For the arguments see `opened`."""
+    llama = opened(model, directory, room, int(TYPES[model.dtype]))
     *prompt, last = ids[0].tolist()
     llama.eval(prompt)
     return lambda: llama.eval([last])
@@ -89,17 +111,11 @@ def write_quantised(model: Any, weights: str, directory: Path) -> None:
     Raises:
         UnsupportedError: llama.cpp cannot quantise them.
     """
-    with needed_by("Measuring llama.cpp", "llama-cpp"):
-        import llama_cpp
-
-    plain = directory / "plain.gguf"
+    llama_cpp, plain = library(), directory / "plain.gguf"
     write_gguf(model, plain)
     params = llama_cpp.llama_model_quantize_default_params()
     params.nthread = torch.get_num_threads()
-    params.ftype = {
-        "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
-        "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-    }[weights]
+    params.ftype = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}[weights]
     names = (str(path).encode() for path in (plain, directory / "model.gguf"))
     if llama_cpp.llama_model_quantize(*names, params):
         raise UnsupportedError(f"llama.cpp cannot quantise this model's weights to {weights}")
@@ -124,12 +140,9 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, weight in model.named_parameters():
-        heads = {
-            "q_proj": config.num_attention_heads,
-            "k_proj": config.num_key_value_heads,
-        }.get(name.split(".")[-2])
-        if heads:
+        if heads := rotated.get(name.split(".")[-2]):
             weight = _interleaved(weight, heads)
         kind = TYPES[model.dtype] if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
         target = names.get_name(name, try_suffixes=(".weight",))
@@ -153,6 +166,4 @@ def _numbers(weight: Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any,
     x = weight.detach().cpu()
     if kind == gguf.GGMLQuantizationType.F32:
         return x.float().numpy()
-    if kind == gguf.GGMLQuantizationType.F16:
-        return x.numpy()
-    return x.contiguous().view(torch.uint8).numpy()
+    return x.numpy() if x.dtype == torch.float16 else x.contiguous().view(torch.uint8).numpy()

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+from kvkeep.hf.attach import attach
+from kvkeep.hf.models import load
+from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import parse_specs
+from kvkeep_lab.bench.decode_loop import allocated_bytes, buffers, decode, live_bytes, new_cache
+from kvkeep_lab.bench.options import DYNAMIC, Memory
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident
-
-DYNAMIC = "hf-dynamic"
-SPECS = (
-    "keep_all",
-    "h2o:512",
-    "h2o:512+int4",
-    "adakv(h2o:512)",
-    "window:512",
-    DYNAMIC,
-)
+from kvkeep_lab.bench.text import tokens_of_text
 
 
-def run(
-    model: str = "smollm2-135m",
-    *,
-    dtype: str = "float32",
-    tokens: int = 2100,
-    prompt: int = 1000,
-    chunk: int = 500,
-    specs: Sequence[str] = SPECS,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Generate until `tokens` tokens were fed, with each cache in a process of its own, and the
-    prompt fed both at once and in chunks.
-
-    Args:
-        model: a name from `kvkeep models`, a directory, or a hub name.
-        dtype: dtype of weights and cache.
-        tokens: total tokens fed.
-        prompt: tokens of the prompt among them.
-        chunk: tokens of each chunk of the prompt in the chunked runs.
-        specs: kvkeep specs, or "hf-dynamic".
+def run(asked: Memory, progress: Progress = silent) -> dict[str, Any]:
+    """Generate until all tokens were fed, with each cache in a process of its own, and the prompt
+    fed both at once and in chunks.
 
     Returns:
         `rows`: for each spec and way of feeding (`chunked`), `live_bytes`, the size of the live
@@ -53,39 +32,30 @@ def run(
         SpecError: a spec does not exist.
         UnsupportedError: the system is not Linux, whose counters this reads.
     """
-    from kvkeep.host.placement import dtype_named
-
     require_counters()
-    dtype_named(dtype)
-    for spec in specs:
+    dtype_named(asked.dtype)
+    for spec in asked.specs:
         if spec != DYNAMIC:
             parse_specs(spec)
-    rows, work = [], Work(progress, 2 * len(specs))
-    for spec in specs:
-        for size in (prompt, chunk):
-            work.stage(f"{spec}, {tokens} tokens" + (", chunked" if size < prompt else ""))
-            rows.append(alone(_measure, spec, model, dtype, tokens, prompt, size))
-    return result("memory", rows, model=model, dtype=dtype, prompt=prompt, chunk=chunk)
+    rows, work = [], Work(progress, 2 * len(asked.specs))
+    for spec in asked.specs:
+        for size in (asked.prompt, asked.chunk):
+            chunked = ", chunked" if size < asked.prompt else ""
+            work.stage(f"{spec}, {asked.tokens} tokens{chunked}")
+            rows.append(alone(_measure, spec, asked, size))
+    return result("memory", rows, **asked.some("model", "dtype", "prompt", "chunk"))
 
 
-def _measure(
-    spec: str, name: str, dtype: str, tokens: int, prompt: int, size: int
-) -> dict[str, Any]:
-    from kvkeep.hf.models import load
-    from kvkeep_lab.bench.decode_loop import decode, new_cache, prepared
-    from kvkeep_lab.bench.text import tokens_of_text
-
-    model, tokenizer = load(name, dtype)
-    with prepared(spec, model):
-        ids = tokens_of_text(tokenizer, prompt)
+def _measure(spec: str, asked: Memory, size: int) -> dict[str, Any]:
+    model, tokenizer = load(asked.model, asked.dtype)
+    with nullcontext() if spec == DYNAMIC else attach(model, spec):
+        ids = tokens_of_text(tokenizer, asked.prompt)
         decode(model, ids, new_cache(spec, model), 2, chunk=size)  # warm-up, not counted
-        row = _held_by(spec, model, ids, tokens, size)
-    return {"spec": spec, "chunked": size < prompt, **row}
+        row = _held_by(spec, model, ids, asked.tokens, size)
+    return {"spec": spec, "chunked": size < asked.prompt, **row}
 
 
 def _held_by(spec: str, model: Any, ids: Any, tokens: int, size: int) -> dict[str, Any]:
-    from kvkeep_lab.bench.decode_loop import allocated_bytes, buffers, decode, live_bytes, new_cache
-
     held = [new_cache(spec, model)]  # the only reference, so that it can be dropped
     without: list[int] = []  # resident bytes except the live slots, after the prefill
     above: list[int] = []
@@ -103,11 +73,6 @@ def _held_by(spec: str, model: Any, ids: Any, tokens: int, size: int) -> dict[st
     held.clear()
     freed -= resident()
     held_bytes = max(freed, pages)
-    return {
-        "tokens": tokens,
-        "live_bytes": live,
-        "allocated_bytes": allocated,
-        "resident_bytes": held_bytes,
-        "ratio": held_bytes / live,
-        "peak_above_bytes": max(above),
-    }
+    found = {"tokens": tokens, "live_bytes": live, "allocated_bytes": allocated}
+    ratio = {"resident_bytes": held_bytes, "ratio": held_bytes / live}
+    return found | ratio | {"peak_above_bytes": max(above)}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Backend, Segment, View, attend, backends
+from kvkeep.attention import Segment, View, attend, backends
 from kvkeep.codec import Codec, Plain, encoded_count
 from kvkeep.errors import SpecError
+from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.options import Op
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.rivals import ON_CPU, RIVALS, torch_sdpa
 from kvkeep_lab.bench.timing import Call, captured, interleaved, spread, timer_for
@@ -37,36 +40,11 @@ class _Found(NamedTuple):
     skipped: str | None = None
 
 
-def run(
-    *,
-    device: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    rows: int | None = None,
-    heads: int = 32,
-    kv_heads: int = 8,
-    head_dim: int = 128,
-    queries: Sequence[int] = (1,),
-    lengths: Sequence[int] | None = None,
-    codecs: Sequence[str] | None = None,
-    masses: Sequence[bool] | None = None,
-    against: Sequence[str] | None = None,
-    turns: int = 10,
-    seconds: float | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     """Time `attend` on every backend that can run, and the attention of other libraries.
 
-    Args:
-        device: device to measure on; None: CUDA if available. The defaults below depend on it.
-        rows: batch size; None: 1 on the CPU, otherwise 8.
-        queries: new tokens in each call; lengths below a number of queries are left out for it.
-        lengths: tokens held; None: 256 to 32768 on the CPU, otherwise 2048 to 131072.
-        codecs: codec specs, each for keys and values or as a pair ("int8/int4"); all but "plain"
-            are timed only on the device's own backend. Of "kivi" some tokens are plain.
-            None: plain on the CPU, otherwise also int8, int4 and fp8.
-        masses: whether to compute the attention mass; None: no on the CPU, otherwise both.
-        against: names from `RIVALS`; None: torch's ways on the CPU, otherwise all.
-        seconds: time limit; cases that have not started by then are skipped.
+    All codecs but "plain" are timed only on the device's own backend. Of "kivi" some tokens are
+    plain. Lengths below a number of queries are left out for it.
 
     Returns:
         `rows`: for each system and length, and for each number of `queries` if several are given,
@@ -82,45 +60,48 @@ def run(
             not in 1 to the largest length.
         ModelError: the device does not exist here.
     """
-    place = device_named(device)
+    place, dtype, queries = device_named(asked.device), dtype_named(asked.dtype), asked.queries
     on_cpu = place.type == "cpu"
-    rows = rows or (1 if on_cpu else 8)
-    lengths = lengths or ((256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072))
-    codecs = codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
-    masses = masses or ((False,) if on_cpu else (False, True))
-    against = (ON_CPU if on_cpu else tuple(RIVALS)) if against is None else against
+    rows = asked.rows or (1 if on_cpu else 8)
+    longest = (256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072)
+    lengths = asked.lengths or longest
+    codecs = asked.codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
+    masses = (False, True) if asked.both_masses or not on_cpu else (False,)
+    if asked.mass is not None:
+        masses = (asked.mass,)
+    against = (ON_CPU if on_cpu else tuple(RIVALS)) if asked.against is None else asked.against
     require_known("attention", against, RIVALS)
     for n in queries:
         if not 1 <= n <= max(lengths):
             raise SpecError(f"{n} queries; give 1 to {max(lengths)}, the most tokens held")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
-    limits, table, rates = Limits(place, seconds), [], [bandwidth(place)]
+    systems = list(_systems(place, codecs, masses, against))
+    limits, table, rates = Limits(place, asked.seconds), [], [bandwidth(place)]
     cases = [(n, length) for length in lengths for n in queries if n <= length]
     work = Work(progress, sum(length for _, length in cases))
     with torch.inference_mode():
-        for n, length in cases:
-            work.stage(f"{n} of {length} tokens", length)
-            case = _Case(place, limits, specs, masses, against, dtype)
-            shape = (rows, heads, kv_heads, length, head_dim, n)
-            measured = case.measured(shape, turns, work)
+        for new, length in cases:
+            work.stage(f"{new} of {length} tokens", length)
+            case = _Case(limits, specs, systems, dtype)
+            shape = (rows, asked.heads, asked.kv_heads, length, asked.head_dim, new)
+            measured = case.measured(shape, asked.turns, work)
             if any(found.called for found in measured.values()):
                 rates.append(bandwidth(place))
             for system, found in measured.items():
                 table.append(
                     {"backend": system.backend, "codec": system.codec}
                     | ({"mass": system.mass} if any(masses) else {})
-                    | ({"queries": n} if len(queries) > 1 else {})
+                    | ({"queries": new} if len(queries) > 1 else {})
                     | {"length": length}
                     | _figures(found, case.sizes.get(system.codec, 0))
                 )
     name, rate = rates[0][0], statistics.median(rate for _, rate in rates)
-    if not on_cpu:
-        for row in table:
-            row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
-    sizes: dict[str, Any] = {"B": rows, "Hq": heads, "H": kv_heads, "D": head_dim}
+    for row in () if on_cpu else table:
+        row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
+    sizes: dict[str, Any] = {"B": rows, "Hq": asked.heads, "H": asked.kv_heads, "D": asked.head_dim}
     sizes["n"] = queries[0] if len(queries) == 1 else ", ".join(map(str, queries))
-    named = {"dtype": str(dtype).removeprefix("torch."), **sizes}
-    return result("op", with_values(table), shape=named, **{name: rate})
+    about = {"dtype": str(dtype).removeprefix("torch."), **sizes}
+    return result("op", with_values(table), shape=about, **{name: rate})
 
 
 def _figures(found: _Found, size: int) -> dict[str, Any]:
@@ -137,77 +118,68 @@ def _figures(found: _Found, size: int) -> dict[str, Any]:
     }
 
 
+def _systems(
+    device: torch.device, codecs: Sequence[str], masses: Sequence[bool], against: Sequence[str]
+) -> Iterator[_System]:
+    """The systems to try on a device: its own backends, backends for any device with plain keys and
+    values and without the mass, and other libraries. A system may still refuse the call."""
+    for codec in codecs:
+        for mass, backend in product(masses, backends()):
+            own = backend.device == device.type
+            portable = backend.device is None and codec == Plain.name and not mass
+            usable = not backend.missing() or (own and device.type != "cpu")
+            if backend.name != "reference" and usable and (own or portable):
+                yield _System(backend.name, codec, mass)
+        if codec == Plain.name:
+            yield from (_System(name, codec, False) for name in against)
+
+
 class _Case:
     """One length with its systems; `sizes` are the bytes of keys and values in each codec."""
 
     def __init__(
-        self,
-        device: torch.device,
-        limits: Limits,
-        specs: dict[str, CacheSpec],
-        masses: Sequence[bool],
-        against: Sequence[str],
-        dtype: torch.dtype,
+        self, limits: Limits, specs: Mapping[str, CacheSpec], systems: Sequence[_System], dtype: torch.dtype
     ) -> None:
-        self.device, self.limits, self.dtype = device, limits, dtype
-        self.specs, self.masses, self.against = specs, masses, against
+        self.device, self.limits, self.dtype = limits.device, limits, dtype
+        self.specs, self.systems = specs, systems
         self.sizes: dict[str, int] = {}
         self._found: dict[_System, _Found] = {}
 
     def measured(self, shape: tuple[int, ...], turns: int, work: Work) -> dict[_System, _Found]:
         """The measurements of each system at a shape (B, Hq, H, S, D, n)."""
+        rows, heads, kv_heads, length, dim, n = shape
+        # Keys and values as given, copied for other libraries, encoded, and during encoding.
+        reason = self.limits.refuse(12 * rows * kv_heads * length * dim * self.dtype.itemsize)
         try:
-            self._measure(shape, turns, work)
+            if reason is None:
+                self._measure((rows, heads, n, dim), (rows, kv_heads, length, dim), turns, work)
+                return self._found
         except Exception as error:
             if self.device.type == "cpu":
                 raise
             # After an error the device may be unusable: report it for the whole case and go on.
-            return {system: _Found(skipped=because(error)) for system in self._systems()}
-        return self._found
+            reason = because(error)
+        return {system: _Found(skipped=reason) for system in self.systems}
 
-    def _measure(self, shape: tuple[int, ...], turns: int, work: Work) -> None:
-        rows, heads, kv_heads, length, dim, n = shape
-        # Keys and values as given, copied for other libraries, encoded, and during encoding.
-        given = 2 * rows * kv_heads * length * dim * self.dtype.itemsize
-        if reason := self.limits.refuse(6 * given):
-            self._found = {system: _Found(skipped=reason) for system in self._systems()}
-            return
+    def _measure(self, queries: tuple[int, ...], held: tuple[int, ...], turns: int, work: Work) -> None:
         there: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        q = torch.randn(rows, heads, n, dim, **there)
-        k, v = (torch.randn(rows, kv_heads, length, dim, **there) for _ in range(2))
+        q, (k, v) = torch.randn(queries, **there), (torch.randn(held, **there) for _ in range(2))
         calls = self._calls(q, k, v)
-        # Many calls of a fast operation for a stable median, few of a slow one.
-        burst = max(2, min(20, 200_000 // (length * n)))
-        timer, queued = timer_for(self.device), timer_for(self.device, queued=True)
         once = 1 if self.device.type == "cpu" else 0.5  # elsewhere graphs follow
+        # Many calls of a fast operation for a stable median, few of a slow one.
+        options = {"turns": turns, "burst": max(2, min(20, 200_000 // (held[2] * queries[2])))}
 
         def tick(share: float) -> None:
             work.part(once * share)
 
-        called = interleaved(calls, turns=turns, burst=burst, timer=timer, tick=tick)
-        replays = self._replays(calls)
-        replayed = interleaved(replays, turns=turns, burst=burst, timer=queued, tick=tick)
-        for system in calls:
-            self._found[system] = self._found[system]._replace(
-                called=called[system], replayed=replayed.get(system, ())
-            )
+        called = interleaved(calls, timer=timer_for(self.device), tick=tick, **options)
+        queued = timer_for(self.device, queued=True)
+        replayed = interleaved(self._replays(calls), timer=queued, tick=tick, **options)
+        for system, seconds in called.items():
+            self._add(system, called=seconds, replayed=replayed.get(system, ()))
 
-    def _systems(self) -> list[_System]:
-        systems = []
-        for codec in self.specs:
-            for mass in self.masses:
-                names = [b.name for b in _measurable() if self._serves(b, codec, mass)]
-                systems += [_System(name, codec, mass) for name in names]
-            if codec == Plain.name:
-                systems += [_System(name, codec, False) for name in self.against]
-        return systems
-
-    def _serves(self, backend: Backend, codec: str, mass: bool) -> bool:
-        """Whether to try a backend; it may still refuse the call."""
-        own = backend.device == self.device.type
-        if backend.missing() and not (own and self.device.type != "cpu"):
-            return False
-        return own or (backend.device is None and codec == Plain.name and not mass)
+    def _add(self, system: _System, **found: Any) -> None:
+        self._found[system] = self._found.get(system, _Found())._replace(**found)
 
     def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> dict[_System, Call]:
         """The calls of all systems whose first call succeeded; records their errors."""
@@ -224,28 +196,17 @@ class _Case:
             )
             held = view.in_order(q.dtype, q.dtype, moved=False)
             reference[codec] = torch_sdpa(q, held.keys, held.values)()
-        for system in self._systems():
+        for system in self.systems:
             reason = self.limits.refuse()
             try:
                 if reason is None:
-                    call = self._call(system, q, k, v, views[system.codec])
-                    error = _difference(call(), reference[system.codec])
+                    call = _call(system, q, k, v, views[system.codec])
+                    self._add(system, error=_difference(call(), reference[system.codec]))
                     calls[system] = call
-                    self._found[system] = _Found(error=error)
-                    continue
             except Exception as error:  # any error: the other systems are still measured
                 reason = because(error)
-            self._found[system] = _Found(skipped=reason)
+            self._add(system, skipped=reason)
         return calls
-
-    def _call(
-        self, system: _System, q: Tensor, k: Tensor, v: Tensor, view: View
-    ) -> Callable[[], Tensor]:
-        if system.backend in RIVALS:
-            return RIVALS[system.backend](q, k, v)
-        scale = q.shape[-1] ** -0.5
-        name, mass = system.backend, system.mass
-        return lambda: attend(q, view, scale=scale, backend=name, need_mass=mass)[0]
 
     def _replays(self, calls: dict[_System, Call]) -> dict[_System, Call]:
         """CUDA graphs of the calls that can be captured."""
@@ -254,14 +215,15 @@ class _Case:
             try:
                 replays[system] = captured(call)
             except Exception as error:
-                self._found[system] = self._found[system]._replace(
-                    skipped=f"in a CUDA graph: {because(error)}"
-                )
+                self._add(system, skipped=f"in a CUDA graph: {because(error)}")
         return replays
 
 
-def _measurable() -> list[Backend]:
-    return [backend for backend in backends() if backend.name != "reference"]
+def _call(system: _System, q: Tensor, k: Tensor, v: Tensor, view: View) -> Callable[[], Tensor]:
+    name, mass, scale = system.backend, system.mass, q.shape[-1] ** -0.5
+    if name in RIVALS:
+        return RIVALS[name](q, k, v)
+    return lambda: attend(q, view, scale=scale, backend=name, need_mass=mass)[0]
 
 
 def _difference(out: Tensor, reference: Tensor) -> float:

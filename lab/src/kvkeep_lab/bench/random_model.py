@@ -3,6 +3,8 @@ download."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,67 +14,10 @@ from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.host.placement import dtype_named
 
-_SMALL = {
-    "num_hidden_layers": 12,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 1 << 15,
-}
-
-RANDOM: dict[str, dict[str, Any]] = {
-    "random-1b": {
-        "model_type": "llama",
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-        "max_position_embeddings": 1 << 18,
-    },
-    "random-tiny": {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 1 << 12,
-    },
-    "random-hybrid": {
-        **_SMALL,
-        "model_type": "qwen3_5_text",
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "linear_num_key_heads": 8,
-        "linear_num_value_heads": 8,
-    },
-    "random-latent": {
-        **_SMALL,
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 8,
-        "q_lora_rank": None,
-        "first_k_dense_replace": _SMALL["num_hidden_layers"],  # no layer has experts
-    },
-    "random-shared": {
-        **_SMALL,
-        "model_type": "gemma4_text",
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "global_head_dim": 128,
-        "num_kv_shared_layers": 6,
-        "hidden_size_per_layer_input": 64,
-        "vocab_size_per_layer_input": 32000,
-    },
-}
-"""Models by name: of the shape of Llama 3.2 1B, and smaller ones, in which three layers of four are
-recurrent (Qwen 3.5), which cache a latent (DeepSeek V3), and of which half of the layers read the
-keys and values of others (Gemma 4)."""
+RANDOM: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("random_models.json").read_text("utf-8"))
+"""Configs by name: of the shape of Llama 3.2 1B, and smaller ones, in which three layers of four
+are recurrent (Qwen 3.5), which cache a latent (DeepSeek V3), and of which half of the layers read
+the keys and values of other layers (Gemma 4)."""
 
 _SHARP = 3.0
 """Factor on random keys. It concentrates attention on a few keys, so that errors are visible."""
@@ -108,9 +53,7 @@ def fill(cache: Any, model: Any, tokens: int) -> Any:
     """
     config = model.config
     if config.model_type != "llama":
-        raise UnsupportedError(
-            f"a cache of a random {config.model_type} cannot be filled; use random-1b"
-        )
+        raise UnsupportedError(f"a cache of a random {config.model_type} cannot be filled; use random-1b")
     generator = torch.Generator(model.device).manual_seed(0)
     there: dict[str, Any] = {"generator": generator, "device": model.device, "dtype": model.dtype}
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)

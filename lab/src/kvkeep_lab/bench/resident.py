@@ -34,14 +34,10 @@ _Result = TypeVar("_Result")
 def require_counters() -> None:
     """Raise UnsupportedError if this system is not Linux."""
     if not sys.platform.startswith("linux"):
-        raise UnsupportedError(
-            f"resident memory is read from Linux's counters, which {sys.platform} does not have"
-        )
+        raise UnsupportedError(f"resident memory is read from Linux's counters, which {sys.platform} does not have")
 
 
-def alone(
-    function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
-) -> _Result:
+def alone(function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
     """Call a module's function in a new process.
 
     Raises:
@@ -98,19 +94,22 @@ def reset_peak() -> None:
 
 @contextmanager
 def bounded(memory: int | None = None) -> Iterator[None]:
-    """Make allocations fail once this process maps `memory` bytes more than now, instead of the
-    system killing a process. None: the available memory minus `SPARED`."""
+    """Make allocations fail once this process maps `memory` bytes more than now, by MemoryError,
+    instead of the system killing a process. None: the available memory minus `SPARED`."""
     import resource  # noqa: PLC0415 - only on Unix
 
     if memory is None:
         memory = max(0, psutil.virtual_memory().available - SPARED)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(
-        resource.RLIMIT_AS, (min([psutil.Process().memory_info().vms + memory, *limits]), hard)
-    )
+    most = min([psutil.Process().memory_info().vms + memory, *limits])
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
         yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
+        raise
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -21,60 +21,37 @@ from kvkeep.blocks import prefill
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
-from kvkeep.host import ModelCache, host_of
+from kvkeep.host import ModelCache
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
-from kvkeep.store.identity import feed
+from kvkeep_lab.bench.contenders import read
+from kvkeep_lab.bench.options import Reuse
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 
 BLOCKS = "blocks:"
-MODES = (
-    "cold",
-    "prefix",
-    "disk",
-    "redis",
-    "blocks:0",
-    "blocks:boundary:32",
-    "blocks:0.15",
-    "blocks:all",
-)
+MODES = (*("cold", "prefix", "disk", "redis"), *("blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all"))
 _QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
 
 
-def run(
-    model: str = "smollm2-135m",
-    *,
-    dtype: str = "float32",
-    documents: int = 6,
-    shortest: int = 500,
-    longest: int = 1000,
-    answer: int = 64,
-    modes: Sequence[str] = MODES,
-    redis: str | None = None,
-    turns: int = 3,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     """Prefill documents, in a new order each turn, followed by a question.
 
-    Args:
-        documents: number of documents, cut from real text, of `shortest` to `longest` tokens each.
-        answer: tokens of the greedy answer after a plain prefill, over which quality is measured.
-        modes: "cold" computes everything; "prefix", "disk" and "redis" find the documents stored in
-            this order, in memory or in a backend; "blocks:R" joins documents that were computed
-            separately, with `recompute=R`.
-        redis: URL of a server. None starts one for the run if redis-server is installed, and
-            otherwise leaves the mode out.
+    The documents are cut from real text, and quality is measured over the greedy answer after a
+    plain prefill. The mode "cold" computes everything; "prefix", "disk" and "redis" find the
+    documents stored in this order, in memory or in a backend; "blocks:R" joins documents that were
+    computed separately, with `recompute=R`. Without a `redis` server, one is started for the run if
+    redis-server is installed, and otherwise the mode is left out.
 
     Returns:
         `rows`: for each mode, medians over the turns of `ttft_s` and its `speedup` over cold; and,
         compared with the plain prefill, `kl` in nats, `top1`, the share of equal greedy choices,
         and `perplexity_ratio` of the answer.
     """
-    loaded, tokenizer = load(model, dtype, progress=progress)
+    loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
     attach(loaded)
     draw = random.Random(0)
-    lengths = [draw.randint(shortest, longest) for _ in range(documents)]
+    lengths = [draw.randint(asked.shortest, asked.longest) for _ in range(asked.documents)]
     text = tokens_of_text(tokenizer, sum(lengths))[0]
     texts = list(torch.split(text, lengths))
     question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
@@ -84,15 +61,15 @@ def run(
         folder = during.enter_context(TemporaryDirectory())
         during.enter_context(torch.inference_mode())
         backends: dict[str, Backend] = {"disk": Disk(folder)}
-        url = during.enter_context(_server(folder)) if redis is None else redis
+        url = during.enter_context(_server(folder)) if asked.redis is None else asked.redis
         if url is not None:
             backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
-        modes = [mode for mode in modes if mode != "redis" or mode in backends]
+        modes = [mode for mode in MODES if mode != "redis" or mode in backends]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-        work = Work(progress, turns)
-        for turn in range(turns):
+        work = Work(progress, asked.turns)
+        for turn in range(asked.turns):
             draw.shuffle(texts)
-            work.stage(f"order {turn + 1} of {turns}")
+            work.stage(f"order {turn + 1} of {asked.turns}")
             whole = torch.cat([*texts, question])
             memory = PrefixStore()
             memory.prefill(loaded, whole)
@@ -100,46 +77,36 @@ def run(
                 PrefixStore(backend=backend).prefill(loaded, whole)
             stores = {"prefix": memory, BLOCKS: blocks}
             reader = _Reader(loaded, texts, question, stores, backends)
-            said = reader.answer(answer)
+            said = reader.answer(asked.answer)
             reference = reader.judged("cold", said)
             for mode in modes:
                 quality = _against(reference, reader.judged(mode, said), said)
                 found[mode].append({"ttft_s": reader.seconds(mode)} | quality)
                 work.part(1 / len(modes))
-    rows: list[dict[str, Any]] = [
-        {"mode": mode} | {name: statistics.median(x[name] for x in times) for name in times[0]}
-        for mode, times in found.items()
-    ]
-    cold = next(row["ttft_s"] for row in rows if row["mode"] == "cold")
-    told = [
-        {"mode": row["mode"], "ttft_s": row["ttft_s"], "speedup": cold / row["ttft_s"]}
-        | {name: row[name] for name in ("kl", "top1", "perplexity_ratio")}
-        for row in rows
-    ]
+    cold = statistics.median(one["ttft_s"] for one in found["cold"])
+    rows = []
+    for mode, times in found.items():
+        of = {name: statistics.median(one[name] for one in times) for name in times[0]}
+        seconds = of.pop("ttft_s")
+        rows.append({"mode": mode, "ttft_s": seconds, "speedup": cold / seconds, **of})
     tokens = sum(lengths) + len(question)
-    return result("reuse", told, model=model, dtype=dtype, tokens=tokens)
+    return result("reuse", rows, **asked.some("model", "dtype"), tokens=tokens)
 
 
-class _Reader:
+class _Reader(NamedTuple):
     """One order of the documents, which can be prefilled in every mode."""
 
-    def __init__(
-        self,
-        model: Any,
-        texts: Sequence[Tensor],
-        question: Tensor,
-        stores: dict[str, PrefixStore],
-        backends: Mapping[str, Backend],
-    ) -> None:
-        self._model, self._texts, self._question = model, texts, question
-        self._stores, self._backends = stores, backends
-        self._before = sum(map(len, texts))
+    model: Any
+    texts: Sequence[Tensor]
+    question: Tensor
+    stores: Mapping[str, PrefixStore]
+    backends: Mapping[str, Backend]
 
     def seconds(self, mode: str) -> float:
         """Seconds until the logits after the question."""
         start = time.perf_counter()
         cache = self._documents(mode)
-        self._model(self._rest(cache)[None], **as_cache(self._model, cache), logits_to_keep=1)
+        self._logits(self._rest(cache)[None], cache, logits_to_keep=1)
         return time.perf_counter() - start
 
     def answer(self, count: int) -> Tensor:
@@ -147,8 +114,7 @@ class _Reader:
         cache = self._documents("cold")
         fed, said = self._rest(cache)[None], list[Tensor]()
         for _ in range(count):
-            logits = self._model(fed, **as_cache(self._model, cache), logits_to_keep=1).logits
-            fed = logits[:, -1:].argmax(dim=-1)
+            fed = self._logits(fed, cache, logits_to_keep=1)[:, -1:].argmax(dim=-1)
             said.append(fed[0])
         return torch.cat(said)
 
@@ -156,37 +122,36 @@ class _Reader:
         """Log-probabilities (n, V) at the n tokens of an answer."""
         cache = self._documents(mode)
         fed = torch.cat([self._rest(cache), answer[:-1]])
-        logits = self._model(fed[None], **as_cache(self._model, cache)).logits[0, -len(answer) :]
-        found: Tensor = logits.double().log_softmax(dim=-1)
-        return found
+        return self._logits(fed[None], cache)[0, -len(answer) :].double().log_softmax(dim=-1)
+
+    def _logits(self, ids: Tensor, cache: ModelCache, **options: Any) -> Tensor:
+        logits: Tensor = self.model(ids, **as_cache(self.model, cache), **options).logits
+        return logits
 
     def _rest(self, cache: ModelCache) -> Tensor:
         """The tokens of the question that the cache does not hold yet, (n,)."""
-        return self._question[cache.fed - self._before :]
+        return self.question[cache.fed - sum(map(len, self.texts)) :]
 
     def _documents(self, mode: str) -> ModelCache:
         """A cache of the documents, which may include part of the question."""
         if mode == "cold":
-            cache = host_of(self._model).new_cache()
-            feed(host_of(self._model), torch.cat(list(self._texts)), cache)
-            return cache
+            return read(self.model, torch.cat(list(self.texts)))[1]
         if mode.startswith(BLOCKS):
             how = mode.removeprefix(BLOCKS)
             share: float | str = float(how) if how.replace(".", "", 1).isdigit() else how
-            store = None if how == "all" else self._stores[BLOCKS]
-            return prefill(self._model, self._texts, recompute=share, store=store)
-        store = self._stores.get(mode) or PrefixStore(backend=self._backends[mode])
-        return store.prefill(self._model, torch.cat([*self._texts, self._question]))
+            store = None if how == "all" else self.stores[BLOCKS]
+            return prefill(self.model, self.texts, recompute=share, store=store)
+        store = self.stores.get(mode) or PrefixStore(backend=self.backends[mode])
+        return store.prefill(self.model, torch.cat([*self.texts, self.question]))
 
 
 @contextmanager
 def _server(folder: str) -> Iterator[str | None]:
     """The URL of a Redis server that runs within this context; None if none is installed."""
-    program = which("redis-server") or which("valkey-server")
+    socket, program = Path(folder) / "redis.sock", which("redis-server") or which("valkey-server")
     if program is None:
         yield None
         return
-    socket = Path(folder) / "redis.sock"
     options = ("--port", "0", "--unixsocket", socket, "--dir", folder, "--save", "")
     with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as process:
         try:

@@ -24,13 +24,13 @@ TORCH = "torch-sdpa"
 """torch's scaled_dot_product_attention with enable_gqa."""
 
 _PAGE = 16
+_attention = torch.nn.functional.scaled_dot_product_attention
 
 
 def torch_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """See `TORCH`."""
     mask = _mask(q, k)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return lambda: _attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 def torch_folded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
@@ -38,18 +38,17 @@ def torch_folded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     folded, group = q.reshape(len(q), k.shape[1], -1, q.shape[3]), q.shape[1] // k.shape[1]
     mask = _mask(q, k)
     mask = None if mask is None else mask.repeat(group, 1)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attention(folded, k, v, attn_mask=mask).view(q.shape)
+    return lambda: _attention(folded, k, v, attn_mask=mask).view(q.shape)
 
 
 def torch_expanded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """torch's attention over keys and values repeated for each query head, which is not timed."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    attention, mask = torch.nn.functional.scaled_dot_product_attention, _mask(q, k)
     if q.shape[2] == k.shape[2] > 1:
-        return lambda: attention(q, keys, values, is_causal=True)
-    return lambda: attention(q, keys, values, attn_mask=mask)
+        return lambda: _attention(q, keys, values, is_causal=True)
+    mask = _mask(q, k)
+    return lambda: _attention(q, keys, values, attn_mask=mask)
 
 
 def torch_math(q: Tensor, k: Tensor, v: Tensor) -> Attention:
@@ -108,29 +107,18 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     (rows, query_heads, n, dim), (heads, slots) = q.shape, k.shape[1:3]
     if n > 1 or slots % _PAGE:
         raise UnsupportedError(
-            f"{n} queries over {slots} slots: flashinfer is measured for one query, over pages of "
-            f"{_PAGE} slots"
+            f"{n} queries over {slots} slots: flashinfer is measured for one query, over pages of {_PAGE} slots"
         )
     each = slots // _PAGE
-    pages = [
-        x.view(rows, heads, each, _PAGE, dim).transpose(1, 2).reshape(-1, heads, _PAGE, dim)
-        for x in (k, v)
-    ]
+    pages = [x.view(rows, heads, each, _PAGE, dim).transpose(1, 2).reshape(-1, heads, _PAGE, dim) for x in (k, v)]
     there: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
     room = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
     wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
         room, "HND", use_tensor_cores=query_heads // heads >= 4
     )
-    wrapper.plan(
-        torch.arange(rows + 1, **there) * each,
-        torch.arange(rows * each, **there),
-        torch.full((rows,), _PAGE, **there),
-        query_heads,
-        heads,
-        dim,
-        _PAGE,
-        q_data_type=q.dtype,
-    )
+    starts, indices = torch.arange(rows + 1, **there) * each, torch.arange(rows * each, **there)
+    last = torch.full((rows,), _PAGE, **there)
+    wrapper.plan(starts, indices, last, query_heads, heads, dim, _PAGE, q_data_type=q.dtype)
     own, held = q[:, :, 0].contiguous(), tuple(pages)
     return lambda: wrapper.run(own, held).unsqueeze(2)
 

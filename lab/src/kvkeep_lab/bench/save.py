@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache import Cache
@@ -19,25 +17,14 @@ from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load as load_model
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.saving import load
+from kvkeep_lab.bench.options import Save
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
-from kvkeep_lab.bench.timing import interleaved
+from kvkeep_lab.bench.timing import Call, medians_of, on_host
 
 
-def run(
-    model: str = "smollm2-135m",
-    *,
-    dtype: str = "float32",
-    tokens: int = 7900,
-    specs: Sequence[str] = ("keep_all", "keep_all+int8"),
-    turns: int = 5,
-    directory: Path | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Save, progress: Progress = silent) -> dict[str, Any]:
     """Prefill a prompt of real text, save its cache, load it and continue.
-
-    Args:
-        directory: directory for the files; None: the system's directory for temporary files.
 
     Returns:
         `rows`: for each spec `prefill_s`; `save_mb_per_s` and `copy_mb_per_s`, both with fsync, and
@@ -45,47 +32,37 @@ def run(
         checksums; `first_token_s`, for loading and one step; and `times_faster`, the prefill
         divided by that.
     """
-    loaded, tokenizer = load_model(model, dtype, progress=progress)
+    loaded, tokenizer = load_model(asked.model, asked.dtype, progress=progress)
     attach(loaded)
-    ids = tokens_of_text(tokenizer, tokens + 1)
-    rows, work = [], Work(progress, len(specs))
-    for spec in specs:
-        work.stage(f"{spec}, {tokens} tokens")
-        with TemporaryDirectory(dir=directory) as folder, torch.inference_mode():
-            rows.append(
-                {"system": spec, "tokens": tokens} | _row(loaded, spec, ids, folder, turns, work)
-            )
-    return result("save", rows, model=model, dtype=dtype)
+    ids = tokens_of_text(tokenizer, asked.tokens + 1)
+    rows, work = [], Work(progress, len(asked.specs))
+    for spec in asked.specs:
+        work.stage(f"{spec}, {asked.tokens} tokens")
+        with TemporaryDirectory(dir=asked.directory) as folder, torch.inference_mode():
+            figures = _figures(loaded, spec, ids, Path(folder), asked.turns, work)
+        rows.append({"system": spec, "tokens": asked.tokens, **figures})
+    return result("save", rows, **asked.some("model", "dtype"))
 
 
-def _row(
-    model: Any, spec: str, ids: torch.Tensor, folder: str, turns: int, work: Work
-) -> dict[str, float]:
-    cache = Cache(model, spec)
-    start = time.perf_counter()
-    model(ids[:, :-1], **as_cache(model, cache), logits_to_keep=1)
-    prefill = time.perf_counter() - start
-    path = Path(folder) / "cache.kv"
+def _figures(model: Any, spec: str, ids: Tensor, folder: Path, turns: int, work: Work) -> dict[str, float]:
+    cache, path = Cache(model, spec), folder / "cache.kv"
 
-    def load_and_step() -> None:
-        model(ids[:, -1:], **as_cache(model, load(path, model)))
+    def step(cache: Any, ids: Tensor) -> None:
+        model(ids, **as_cache(model, cache), logits_to_keep=1)
 
+    prefill = on_host(lambda: step(cache, ids[:, :-1]))
     cache.save(path)
-    writing: dict[str, Callable[[], object]] = {
-        "save": lambda: cache.save(path),
-        "copy": lambda: _copy(path, path.with_name("copy")),
-    }
-    reading: dict[str, Callable[[], object]] = {
+    writing: dict[str, Call] = {"save": lambda: cache.save(path), "copy": lambda: _copy(path, path.with_name("copy"))}
+    reading: dict[str, Call] = {
         "load": lambda: load(path, model),
-        "first token": load_and_step,
+        "first token": lambda: step(load(path, model), ids[:, -1:]),
     }
 
     def half(share: float) -> None:
         work.part(share / 2)
 
-    found = interleaved(writing, turns=2 * turns, burst=1, tick=half)
-    found |= interleaved(reading, turns=turns, burst=1, tick=half)
-    seconds = {name: statistics.median(times) for name, times in found.items()}
+    seconds = medians_of(writing, turns=2 * turns, burst=1, tick=half)
+    seconds |= medians_of(reading, turns=turns, burst=1, tick=half)
     size = path.stat().st_size
     return {
         "prefill_s": prefill,

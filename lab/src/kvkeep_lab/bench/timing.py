@@ -40,12 +40,7 @@ class Events:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        queued: bool = False,
-        caches: int = _CACHES,
-        cuda: Any = torch.cuda,
+        self, device: torch.device, *, queued: bool = False, caches: int = _CACHES, cuda: Any = torch.cuda
     ) -> None:
         self._cuda, self._queued, self._cycles = cuda, queued, _FEWEST_CYCLES
         self._scratch = torch.empty(caches, dtype=torch.uint8, device=device)
@@ -114,6 +109,12 @@ def interleaved(
                     seconds[name].append(elapsed)
             tick(1 / ((turns + 1) * len(systems)))
     return seconds
+
+
+def medians_of(systems: Mapping[System, Call], **options: Any) -> dict[System, float]:
+    """The median seconds of each call, as `interleaved` measures them."""
+    found = interleaved(systems, **options)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def spread(seconds: list[float]) -> float:

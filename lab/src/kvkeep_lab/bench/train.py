@@ -27,60 +27,29 @@ from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
+from kvkeep_lab.bench.options import METHODS, Train
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.resident import (
-    bounded,
-    is_out_of_memory,
-    peak,
-    require_counters,
-    reset_peak,
-    resident,
-    together,
-)
+from kvkeep_lab.bench.resident import bounded, peak, require_counters, reset_peak, resident, together
 from kvkeep_lab.bench.systems import LITGPT
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.unrolled import unrolled
 from kvkeep_lab.checks import require_known
 
-KVKEEP, BACKPROP, CHECKPOINTING = METHODS = ("kvkeep", "backprop", "checkpointing")
+KVKEEP, BACKPROP, CHECKPOINTING = METHODS
 
 _WARM_UP = 64
 
 
-def run(
-    model: str = "smollm2-135m",
-    *,
-    host: str = "transformers",
-    tokens: Sequence[int] = (2048, 4096, 8192),
-    methods: Sequence[str] = METHODS,
-    cache: str = "h2o:1024",
-    chunk: int = 1024,
-    check: bool = True,
-    processes: Sequence[int] = (1,),
-    memory: int | None = None,
-    progress: Progress = silent,
-) -> dict[str, Any]:
+def run(asked: Train, progress: Progress = silent) -> dict[str, Any]:
     """Compute the gradient of the next-token loss with respect to all weights, without dropout, for
-    each method in a process of its own.
-
-    Args:
-        model: a name from `kvkeep models`, a directory, or a hub name; run in float32.
-        host: the library that runs the model: "transformers", or "litgpt", with copies of the same
-            weights (a Llama).
-        tokens: lengths of the text.
-        methods: "kvkeep", "backprop", "checkpointing" (transformers'; with LitGPT torch's, of each
-            layer).
-        cache, chunk: see `kvkeep.train.backward`.
-        check: compare the gradients with another method's.
-        processes: how many share a text, for kvkeep's method, which is measured with each of these
-            numbers; they divide the threads.
-        memory: bytes that a gradient may take; None: the available memory minus one GiB.
+    each method in a process of its own; of kvkeep's method for each number of processes that share
+    a text, and divide the threads. The model is run in float32.
 
     Returns:
         `rows`: for each length, method and number of processes `peak_bytes`, the peak of resident
         memory above the model during the computation, in the process where it is greatest;
-        `seconds`; and `grad_rel_error`, the norm of the difference from the
-        reference divided by the reference's. A value is None if the method did not fit in memory or
+        `seconds`; and `grad_rel_error`, the norm of the difference from the reference divided by
+        the reference's. A value is None if the method did not fit in memory or
         has no reference. Backprop and checkpointing are each other's reference; kvkeep's is plain
         autograd through the same cache with the same evictions. `offloaded_bytes` are kvkeep's
         layer inputs, which are kept in a file and not counted in the peak; of the process with the
@@ -92,36 +61,32 @@ def run(
         UnsupportedError: the system is not Linux, whose counters this reads, or LitGPT is not
             installed.
     """
-    require_known("method", methods, METHODS)
+    processes, tokens = asked.processes, asked.tokens
+    require_known("method", asked.methods, METHODS)
     if min(tokens) < 2:
         raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
     if not processes or min(processes) < 1:
         raise ShapeError(f"{list(processes)} processes; give numbers of at least 1")
-    require_host(host)
-    parse_specs(cache)
+    require_host(asked.host)
+    spec = str(parse_specs(asked.cache))
     require_counters()
-    ways = [(one, n) for one in methods for n in (processes if one == KVKEEP else (1,))]
-    rows, work = [], Work(progress, (len(ways) + check) * sum(tokens))
+    ways = [(one, n) for one in asked.methods for n in (processes if one == KVKEEP else (1,))]
+    rows, work = [], Work(progress, (len(ways) + asked.check) * sum(tokens))
     for length in tokens:
         with TemporaryDirectory() as folder:
-            job = _Job(model, host, length, cache, chunk, memory, folder, check)
-            rows += _rows(job, ways, work)
-    spec = str(parse_specs(cache))
-    return result("train", rows, model=model, dtype="float32", host=host, cache=spec, chunk=chunk)
+            rows += _rows(_Job(asked, length, asked.chunk, folder), ways, work)
+    about = {"dtype": "float32", "host": asked.host, "cache": spec, "chunk": asked.chunk}
+    return result("train", rows, model=asked.model, **about)
 
 
 class _Job(NamedTuple):
-    """The parameters of one length, for every method."""
+    """One length, for every method."""
 
-    model: str
-    host: str
+    asked: Train
     tokens: int
-    cache: str
     chunk: int
-    memory: int | None
     folder: str
     """Directory for the gradients."""
-    check: bool
 
     def gradients(self, method: str, processes: int = 1) -> Path:
         return Path(self.folder) / f"{method}-{processes}.safetensors"
@@ -140,9 +105,9 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
     fits = {way for way, measured in found.items() if measured is not None}
     references = {BACKPROP: CHECKPOINTING, CHECKPOINTING: BACKPROP}
     recorded = min((processes for method, processes in fits if method == KVKEEP), default=0)
-    if job.check and recorded:
+    if job.asked.check and recorded:
         references[KVKEEP] = BACKPROP
-        if not (_is_exact(job.cache) and (BACKPROP, 1) in fits):
+        if not (_is_exact(job.asked.cache) and (BACKPROP, 1) in fits):
             work.stage(f"reference, {job.tokens} tokens", job.tokens)
             references[KVKEEP] = "unrolled"
             if _if_they_fit([partial(_reference, job, recorded)]):
@@ -150,22 +115,13 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
     rows = []
     for (method, processes), measured in found.items():
         error, reference = None, references.get(method, "")
-        if job.check and {(method, processes), (reference, 1)} <= fits:
+        if job.asked.check and {(method, processes), (reference, 1)} <= fits:
             error = _relative_error(job.gradients(method, processes), job.gradients(reference))
-        most: dict[str, Any] = dict.fromkeys(("peak_bytes", "seconds", "offloaded_bytes"))
-        if measured is not None:
-            most = {name: max(one[name] for one in measured) for name in most}
-        rows.append(
-            {
-                "method": method,
-                "processes": processes,
-                "tokens": job.tokens,
-                "peak_bytes": most["peak_bytes"],
-                "seconds": most["seconds"],
-                "grad_rel_error": error,
-                "offloaded_bytes": most["offloaded_bytes"] if method == KVKEEP else 0,
-            }
-        )
+        row: dict[str, Any] = {"method": method, "processes": processes, "tokens": job.tokens}
+        for name in ("peak_bytes", "seconds", "offloaded_bytes"):
+            row[name] = measured and max(one[name] for one in measured)
+        offloaded = row.pop("offloaded_bytes")
+        rows.append({**row, "grad_rel_error": error, "offloaded_bytes": offloaded if method == KVKEEP else 0})
     return rows
 
 
@@ -183,7 +139,7 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
     model, tokenizer = _loaded(job)
     group = _met(job, rank, processes) if processes > 1 else None
     if method == CHECKPOINTING:
-        _checkpoint(model, job.host)
+        _checkpoint(model, job.asked.host)
     text = tokens_of_text(tokenizer, max(job.tokens, _WARM_UP))
     # Each process has a chunk, so that the weights of each are in memory before it is measured.
     short = job._replace(chunk=min(job.chunk, max(1, _WARM_UP // (2 * processes))))
@@ -192,18 +148,16 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
     before = resident()
     reset_peak()
     try:
-        with bounded(job.memory):
+        with bounded(job.asked.memory):
             start = time.perf_counter()
             offloaded, decisions = _differentiate(method, model, text[:, : job.tokens], job, group)
             seconds = time.perf_counter() - start
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+    except MemoryError:
         if group is not None:
             os._exit(1)  # or the others would wait for this process
         return None
     most = peak() - before
-    if job.check:
+    if job.asked.check:
         if not rank:
             _save(model, job.gradients(method, processes))
         if method == KVKEEP:
@@ -231,38 +185,25 @@ def _reference(job: _Job, processes: int) -> bool:
         for name in sorted(calls, key=lambda name: int(name.partition(".")[2])):
             decisions[int(name.partition(".")[0])].append(calls[name])
     try:
-        with bounded(job.memory):
-            unrolled(model, ids, job.cache, job.chunk, decisions)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return False
-        raise
+        with bounded(job.asked.memory):
+            unrolled(model, ids, job.asked.cache, job.chunk, decisions)
+    except MemoryError:
+        return False
     _save(model, job.gradients("unrolled"))
     return True
 
 
-def _differentiate(
-    method: str, model: Any, ids: Tensor, job: _Job, group: dist.ProcessGroup | None
-) -> tuple[int, Any]:
+def _differentiate(method: str, model: Any, ids: Tensor, job: _Job, group: dist.ProcessGroup | None) -> tuple[int, Any]:
     """Compute the gradients; returns the bytes that were offloaded and the evictions."""
     if method != KVKEEP:
-        if job.host == LITGPT:
+        if job.asked.host == LITGPT:
             _litgpt().next_token_loss(model, ids).backward()
         else:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         return 0, []
-    decisions: list[list[Tensor]] = []
-    offload = Offload(0)
-    backward(
-        model,
-        ids,
-        ids,
-        cache=job.cache,
-        chunk=job.chunk,
-        decisions=decisions,
-        offload=offload,
-        group=group,
-    )
+    decisions, offload = list[list[Tensor]](), Offload(0)
+    how: dict[str, Any] = {"cache": job.asked.cache, "chunk": job.chunk, "group": group}
+    backward(model, ids, ids, decisions=decisions, offload=offload, **how)
     return offload.peak_bytes, decisions
 
 
@@ -283,8 +224,8 @@ def _checkpoint(model: Any, host: str) -> None:
 
 def _loaded(job: _Job) -> tuple[Any, Any]:
     """A model in training mode without dropout, and its tokenizer."""
-    model, tokenizer = load(job.model, "float32", "cpu")
-    if job.host == LITGPT:
+    model, tokenizer = load(job.asked.model, "float32", "cpu")
+    if job.asked.host == LITGPT:
         model = _litgpt().converted(model).requires_grad_(True)
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,36 +43,21 @@ def unrolled(model: Any, ids: Tensor, cache: str, chunk: int, decisions: Decisio
 
 
 def _through_layer(
-    decoder: Layerwise,
-    index: int,
-    layer: LayerCache,
-    chunks: list[slice],
-    hidden: list[Tensor],
-    calls: list[Any],
+    decoder: Layerwise, index: int, layer: LayerCache, chunks: list[slice], hidden: list[Tensor], calls: list[Any]
 ) -> list[Tensor]:
     """The outputs of a layer for each chunk, with attention by an empty LayerCache."""
     held, found = layer.state(), []
+    step: Any = SimpleNamespace(run=layer.run, states={}, shared=None)  # carries slots only
     for columns, given, call in zip(chunks, hidden, calls, strict=True):
 
-        def cell(
-            given: Tensor, columns: slice = columns, call: Any = call, held: Any = held
-        ) -> Tensor:
+        def cell(given: Tensor, columns: slice = columns, call: Any = call, held: Any = held) -> Tensor:
             layer.restore(held)  # differentiable copies
-            return decoder.layer(index, columns, given, call, _Step(layer))
+            return decoder.layer(index, columns, given, call, step)
 
         found.append(_checkpointed(cell, given))
         held = layer.state()
     layer.reset()
     return found
-
-
-class _Step:
-    """The step of a layer that carries slots only."""
-
-    shared: tuple[Tensor, Tensor] | None = None
-
-    def __init__(self, layer: LayerCache) -> None:
-        self.run, self.states = layer.run, dict[str, Tensor]()
 
 
 def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:
@@ -93,7 +79,5 @@ def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:
 def _checkpointed(function: Any, *args: Any) -> Tensor:
     """Call a function and let the graph store only its inputs."""
     # early_stop would leave the function by an exception, on which a layer undoes its step.
-    found: Tensor = checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
-    )
+    found: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
     return found

@@ -7,8 +7,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import KVKeepError
+from kvkeep_lab.bench.options import LONGEST, SHORTEST
 from kvkeep_lab.bench.text import tokens_of_text
-
-SHORTEST, LONGEST = 200, 1400
-"""Tokens of the shortest and the longest prompts."""
 
 _SKEW = 19 / 13
 """Exponent that gives 16 prompts between `SHORTEST` and `LONGEST` 11,000 tokens in all."""
@@ -57,9 +54,7 @@ class Served:
     def require(self, new: int) -> Served:
         """Raise KVKeepError unless every request has `new` tokens; returns this."""
         if self.counts != [new] * len(self.requests) or not all(self.times):
-            raise KVKeepError(
-                f"answers of {self.counts} tokens instead of {new} each, which cannot be compared"
-            )
+            raise KVKeepError(f"answers of {self.counts} tokens instead of {new} each, which cannot be compared")
         return self
 
 
@@ -89,11 +84,6 @@ def prompts(tokenizer: Any, vocabulary: int, sizes: Sequence[int], shared: int =
         text = tokens_of_text(tokenizer, count)[0]
     prefix, *own = torch.split(text, [shared, *sizes])
     return [torch.cat([prefix, ids]) for ids in own]
-
-
-def at_once(ids: Sequence[Tensor]) -> list[Request]:
-    """Requests that all arrive in second 0."""
-    return [Request(one) for one in ids]
 
 
 def poisson(ids: Sequence[Tensor], rate: float) -> list[Request]:
@@ -126,45 +116,31 @@ class Session(Protocol):
         """Bytes that the caches hold; slots that sequences share count once."""
 
 
-class Clock:
-    """Seconds since it was made, without the time in which it was stopped."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._start
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        before = time.perf_counter()
-        yield
-        self._start += time.perf_counter() - before
-
-
-def serve(session: Session, requests: Sequence[Request], new: int) -> Served:
-    """Serve requests, which are in the order of their arrival. The clock stops while the caches'
-    bytes are summed up, which is before each step that may end an answer."""
-    served = Served(requests, [[] for _ in requests], [[] for _ in requests], bytes=0)
-    assert served.tokens is not None
-    coming, clock = deque(enumerate(requests)), Clock()
+def serve(session: Session, requests: Sequence[Request], new: int, *, alone: bool = False) -> Served:
+    """Serve requests, which are in the order of their arrival; `alone`: one after the other. The
+    clock stops while the caches' bytes are summed up, which is before each step that may end an
+    answer."""
+    times, tokens = [list[float]() for _ in requests], [list[int]() for _ in requests]
+    coming, start, held = deque(enumerate(requests)), time.perf_counter(), 0
     while coming or session.busy:
-        while coming and coming[0][1].at <= clock.now():
+        while coming and coming[0][1].at <= time.perf_counter() - start:
+            if alone and session.busy:
+                break
             index, request = coming.popleft()
             session.add(index, request.ids, new)
         if not session.busy:
-            time.sleep(max(0.0, coming[0][1].at - clock.now()))
+            time.sleep(max(0.0, coming[0][1].at - (time.perf_counter() - start)))
             continue
-        if any(len(times) == new - 1 for times in served.times):
-            with clock.stopped():
-                served.bytes = max(served.bytes or 0, session.held())
+        if any(len(mine) == new - 1 for mine in times):
+            before = time.perf_counter()
+            held = max(held, session.held())
+            start += time.perf_counter() - before
         found = session.step()
-        now = clock.now()
+        now = time.perf_counter() - start
         for index, token in found:
-            served.times[index].append(now)
-            served.tokens[index].append(token)
-    served.counts = [len(times) for times in served.times]
-    return served.require(new)
+            times[index].append(now)
+            tokens[index].append(token)
+    return Served(requests, times, tokens, bytes=held).require(new)
 
 
 def figures(served: Served) -> dict[str, float | None]:
@@ -192,15 +168,12 @@ def figures(served: Served) -> dict[str, float | None]:
 
 
 def _decode_rate(served: Served) -> float | None:
-    begin = max(of[0] for of in served.times)
-    end = min(of[-1] for of in served.times)
+    begin, end = max(of[0] for of in served.times), min(of[-1] for of in served.times)
     if end <= begin:
         return None
-    each = [count / len(of) for count, of in zip(served.counts, served.times, strict=True)]
-    tokens = sum(
-        sum(begin < at <= end for at in of) * per
-        for of, per in zip(served.times, each, strict=True)
-    )
+    tokens = 0.0
+    for count, times in zip(served.counts, served.times, strict=True):
+        tokens += sum(begin < at <= end for at in times) * count / len(times)
     return tokens / (end - begin)
 
 

@@ -20,6 +20,7 @@ from kvkeep_lab.calibration.samples import Samples, sampled_text
 from kvkeep_lab.calibration.texts import texts
 from kvkeep_lab.calibration.training import divided, trained
 
+_TRAINED = ("features", "targets")
 _TRAINING = 0.25  # the share of the time that training takes, about
 
 
@@ -106,12 +107,7 @@ def calibrate(
 
 
 def _scorer(
-    host: Host,
-    gathered: list[Samples],
-    identity: str,
-    hidden: int,
-    steps: int,
-    progress: Progress,
+    host: Host, gathered: list[Samples], identity: str, hidden: int, steps: int, progress: Progress
 ) -> tuple[Scorer, list[dict[str, Any]]]:
     """Train the scorers of all layers, and tell how well each predicts."""
     held_out = max(1, len(gathered) // 8)
@@ -119,17 +115,19 @@ def _scorer(
     layers, found = {}, []
     for done, index in enumerate(gathered[0].scores):
         progress(f"layer {index}", 1 - _TRAINING * (1 - done / len(shares)))
-        inputs = torch.cat([one.features[index] for one in gathered[:-held_out]], dim=1)
-        targets = torch.cat([one.targets[index] for one in gathered[:-held_out]], dim=1)
-        networks = trained(inputs, targets, hidden, steps, host.device)
-        r2 = _explained(
-            networks(torch.cat([one.features[index].float() for one in gathered[-held_out:]], 1)),
-            torch.cat([one.targets[index] for one in gathered[-held_out:]], dim=1),
-        )
+        networks = trained(*_joined(gathered[:-held_out], index), hidden, steps, host.device)
+        features, true = _joined(gathered[-held_out:], index)
+        r2 = _explained(networks(features.float()), true)
         layers[index] = LayerScorer(networks, tuple(shares[index]), str(index))
         share = layers[index].share_at(0.25)
         found.append({"layer": index, "r2": round(r2, 4), "share": round(share, 4)})
     return Scorer(layers, identity, len(host.kinds)), found
+
+
+def _joined(gathered: list[Samples], index: int) -> tuple[Tensor, Tensor]:
+    """The features and targets of a layer in several texts."""
+    features, targets = ([getattr(x, name)[index] for x in gathered] for name in _TRAINED)
+    return torch.cat(features, dim=1), torch.cat(targets, dim=1)
 
 
 def _explained(predicted: Tensor, true: Tensor) -> float:

@@ -40,9 +40,7 @@ def sampled_text(host: Host, ids: Tensor, file: Path, identity: str) -> Samples:
         tensors = _sample(host, ids)
         tensor_file.write(file, tensors, {"of": name}, sync=False)
     layers = sorted(int(key[7:]) for key in tensors if key.startswith("scores."))
-    return Samples(
-        *({i: tensors[f"{kind}.{i}"] for i in layers} for kind in ("scores", "features", "targets"))
-    )
+    return Samples(*({i: tensors[f"{kind}.{i}"] for i in layers} for kind in Samples._fields))
 
 
 def _left(file: Path, name: str) -> dict[str, Tensor] | None:
@@ -61,13 +59,8 @@ def _sample(host: Host, ids: Tensor) -> dict[str, Tensor]:
     cache, sinks = host.new_cache("keep_all"), _POLICY.sinks
     host.feed(ids[None], cache)
     rotaries = host.rotaries()
-    scores = reread(
-        host,
-        cache,
-        0,
-        ids,
-        {i: _POLICY.compression for i, kind in enumerate(host.kinds) if kind.window is None},
-    )
+    unbounded = (i for i, kind in enumerate(host.kinds) if kind.window is None)
+    scores = reread(host, cache, 0, ids, dict.fromkeys(unbounded, _POLICY.compression))
     draw = torch.Generator().manual_seed(0)
     some = sinks + torch.randperm(len(ids) - sinks, generator=draw)[:_SAMPLED]
     found = {}

@@ -34,7 +34,8 @@ def texts(tokenizer: Any, count: int, length: int, file: Path | None = None) -> 
         return found[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
     first = tokenizer("").input_ids
     own = length - len(first)
-    kinds = [_windows(tokenizer, own, kind) for kind in (_sources(), _docstrings())]
+    sources = (text[:_PIECE] for text in _files())
+    kinds = [_windows(tokenizer, own, kind) for kind in (sources, _docstrings())]
     rows = []
     for index in range(count):
         row = next(kinds[index % 2], None)
@@ -62,10 +63,6 @@ def _files() -> list[str]:
     paths = sorted(Path(os.__file__).parent.glob("*.py"))
     random.Random(0).shuffle(paths)
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
-
-
-def _sources() -> Iterator[str]:
-    return (text[:_PIECE] for text in _files())
 
 
 def _docstrings() -> Iterator[str]:

@@ -3,192 +3,118 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from json import loads
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from kvkeep.cli.complete import one_of, several_of
-from kvkeep.cli.complete import specs as completed
-from kvkeep.cli.output import (
-    AdapterName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    listed,
-    model_for,
-    print_json,
-    print_table,
-    say,
-    titled,
-    whole_numbers,
-)
+from kvkeep.cli import output
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.html import HtmlFile, check_html
-from kvkeep_lab.cli.plot import PlotFile, plot_tradeoff
-from kvkeep_lab.evals.names import PRESSES, TASKS
+from kvkeep_lab.cli.options import ModelOptions, with_options
+from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_tradeoff
+from kvkeep_lab.evals.names import PRESSES
+from kvkeep_lab.evals.options import EvalOptions
+from kvkeep_lab.options import names, option, spec_list
 
 AGAINST = ("kvpress", "llama.cpp")
-DEFAULT_SPECS = "keep_all;keep_all+int8;keep_all+int8/int4;window:512,sinks=4"
 
 
-def evaluate(
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    specs: Annotated[
-        str,
-        typer.Option(
-            help="Specs to compare with keep_all, separated by semicolons.",
-            autocompletion=completed,
-        ),
-    ] = DEFAULT_SPECS,
-    dtype: ModelDtype = "auto",
-    context: Annotated[
-        str, typer.Option(help="Tokens fed before the continuation, comma-separated.")
-    ] = "2000",
-    continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Excerpts of the text to average over.")] = 1,
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the context in chunks of this many tokens.")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Use this UTF-8 text instead."),
-    ] = None,
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="Groups of tasks (ruler, longbench, helmet, or all of them: all) or single ones "
-            "(needle, qa, reranking, ...), comma-separated.",
-            autocompletion=several_of(*TASKS),
-        ),
-    ] = "needle",
-    samples: Annotated[
-        int, typer.Option(min=1, help="Prompts of each task for each window; each is a prefill.")
-    ] = 5,
-    retrieval: Annotated[
-        bool, typer.Option("--retrieval/--no-retrieval", help="Without it no task is tested.")
-    ] = True,
-    late_question: Annotated[
-        bool,
-        typer.Option("--late-question", help="Ask only when the text has been read."),
-    ] = False,
-    samples_file: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, help="Write each answer to this file when it is known: JSON Lines."
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a --samples-file that exists.")
-    ] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: "
-            "its caches in 8, 5 and 4 bits.",
-            autocompletion=one_of(*AGAINST),
-        ),
-    ] = None,
-    kvpress: Annotated[
-        Path | None, typer.Option(help="The directory that --setup-kvpress made.")
-    ] = None,
-    presses: Annotated[
-        str | None,
-        typer.Option(
-            help="Presses of kvpress, comma-separated; default: all.",
-            autocompletion=several_of(*PRESSES),
-        ),
-    ] = None,
-    kept: Annotated[
-        float, typer.Option(help="Share of the keys and values that presses keep.")
-    ] = 0.25,
-    setup_kvpress: Annotated[
-        Path | None,
-        typer.Option(help="Make an environment with kvpress in this directory, and stop."),
-    ] = None,
-    recorded: Annotated[
-        list[Path] | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="Draw what earlier runs printed with --json, by --plot or --html, and stop; "
-            "repeatable.",
-        ),
-    ] = None,
-    plot: PlotFile = None,
-    html: HtmlFile = None,
-    json: JsonFlag = False,
-) -> None:
+@dataclass(frozen=True)
+class Eval(EvalOptions, ModelOptions):
+    """Options of `kvkeep eval`."""
+
+    specs: Sequence[str] = spec_list(
+        ("keep_all", "keep_all+int8", "keep_all+int8/int4", "window:512,sinks=4"),
+        "Specs to compare with keep_all, separated by semicolons.",
+    )
+    samples_file: Path | None = option(
+        None, "Write each answer to this file when it is known: JSON Lines.", dir_okay=False
+    )
+    overwrite: bool = option(False, "Replace a --samples-file that exists.", flag=True)
+    retrieval: bool = option(True, "Without it no task is tested.", name="--retrieval/--no-retrieval")
+    against: str | None = option(
+        None,
+        "kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: its caches in 8, 5 and 4 bits.",
+        values=AGAINST,
+    )
+    kvpress: Path | None = option(None, "The directory that --setup-kvpress made.")
+    presses: Sequence[str] = names(
+        PRESSES, "Presses of kvpress, comma-separated; default: all.", values=PRESSES, show_default=False
+    )
+    kept: float = option(0.25, "Share of the keys and values that presses keep.")
+    setup_kvpress: Path | None = option(None, "Make an environment with kvpress in this directory, and stop.")
+    recorded: list[Path] | None = option(
+        None,
+        "Draw what earlier runs printed with --json, by --plot or --html, and stop; repeatable.",
+        exists=True,
+        dir_okay=False,
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `kvkeep_lab.evals.run.run`.
+
+        Raises:
+            BadParameter: options do not fit together.
+        """
+        if self.against not in (None, *AGAINST):
+            raise typer.BadParameter(f"--against {self.against}: there is {' and '.join(AGAINST)}")
+        if self.against == "kvpress" and self.kvpress is None:
+            raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
+        tasks = self.tasks if self.retrieval else []
+        if self.samples_file is not None and not tasks:
+            raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
+        from kvkeep_lab.evals.kvpress import Kvpress
+        from kvkeep_lab.evals.llama_cpp import LlamaCpp
+
+        other: Any = LlamaCpp() if self.against else None
+        if self.against == "kvpress" and self.kvpress is not None:
+            other = Kvpress(self.kvpress, self.presses, self.kept)
+        named = ("adapter", "specs", "dtype", "samples_file", "overwrite")
+        given = {name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))}
+        model, contexts = output.model_for(self.model, self.adapter), given.pop("contexts")
+        return given | {"model": model, "context": contexts, "tasks": tasks, "against": other}
+
+
+@with_options(Eval)
+def evaluate(asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False) -> None:
     """Compare cache specs with the full cache on a text, and by tasks such as finding numbers.
 
     The figures on a text are perplexity and divergence. Each spec is fed the context, then the
     true continuation one token at a time.
     """
-    check_html(html)
-    if setup_kvpress is not None:
+    if asked.setup_kvpress is not None:
         with Working("kvpress") as working:
             from kvkeep_lab.evals.kvpress import install
 
-            install(setup_kvpress, working)
-        typer.echo(setup_kvpress)
+            install(asked.setup_kvpress, working)
+        typer.echo(asked.setup_kvpress)
         return
-    if recorded:
+    if asked.recorded:
         if plot is None and html is None:
             raise typer.BadParameter("--recorded needs --plot FILE or --html FILE to draw")
-        _draw("Quality over the bytes held", *_recorded(recorded), plot, html)
+        _draw("Quality over the bytes held", *_recorded(asked.recorded), plot, html)
         return
-    if against not in (None, *AGAINST):
-        raise typer.BadParameter(f"--against {against}: there is {' and '.join(AGAINST)}")
-    if against == "kvpress" and kvpress is None:
-        raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
-    if samples_file is not None and not (retrieval and listed(tasks, ",")):
-        raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
-    model = model_for(model, adapter)
-    contexts = whole_numbers(context, "--context")
     with Working("starting") as working:
+        settings = asked.settings()
         from kvkeep.environment import environment
-        from kvkeep.spec import split_specs
-        from kvkeep_lab.evals.kvpress import Kvpress
-        from kvkeep_lab.evals.llama_cpp import LlamaCpp
         from kvkeep_lab.evals.run import run
         from kvkeep_lab.evals.tradeoff import rows_of
 
-        some = PRESSES if presses is None else listed(presses, ",")
-        other: Kvpress | LlamaCpp | None = LlamaCpp() if against == "llama.cpp" else None
-        if against == "kvpress" and kvpress is not None:
-            other = Kvpress(kvpress, some, kept)
-        result = run(
-            model,
-            adapter=adapter,
-            dtype=dtype,
-            context=contexts,
-            continuation=continuation,
-            specs=split_specs(specs),
-            windows=windows,
-            chunk=chunk,
-            text_file=text,
-            tasks=listed(tasks, ",") if retrieval else [],
-            samples=samples,
-            late_question=late_question,
-            samples_file=samples_file,
-            overwrite=overwrite,
-            against=other,
-            progress=working,
-        )
-        result["environment"] = environment()
+        result = run(**settings, progress=working) | {"environment": environment()}
     for one in result["skipped"]:
-        say(f"skipped {one['task']}: {one['reason']}", err=True)
+        output.say(f"skipped {one['task']}: {one['reason']}", err=True)
     for row in result.get("against", []):
         if "failed" in row:
-            say(f"{row['spec']} failed: {row['failed']}", err=True)
-    title = f"{titled(model, adapter)}, {dtype}, {windows * continuation:,} tokens predicted"
+            output.say(f"{row['spec']} failed: {row['failed']}", err=True)
+    predicted = f"{asked.windows * asked.continuation:,} tokens predicted"
+    title = f"{output.titled(settings['model'], asked.adapter)}, {asked.dtype}, {predicted}"
     shown = rows_of(result)
     every = list(dict.fromkeys(task for row in shown for task in row["tasks"]))
-    print_table(title, [_columns(row, every) for row in shown], stderr=json)
+    output.print_table(title, [_columns(row, every) for row in shown], stderr=json)
     if json:
-        print_json(result)
+        output.print_json(result)
     _draw(title, shown, [result], plot, html)
 
 
@@ -221,22 +147,19 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
     for file in files:
         try:
             result = loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
-            name = titled(result["model"], result.get("adapter"))
+            name = output.titled(result["model"], result.get("adapter"))
             rows += rows_of(result, f"{name}, {result['dtype']},")
         except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
-            raise typer.BadParameter(
-                f"--recorded {file}: no result of kvkeep eval --json"
-            ) from error
+            raise typer.BadParameter(f"--recorded {file}: no result of kvkeep eval --json") from error
         results.append(result)
     return rows, results
 
 
 def _columns(row: dict[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
-    """The columns of a row that the table shows, under names that fit a narrow terminal; those of
-    tasks that were skipped at its context are None."""
-    names = {"spec": "spec", "context": "context", "perplexity": "perplexity"}
-    names |= {"perplexity_ratio": "ratio", "kl": "kl"}
-    shown = {new: row[old] for old, new in names.items()}
+    """The columns of a row that the table shows, under names that fit a narrow terminal; None for
+    tasks that were skipped at its context."""
+    shown = {name: row[name] for name in ("spec", "context", "perplexity")}
+    shown |= {"ratio": row["perplexity_ratio"], "kl": row["kl"]}
     shown |= {"95%": "{:.2g}..{:.2g}".format(*row["kl_95"]), "top1": row["top1"]}
     for task in tasks:
         found = row["tasks"].get(task)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Annotated
+from dataclasses import dataclass
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvkeep.cli import output
 from kvkeep.cli.generate import Prompt, PromptFile, given_prompt
-from kvkeep.cli.output import (
-    AdapterName,
-    CacheSpec,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    titled,
-)
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.html import HtmlFile, check_html
-from kvkeep_lab.cli.plot import PlotFile, plot_kept
+from kvkeep_lab.cli.options import ModelOptions, with_options
+from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_kept
+from kvkeep_lab.options import option
 
 BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 DOTTED = "dots are tokens that fewer than half of the heads keep"
@@ -32,80 +24,88 @@ _HALF = 0.5
 _WIDTH = 64  # characters of a bar at most
 
 
-def inspect(
-    prompt: Prompt = "",
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    cache: CacheSpec = "h2o:256",
-    prompt_file: PromptFile = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Feed this many tokens of a built-in text instead.")
-    ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Feed the prompt in chunks of this many tokens.")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(min=0, help="Show this layer of the model only.")
-    ] = None,
-    head: Annotated[int | None, typer.Option(min=0, help="Show this kv head only.")] = None,
-    dtype: ModelDtype = "auto",
-    plot: PlotFile = None,
-    html: HtmlFile = None,
-    json: JsonFlag = False,
-) -> None:
+@dataclass(frozen=True)
+class Inspect(ModelOptions):
+    """Options of `kvkeep inspect`."""
+
+    prompt: Prompt = ""
+    cache: output.CacheSpec = "h2o:256"
+    prompt_file: PromptFile = None
+    context: int | None = option(None, "Feed this many tokens of a built-in text instead.", min=1)
+    chunk: int | None = option(None, "Feed the prompt in chunks of this many tokens.", min=1)
+    layer: int | None = option(None, "Show this layer of the model only.", min=0)
+    head: int | None = option(None, "Show this kv head only.", min=0)
+
+
+@with_options(Inspect)
+def inspect(asked: Inspect, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False) -> None:
     """Show which tokens of a prompt a cache keeps, per layer and kv head.
 
     The prompt is fed without a chat template.
     """
-    check_html(html)
-    model = model_for(model, adapter)
+    model = output.model_for(asked.model, asked.adapter)
     from kvkeep.spec import parse_specs
 
-    spec = parse_specs(cache)
-    if context is not None and (prompt or prompt_file):
+    spec = parse_specs(asked.cache)
+    if asked.context is not None and (asked.prompt or asked.prompt_file):
         raise typer.BadParameter("give a prompt or --context, not both")
-    text = "" if context is not None else given_prompt(prompt, prompt_file)
+    text = "" if asked.context is not None else given_prompt(asked.prompt, asked.prompt_file)
     with Working("starting") as working:
         from kvkeep.generate import TokenTexts
         from kvkeep.hf.models import load
         from kvkeep_lab.evals.kept_positions import fed, kept, prompt_ids, shares
-        from kvkeep_lab.page.inspection import Frames
+        from kvkeep_lab.page.inspection import Frames, inspection
 
-        loaded, tokenizer = load(model, dtype, progress=working, adapter=adapter)
-        ids = prompt_ids(loaded, tokenizer, text, context)
+        loaded, tokenizer = load(model, asked.dtype, progress=working, adapter=asked.adapter)
+        ids = prompt_ids(loaded, tokenizer, text, asked.context)
         words = TokenTexts(tokenizer).push(ids[0].tolist())
-        frames = None if html is None else Frames(words, chunk)
-        filled = fed(loaded, ids, spec, chunk, frames, working.reading)
+        frames = Frames(words, asked.chunk)
+        after = None if html is None else frames
+        filled = fed(loaded, ids, spec, asked.chunk, after, working.reading)
         layers = dict(zip(filled.places, kept(filled), strict=True))
-    tokens = ids.shape[1]
-    chosen = _chosen(layers, layer, head)
+    tokens, name = ids.shape[1], output.titled(model, asked.adapter)
+    chosen = _chosen(layers, asked.layer, asked.head)
     lines = _lines(chosen)
-    title = f"{spec} of {tokens:,} tokens, {titled(model, adapter)}"
+    title = f"{spec} of {tokens:,} tokens, {name}"
     if plot is not None:
         plot_kept(title, lines, tokens, plot)
-    if html is not None and frames is not None:
+    if html is not None:
         from kvkeep_lab.page.document import write
-        from kvkeep_lab.page.inspection import inspection
 
-        facts = {"model": titled(model, adapter), "cache": str(spec), "tokens": f"{tokens:,}"}
+        facts = {"model": name, "cache": str(spec), "tokens": f"{tokens:,}"}
         facts["dtype"] = str(loaded.dtype).removeprefix("torch.")
-        if chunk is not None:
-            facts["chunk"] = f"{chunk:,}"
+        if asked.chunk is not None:
+            facts["chunk"] = f"{asked.chunk:,}"
         write(html, inspection(title, facts, frames.pictures))
     if json:
-        asked = {"model": model, "adapter": adapter, "cache": str(spec)}
+        about = {"model": model, "adapter": asked.adapter, "cache": str(spec), "tokens": tokens}
         found = {"places": list(layers), "layers": list(layers.values())}
-        print_json({**asked, "tokens": tokens, **found, "ids": ids[0].tolist()})
+        output.print_json({**about, **found, "ids": ids[0].tolist()})
         return
-    console = Console()
     each = [positions for heads in chosen.values() for positions in heads.values()]
+    _print(words, shares(each, tokens), title, lines)
+
+
+def _print(words: Sequence[str], shares: Sequence[float], title: str, lines: Mapping[str, list[int]]) -> None:
+    """Print the text, brighter where more heads keep a token, or with dots in place of the tokens
+    that fewer than half keep; and for each head a bar that shows how many it keeps along it."""
+    console, text = Console(), Text()
     coloured = console.color_system is not None and not console.no_color
-    plain = partial(_dotted, dot=".") if console.options.ascii_only else _dotted
-    show = _shaded if coloured else plain
+    dot, bars = (".", ASCII_BARS) if console.options.ascii_only else ("·", BARS)
+    for word, share in zip(words, shares, strict=True):
+        light = int(70 + 185 * share)
+        if coloured:
+            text.append(word, style=f"rgb({light},{light},{int(70 + 60 * share)})")
+        else:
+            text.append(word if share >= _HALF else re.sub(r"\S", dot, word))
     means = "the brighter a token, the more heads keep it" if coloured else DOTTED
-    console.print(show(words, shares(each, tokens)))
+    console.print(text)
     console.print(f"\n{title}: {means}\n", style="bold", highlight=False, markup=False)
-    _print_bars(console, lines, tokens)
+    width = min(_WIDTH, len(words), max(8, console.width - 34))
+    console.print(f"{'':>20} kept  0{len(words) - 1:>{width - 1}}", highlight=False)
+    for name, positions in lines.items():
+        line = f"{name:>20} {len(positions):>4}  {bar(positions, len(words), width, bars)}"
+        console.print(line, highlight=False, markup=False)
 
 
 def _chosen(
@@ -148,44 +148,8 @@ def _lines(chosen: Mapping[int, Mapping[int, list[int]]]) -> dict[str, list[int]
     return lines
 
 
-def _shaded(tokens: Sequence[str], shares: Sequence[float]) -> Text:
-    """The text, with brighter tokens for larger shares."""
-    text = Text()
-    for token, share in zip(tokens, shares, strict=True):
-        light = int(70 + 185 * share)
-        text.append(token, style=f"rgb({light},{light},{int(70 + 60 * share)})")
-    return text
-
-
-def _dotted(tokens: Sequence[str], shares: Sequence[float], dot: str = "·") -> Text:
-    """The text, with dots in place of the tokens that fewer than half of the heads keep."""
-    text = Text()
-    for token, share in zip(tokens, shares, strict=True):
-        text.append(token if share >= _HALF else re.sub(r"\S", dot, token))
-    return text
-
-
-def _print_bars(console: Console, lines: dict[str, list[int]], tokens: int) -> None:
-    """Print a bar for each head that shows how many tokens are kept along the prompt."""
-    bars = ASCII_BARS if console.options.ascii_only else BARS
-    width = min(_WIDTH, tokens, max(8, console.width - 34))
-    console.print(f"{'':>20} kept  0{tokens - 1:>{width - 1}}", highlight=False)
-    for name, positions in lines.items():
-        console.print(
-            f"{name:>20} {len(positions):>4}  {bar(positions, tokens, width, bars)}",
-            highlight=False,
-            markup=False,
-        )
-
-
 def bar(positions: Sequence[int], tokens: int, width: int, bars: str = BARS) -> str:
     """`width` characters for `tokens` positions; a taller one means that more are kept there."""
-    counts, sizes = [0] * width, [0] * width
-    for position in range(tokens):
-        sizes[position * width // tokens] += 1
-    for position in positions:
-        counts[position * width // tokens] += 1
-    most = len(bars) - 1
-    return "".join(
-        bars[-(-most * count // size)] for count, size in zip(counts, sizes, strict=True)
-    )
+    cells = [position * width // tokens for position in range(tokens)]
+    sizes, counts = Counter(cells), Counter(cells[position] for position in positions)
+    return "".join(bars[-(-(len(bars) - 1) * counts[x] // sizes[x])] for x in range(width))

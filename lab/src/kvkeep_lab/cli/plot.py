@@ -1,4 +1,4 @@
-"""`--plot FILE`: draw a command's results."""
+"""Files that commands write at the end: `--plot FILE`, drawn results, and `--html FILE`, a page."""
 
 from __future__ import annotations
 
@@ -10,10 +10,36 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.errors import MissingPackageError
-from kvkeep_lab.cli.html import check_file
 from kvkeep_lab.extras import needed_by
 
 _AXES = ("length", "context", "tokens")
+
+
+def check_html(file: Path | None) -> Path | None:
+    """Check the file of --html, if there is one; see `check_file`."""
+    if file is not None:
+        check_file("--html", file, ["html"])
+    return file
+
+
+HtmlFile = Annotated[
+    Path | None, typer.Option("--html", help="Also write the result as a page, in one .html file.", callback=check_html)
+]
+
+
+def check_file(option: str, file: Path, endings: Sequence[str]) -> None:
+    """Check, before anything is measured, that the file of an option can be written afterwards.
+
+    Raises:
+        BadParameter: the name has none of the endings, its directory does not exist, or it is a
+            directory itself.
+    """
+    if file.suffix.removeprefix(".") not in endings:
+        raise typer.BadParameter(f"{option} {file}: the name must end in .{', .'.join(endings)}")
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"{option} {file}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise typer.BadParameter(f"{option} {file}: it is a directory; give the name of a file")
 
 
 def check_plot(file: Path | None) -> Path | None:
@@ -33,20 +59,12 @@ def check_plot(file: Path | None) -> Path | None:
 
 
 PlotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        help="Also draw the result, in a .png, .svg or .pdf file.",
-        callback=check_plot,
-    ),
+    Path | None, typer.Option("--plot", help="Also draw the result, in a .png, .svg or .pdf file.", callback=check_plot)
 ]
 
 
 def plot(
-    title: str,
-    tables: Mapping[str, Sequence[Mapping[str, Any]]],
-    file: Path,
-    columns: Collection[str] | None = None,
+    title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], file: Path, columns: Collection[str] | None = None
 ) -> None:
     """Draw a panel for each measured column of each table over the length held, with a line for
     each system; bars where all rows have one length, or none. A gap where a value is None.
@@ -65,30 +83,21 @@ def plot(
     figure.suptitle(title)
     panels = figure.subplots(1, len(drawn), squeeze=False)[0]
     for panel, (name, rows, column) in zip(panels, drawn, strict=True):
-        axis, label = _axis(rows), _label(rows)
-        lengths = sorted({row[axis] for row in rows}) if axis else []
-        systems = dict.fromkeys(str(row[label]) if label else "" for row in rows)
         panel.set_title(name, fontsize=10)
         panel.set_ylabel(column.replace("_", " "))
-        if len(lengths) <= 1:
-            panel.bar(list(systems), _heights(rows, column))
-            panel.set_xlabel("".join(f"{length:,} {axis}" for length in lengths))
-            if len(systems) > 4:
-                panel.tick_params(axis="x", rotation=90)
-            continue
-        for system in systems:
-            mine = [row for row in rows if not label or row[label] == system]
-            panel.plot([r[axis] for r in mine], _heights(mine, column), "o-", label=system)
-        nothing = all(row[column] is None for row in rows)  # a logarithmic axis needs a value
-        panel.set(xscale="log", yscale="linear" if nothing else "log", xlabel=axis)
-        panel.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
-        panel.minorticks_off()
-        if not nothing:
-            panel.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-            panel.yaxis.set_major_formatter("{x:,g}")
-        if label:
-            panel.legend()
+        _draw(panel, rows, column)
     figure.savefig(file)
+
+
+def plot_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a plot: the text columns joined to one name, and the numeric columns."""
+    found = []
+    for row in (row for row in rows if not row.get("skipped")):
+        named = [str(x) for key, x in row.items() if isinstance(x, str) and "winner" not in key]
+        named += [name for name in ("mass", "chunked") if row.get(name)]
+        figures = {n: x for n, x in row.items() if not isinstance(x, str | bool) and n != "skipped"}
+        found.append(({"system": " ".join(named)} if named else {}) | figures)
+    return found or rows
 
 
 def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -97,21 +106,21 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
     model and context, and for kvpress."""
     from kvkeep_lab.evals import tradeoff
 
-    series = {id(row): tradeoff.series(row) for row in rows}
-    losses = tradeoff.losses(rows)
+    losses, drawn = tradeoff.losses(rows), dict.fromkeys(map(tradeoff.series, rows))
     figure = _figure(figsize=(8 * len(losses), 7), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(losses))
+    names = list[list[tuple[str, float, float]]]()
     for panel, (column, label) in zip(panels, losses.items(), strict=True):
-        found = [(row, tradeoff.figure(row, column)) for row in rows]
-        for name in dict.fromkeys(series.values()):
-            mine = [(r, one) for r, one in found if one and series[id(r)] == name]
-            x = [row["bytes"] / 2**20 for row, _ in mine]
-            y = [one.value for _, one in mine]
+        found = [(row, one) for row in rows if (one := tradeoff.figure(row, column))]
+        for name in drawn:
+            mine = [(row, one) for row, one in found if tradeoff.series(row) == name]
+            x, y = [row["bytes"] / 2**20 for row, _ in mine], [one.value for _, one in mine]
             ends = zip(*[(v - low, high - v) for _, (v, low, high) in mine], strict=True)
             panel.errorbar(x, y, list(ends) or None, fmt="o", elinewidth=0.7, label=name)
         panel.set(xscale="log", xlabel="MiB held", ylabel=label)
         panel.margins(x=0.4, y=0.1)
+        names.append([(tradeoff.short(r["spec"]), r["bytes"] / 2**20, one.value) for r, one in found])
     # The full cache's divergence is 0, which a logarithmic axis cannot show.
     panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
     panels[0].set_ylim(bottom=-0.2 * _smallest(row["kl"] for row in rows))
@@ -119,19 +128,14 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
         panels[1].set_yscale("log")
     panels[1].legend()
     figure.canvas.draw()  # places the axes, which labels are laid out in
-    for panel, column in zip(panels, losses, strict=True):
-        found = [(row, tradeoff.figure(row, column)) for row in rows]
-        points = [(row, one.value) for row, one in found if one]
-        _labelled(panel, [(tradeoff.short(r["spec"]), r["bytes"] / 2**20, y) for r, y in points])
+    for panel, points in zip(panels, names, strict=True):
+        _labelled(panel, points)
     figure.savefig(file)
 
 
 def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file: Path) -> None:
     """Draw a line for each head, dark at the positions that it keeps of `tokens`."""
-    grid = [[0] * tokens for _ in lines]
-    for row, positions in zip(grid, lines.values(), strict=True):
-        for position in positions:
-            row[position] = 1
+    grid = [[position in kept for position in range(tokens)] for kept in map(set, lines.values())]
     figure = _figure(figsize=(12, 1.5 + 0.12 * max(8, len(lines))), layout="constrained")
     figure.suptitle(title)
     panel = figure.subplots()
@@ -140,6 +144,31 @@ def plot_kept(title: str, lines: Mapping[str, Sequence[int]], tokens: int, file:
     every = -(-len(lines) // 40)
     panel.set_yticks(range(0, len(lines), every), list(lines)[::every], fontsize=7)
     figure.savefig(file)
+
+
+def _draw(panel: Any, rows: Sequence[Mapping[str, Any]], column: str) -> None:
+    """Draw a column: lines over the lengths, or bars."""
+    axis, label = _axis(rows), _label(rows)
+    lengths = sorted({row[axis] for row in rows}) if axis else []
+    systems = dict.fromkeys(str(row[label]) if label else "" for row in rows)
+    if len(lengths) <= 1:
+        panel.bar(list(systems), _heights(rows, column))
+        panel.set_xlabel("".join(f"{length:,} {axis}" for length in lengths))
+        if len(systems) > 4:
+            panel.tick_params(axis="x", rotation=90)
+        return
+    for system in systems:
+        mine = [row for row in rows if not label or row[label] == system]
+        panel.plot([r[axis] for r in mine], _heights(mine, column), "o-", label=system)
+    nothing = all(row[column] is None for row in rows)  # a logarithmic axis needs a value
+    panel.set(xscale="log", yscale="linear" if nothing else "log", xlabel=axis)
+    panel.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+    panel.minorticks_off()
+    if not nothing:
+        panel.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        panel.yaxis.set_major_formatter("{x:,g}")
+    if label:
+        panel.legend()
 
 
 def _labelled(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:

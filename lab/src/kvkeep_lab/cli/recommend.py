@@ -2,73 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.output import (
-    AdapterName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    print_table,
-    say,
-    titled,
-)
+from kvkeep.cli import output
 from kvkeep.cli.progress import Working
+from kvkeep_lab.cli.options import ModelOptions, with_options
+from kvkeep_lab.options import option, spec_list, text_file
 
 
+@dataclass(frozen=True)
+class Recommend(ModelOptions):
+    """Options of `kvkeep_lab.evals.recommended.recommend`."""
+
+    specs: Sequence[str] = spec_list((), "Try these specs, separated by semicolons, in place of kvkeep's list.")
+    context: int = option(2000, "Tokens fed before the continuation.", min=1)
+    continuation: int = option(64, "Tokens predicted.", min=1)
+    windows: int = option(10, "Places of the text.", min=1)
+    text_file: Path | None = text_file()
+
+
+@with_options(Recommend)
 def recommend(
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    budget: Annotated[
-        str, typer.Option("--bytes", help="Most bytes, as a share of the full cache's.")
-    ] = "25%",
-    specs: Annotated[
-        str | None,
-        typer.Option(help="Try these specs, separated by semicolons, in place of kvkeep's list."),
-    ] = None,
-    dtype: ModelDtype = "auto",
-    context: Annotated[int, typer.Option(min=1, help="Tokens fed before the continuation.")] = 2000,
-    continuation: Annotated[int, typer.Option(min=1, help="Tokens predicted.")] = 64,
-    windows: Annotated[int, typer.Option(min=1, help="Places of the text.")] = 10,
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Use this UTF-8 text instead."),
-    ] = None,
-    json: JsonFlag = False,
+    asked: Recommend,
+    budget: Annotated[str, typer.Option("--bytes", help="Most bytes, as a share of the full cache's.")] = "25%",
+    json: output.JsonFlag = False,
 ) -> None:
     """Try cache specs on a model and a text, and show which lose least for the bytes they hold."""
-    share = _share(budget)
-    model = model_for(model, adapter)
+    share, model = _share(budget), output.model_for(asked.model, asked.adapter)
     with Working("starting") as working:
-        from kvkeep.spec import split_specs
         from kvkeep_lab.evals.recommended import recommend as tried
 
-        result = tried(
-            model,
-            specs=() if specs is None else split_specs(specs),
-            adapter=adapter,
-            dtype=dtype,
-            context=context,
-            continuation=continuation,
-            windows=windows,
-            text_file=text,
-            progress=working,
-        )
+        result = tried(**vars(replace(asked, model=model)), progress=working)
     full, rows = result["baseline"][0]["bytes"], result["front"]
-    title = f"{titled(model, adapter)}, {dtype}, {windows} places of {continuation} tokens"
-    print_table(title, [_columns(row, full) for row in rows], stderr=json)
+    places = f"{asked.windows} places of {asked.continuation} tokens"
+    title = f"{output.titled(model, asked.adapter)}, {asked.dtype}, {places}"
+    output.print_table(title, [_columns(row, full) for row in rows], stderr=json)
     within = [row for row in rows if row["bytes"] <= share * full]
     if within:
-        say(f'--cache "{within[-1]["spec"]}"', err=json)
+        output.say(f'--cache "{within[-1]["spec"]}"', err=json)
     else:
-        say(f"no spec holds {budget} of the full cache's bytes; give more --bytes", err=True)
+        output.say(f"no spec holds {budget} of the full cache's bytes; give more --bytes", err=True)
     if json:
-        print_json(result)
+        output.print_json(result)
 
 
 def _share(text: str) -> float:
@@ -83,9 +63,4 @@ def _share(text: str) -> float:
 
 def _columns(row: dict[str, Any], full: int) -> dict[str, Any]:
     interval = "{:.2g}..{:.2g}".format(*row["kl_95"])
-    return {
-        "spec": row["spec"],
-        "bytes %": 100 * row["bytes"] / full,
-        "kl": row["kl"],
-        "95%": interval,
-    }
+    return {"spec": row["spec"], "bytes %": 100 * row["bytes"] / full, "kl": row["kl"], "95%": interval}

@@ -12,7 +12,11 @@ from torch import Tensor
 from kvkeep_lab.evals.answers import Answer
 from kvkeep_lab.evals.intervals import of_scores
 from kvkeep_lab.evals.prompts import Prompt
+from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record
+
+Answers = Mapping[str, Sequence[Answer]]
+"""The answer to each prompt of each task."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +38,34 @@ class Measured:
     record: Record
     full: list[Tensor] = field(default_factory=list)
 
+    def row(self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any) -> dict[str, Any]:
+        """A system's row.
 
-def in_figures(
-    prompts: Mapping[str, Sequence[Prompt]], answers: Mapping[str, Sequence[Answer]]
-) -> dict[str, Any]:
+        Args:
+            logits: its N predictions (windows, V).
+            answers: its answers to the prompts of each task.
+            held: further entries, such as `bytes`.
+        """
+        ids, name = self.text[:, self.context :], {"spec": spec, "context": self.context}
+        mine = compare(logits, self.full, ids)
+        ratio = mine.perplexity / compare(self.full, self.full, ids).perplexity
+        figures = in_figures(self.prompts, answers)
+        return {**name, **vars(mine), "perplexity_ratio": ratio, **held, **figures}
+
+
+def in_figures(prompts: Mapping[str, Sequence[Prompt]], answers: Answers) -> dict[str, Any]:
     """`tasks`, and `retrieval` and `retrieval_by_depth` of `needle`, from the answer to each
     prompt."""
-    figures = {}
+    tasks, depths = {}, dict[str, list[float]]()
     for task, some in answers.items():
         scores = [answer.score for answer in some]
-        accuracy = statistics.fmean(scores)
         low, high = of_scores(scores)
-        figures[task] = {"accuracy": accuracy, "low": low, "high": high, "samples": len(scores)}
-    by_depth: dict[str, list[float]] = {}
-    for prompt, answer in zip(prompts.get("needle", ()), answers.get("needle", ()), strict=True):
-        by_depth.setdefault(str(prompt.depth), []).append(answer.score)
-    shares = {depth: statistics.fmean(some) for depth, some in by_depth.items()}
+        mean = {"accuracy": statistics.fmean(scores), "low": low, "high": high}
+        tasks[task] = {**mean, "samples": len(scores)}
+    for prompt, answer in zip(prompts.get("needle", ()), answers.get("needle", ()), strict=False):
+        depths.setdefault(str(prompt.depth), []).append(answer.score)
     return {
-        "retrieval": figures["needle"]["accuracy"] if by_depth else None,
-        "retrieval_by_depth": shares or None,
-        "tasks": figures,
+        "retrieval": tasks["needle"]["accuracy"] if depths else None,
+        "retrieval_by_depth": {at: statistics.fmean(x) for at, x in depths.items()} or None,
+        "tasks": tasks,
     }

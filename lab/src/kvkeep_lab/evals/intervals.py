@@ -65,7 +65,7 @@ def _within(t: float, freedom: int) -> float:
 
 
 def of_mean(values: Tensor) -> tuple[float, float]:
-    """The interval of the mean of (B, N) values, of which those near each other in a row are alike.
+    """The interval of the mean of (B, N) values; neighbours in a row are alike.
 
     A bootstrap of blocks (H. R. Künsch, Ann. Stat. 17, 1989): rows are cut into blocks of 16 values
     (fewer in rows of less than 128), and as many blocks are drawn with replacement 2,000 times. The

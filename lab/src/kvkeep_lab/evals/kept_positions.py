@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,16 +71,10 @@ def fed(
 
 def kept(cache: ModelCache) -> Kept:
     """The positions that a cache of one row holds."""
-    return [
-        [sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()]
-        for layer in cache.layers
-    ]
+    return [[sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()] for layer in cache.layers]
 
 
 def shares(heads: Sequence[Sequence[int]], tokens: int) -> list[float]:
     """For each of `tokens` positions, the share of `heads` that keep it, 0 to 1."""
-    counts = [0] * tokens
-    for head in heads:
-        for position in head:
-            counts[position] += 1
-    return [count / len(heads) for count in counts]
+    counts = Counter(position for head in heads for position in head)
+    return [counts[position] / len(heads) for position in range(tokens)]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +18,11 @@ from safetensors.torch import load_file
 
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.progress import Progress, silent
+from kvkeep_lab import programs
 from kvkeep_lab.checks import require_known
-from kvkeep_lab.evals.answers import scored
-from kvkeep_lab.evals.figures import Measured, in_figures
+from kvkeep_lab.evals.answers import Answer, scored
+from kvkeep_lab.evals.figures import Measured
 from kvkeep_lab.evals.names import PRESSES
-from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import row_of
 
 REQUIREMENT = "kvpress==0.5.5"
@@ -81,8 +82,7 @@ class Kvpress:
             raise SpecError(f"a kept share of {self.kept}; give one above 0 and at most 1")
         if not _python(self.place).exists():
             raise UnsupportedError(
-                f"no environment in {self.place}; make it by kvkeep eval --setup-kvpress "
-                f"{self.place}"
+                f"no environment in {self.place}; make it by kvkeep eval --setup-kvpress {self.place}"
             )
 
     def require(self, model: Any) -> None:
@@ -105,65 +105,44 @@ class Kvpress:
     def rows(self, asked: Measured, progress: Progress = silent) -> list[dict[str, Any]]:
         """A row for each press, of the figures that `kvkeep_lab.evals.run.evaluate` has for a spec.
         The questions of prompts are fed after the text was compressed."""
-        request = {
-            "presses": list(self.presses),
-            "kept": self.kept,
-            "context": asked.context,
-            "windows": asked.text.tolist(),
-            "prompts": [
-                {"ids": one.ids[0].tolist(), "text": one.text, "steps": one.steps}
-                for some in asked.prompts.values()
-                for one in some
-            ],
-            "end": asked.tokenizer.eos_token_id,
-        }
+        prompts = [
+            {"ids": one.ids[0].tolist(), "text": one.text, "steps": one.steps}
+            for one in chain.from_iterable(asked.prompts.values())
+        ]
+        request = {"presses": list(self.presses), "kept": self.kept, "context": asked.context}
+        request |= {"windows": asked.text.tolist(), "prompts": prompts}
+        request |= {"end": asked.tokenizer.eos_token_id}
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             try:
                 answers = self._run(asked.model, folder, request, progress)
             except UnsupportedError as error:  # kvkeep's own figures are not lost
                 return [{"spec": "kvpress", "context": asked.context, "failed": str(error)}]
-            return [
-                self._row(one, folder, asked) | {"versions": answers["versions"]}
-                for one in answers["rows"]
-            ]
+            return [self._row(one, folder, asked) | {"versions": answers["versions"]} for one in answers["rows"]]
 
-    def _run(
-        self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress
-    ) -> dict[str, Any]:
+    def _run(self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
         """The script's answer; its logits are in the folder."""
         place = folder / "request.json"
-        about = {
-            "model": model.name_or_path,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-        }
-        place.write_text(json.dumps({**about, **request}))
+        about = {"model": model.name_or_path, "threads": torch.get_num_threads()}
+        dtype = str(model.dtype).removeprefix("torch.")
+        place.write_text(json.dumps({**about, "dtype": dtype, **request}))
         _run([str(_python(self.place)), "-I", str(_SCRIPT), str(place), str(folder)], progress)
         answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
         return answers
 
     def _row(self, found: Mapping[str, Any], folder: Path, asked: Measured) -> dict[str, Any]:
-        spec, context, prompts = f"kvpress {found['press']}", asked.context, asked.prompts
-        name, ids = {"spec": spec, "context": context}, asked.text[:, context:]
+        spec, context = f"kvpress {found['press']}", asked.context
         if "failed" in found:
-            return name | {"failed": found["failed"]}
+            return {"spec": spec, "context": context, "failed": found["failed"]}
         logits = load_file(folder / f"{found['press']}.safetensors")["logits"]
-        mine = compare(logits.unbind(1), asked.full, ids)
-        same = compare(asked.full, asked.full, ids).perplexity
-        left = iter(found["answers"])
-        answers = {
-            task: [scored(asked.tokenizer, one, next(left)) for one in some]
-            for task, some in prompts.items()
-        }
-        for task, some in prompts.items():
+        left, answers = iter(found["answers"]), dict[str, list[Answer]]()
+        for task, some in asked.prompts.items():
+            answers[task] = [scored(asked.tokenizer, one, next(left)) for one in some]
             for sample, (prompt, answer) in enumerate(zip(some, answers[task], strict=True)):
                 asked.record(row_of(spec, context, task, sample, prompt, answer))
+        held = {name: found[name] for name in ("bytes", "kept")}
         step = found["step_s"]
-        held = {"bytes": found["bytes"], "kept": found["kept"]}
-        ratio = {"perplexity_ratio": mine.perplexity / same}
-        speed = {"tokens_per_s": step and 1 / step}
-        return name | vars(mine) | ratio | held | speed | in_figures(prompts, answers)
+        return asked.row(spec, logits.unbind(1), answers, **held, tokens_per_s=step and 1 / step)
 
 
 def _python(place: Path) -> Path:
@@ -176,16 +155,11 @@ def _run(command: Sequence[str], progress: Progress = silent) -> None:
     Raises:
         UnsupportedError: it failed; with the last line of its errors.
     """
-    with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
-            try:
-                assert child.stdout is not None
-                for line in child.stdout:
-                    progress(line.strip(), None)
-            except BaseException:
-                child.kill()
-                raise
-        if child.returncode:
-            errors.seek(0)
-            reason = (errors.read().strip() or "no reason given").splitlines()[-1]
-            raise UnsupportedError(f"kvpress: {reason}")
+
+    def attend(process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            progress(line.strip(), None)
+
+    if reason := programs.run(command, attend, stdout=subprocess.PIPE):
+        raise UnsupportedError(f"kvpress: {reason}")

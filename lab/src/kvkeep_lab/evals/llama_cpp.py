@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -11,9 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.host.progress import Progress, silent
-from kvkeep_lab.evals.figures import Measured, in_figures
-from kvkeep_lab.evals.quality import compare
-from kvkeep_lab.extras import needed_by
+from kvkeep_lab.evals.figures import Measured
 
 _TYPES = {"q8_0": (8, 34), "q5_1": (7, 24), "q4_0": (2, 18)}
 """The number of each type of llama.cpp's caches, and the bytes of 32 elements."""
@@ -26,12 +25,7 @@ class LlamaCpp:
     late: ClassVar[bool] = False
 
     def require(self, model: Any) -> None:
-        """Check that llama.cpp can run the model.
-
-        Raises:
-            MissingPackageError: llama-cpp-python is not installed.
-            UnsupportedError: the model is no Llama.
-        """
+        """Check that llama.cpp can run the model; see `kvkeep_lab.bench.llama_cpp.require`."""
         from kvkeep_lab.bench.llama_cpp import require
 
         require(model)
@@ -39,71 +33,39 @@ class LlamaCpp:
     def rows(self, asked: Measured, progress: Progress = silent) -> list[dict[str, Any]]:
         """A row for each type, of the figures that `kvkeep_lab.evals.run.evaluate` has for a
         spec."""
-        from kvkeep_lab.bench.llama_cpp import TYPES, write_gguf
+        from kvkeep_lab.bench.llama_cpp import TYPES, library, opened
 
-        model, text, context, full = asked.model, asked.text, asked.context, asked.full
+        model, context, config = asked.model, asked.context, asked.model.config
         own = str(model.dtype).removeprefix("torch.")
         types = {own: (int(TYPES[model.dtype]), 32 * model.dtype.itemsize), **_TYPES}
-        config, ids = model.config, text[:, context:]
         elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        same = compare(full, full, ids).perplexity
+        versions = {"llama-cpp-python": library().__version__}
         found = []
-        with tempfile.TemporaryDirectory() as name:
-            path = Path(name, "model.gguf")
-            write_gguf(model, path)
+        with tempfile.TemporaryDirectory() as folder:
             for name, (kind, size) in types.items():
                 progress(f"llama.cpp {name}, {context} tokens", None)
-                logits, seconds, version = _predicted(path, kind, text, context)
-                mine = compare(logits.unbind(1), full, ids)
-                held = context * elements * size // 32
-                found.append(
-                    {
-                        "spec": f"llama.cpp {name}",
-                        "context": context,
-                        **vars(mine),
-                        "perplexity_ratio": mine.perplexity / same,
-                        "bytes": held,
-                        "tokens_per_s": 1 / seconds,
-                        "versions": {"llama-cpp-python": version},
-                        **in_figures({}, {}),
-                    }
-                )
+                llama = opened(model, Path(folder), asked.text.shape[1], kind)
+                logits, seconds = _predicted(llama, asked.text, context)
+                held = {"bytes": context * elements * size // 32, "tokens_per_s": 1 / seconds}
+                row = asked.row(f"llama.cpp {name}", logits, {}, **held, versions=versions)
+                found.append(row)
         return found
 
 
-def _predicted(path: Path, kind: int, text: Tensor, context: int) -> tuple[Tensor, float, str]:
-    """The predictions (windows, N, V) of the tokens after the context, fed one at a time; the
-    median time of a step in seconds; and the version of llama-cpp-python."""
-    with needed_by("Measuring llama.cpp", "llama-cpp"):
-        import llama_cpp
-        import numpy as np
+def _predicted(llama: Any, text: Tensor, context: int) -> tuple[list[Tensor], float]:
+    """The N predictions (windows, V) of the tokens after the context, fed one at a time, and the
+    median time of a step in seconds."""
+    from kvkeep_lab.bench.llama_cpp import fed
 
-    threads = torch.get_num_threads()
-    llama = llama_cpp.Llama(
-        str(path),
-        n_ctx=text.shape[1],
-        n_threads=threads,
-        n_threads_batch=threads,
-        flash_attn=True,  # without it, values have no types of fewer bits
-        type_k=kind,
-        type_v=kind,
-        verbose=False,
-    )
-
-    def fed(tokens: list[int]) -> Tensor:
-        llama.eval(tokens)
-        last = llama_cpp.llama_get_logits_ith(llama.ctx, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(last, shape=(llama.n_vocab(),)).copy())
-
-    found, times = [], []
+    found, times = list[Tensor](), list[float]()
     for window in text.tolist():
         llama.reset()
-        found.append([fed(window[:context])])
+        mine = [fed(llama, window[:context])]
         for token in window[context:-1]:
             start = time.perf_counter()
-            found[-1].append(fed([token]))
+            mine.append(fed(llama, [token]))
             times.append(time.perf_counter() - start)
+        found.append(torch.stack(mine))
     llama.close()
-    logits = torch.stack([torch.stack(one) for one in found])
-    median = sorted(times)[len(times) // 2] if times else float("nan")
-    return logits, median, llama_cpp.__version__
+    median = statistics.median_high(times) if times else float("nan")
+    return list(torch.stack(found, dim=1)), median

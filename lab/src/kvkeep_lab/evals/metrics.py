@@ -87,9 +87,7 @@ def citation_f1(text: str, answers: Sequence[str]) -> float:
     wanted = {pair for answer in answers for pair in _cited(answer)}
     said = list(dict.fromkeys(_cited(text)))
     right = {
-        (name, passage)
-        for name, passage in wanted
-        if any(name in item and passage == cited for item, cited in said)
+        (name, passage) for name, passage in wanted if any(name in item and passage == cited for item, cited in said)
     }
     return 2 * len(right) / (len(said) + len(wanted))
 
@@ -144,8 +142,8 @@ def label_of(labels: Sequence[str]) -> Metric:
 
 
 def ndcg(grades: Sequence[int]) -> Metric:
-    """The answer is a ranking of passages by their numbers, and the expected answers are those of
-    the relevant passages, the most relevant first.
+    """The answer is a ranking of passages by their numbers, and the expected answers are the
+    numbers of the relevant passages, the most relevant first.
 
     The normalised discounted cumulative gain of the first ten (K. Järvelin and J. Kekäläinen, ACM
     Trans. Inf. Syst. 20, 2002): each passage counts by its grade, divided by log2(rank + 1), and

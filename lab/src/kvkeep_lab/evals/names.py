@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-TASKS = (
-    "ruler",
-    "longbench",
-    "helmet",
-    "all",
-    "needle",
-    "multi-key",
-    "multi-value",
-    "multi-query",
-    "variables",
-    "common-words",
-    "frequent-words",
-    "qa",
-    "passage-retrieval",
-    "passage-count",
-    "multi-document-qa",
-    "few-shot",
-    "code-completion",
-    "key-value",
-    "reranking",
-    "many-shot",
-    "citations",
-)
+GROUPS = {
+    "ruler": (
+        *("needle", "multi-key", "multi-value", "multi-query"),
+        *("variables", "common-words", "frequent-words", "qa"),
+    ),
+    "longbench": (*("passage-retrieval", "passage-count", "multi-document-qa", "few-shot"), "code-completion"),
+    "helmet": ("key-value", "reranking", "many-shot", "citations"),
+}
+"""The names of the tasks of each group."""
+
+TASKS = (*GROUPS, "all", *(name for group in GROUPS.values() for name in group))
 """Names of groups of tasks, and of tasks."""
 
 PRESSES = (
-    "none",
-    "snapkv",
-    "adakv",
-    "criticaladakv",
-    "pyramid",
-    "knorm",
-    "keydiff",
-    "streaming",
-    "tova",
-    "expected_attention",
-    "observed_attention",
-    "kvzip",
+    *("none", "snapkv", "adakv", "criticaladakv", "pyramid", "knorm", "keydiff", "streaming"),
+    *("tova", "expected_attention", "observed_attention", "kvzip"),
 )
 """Names of kvpress's presses; `none` compresses nothing, and shows the effect of other versions."""

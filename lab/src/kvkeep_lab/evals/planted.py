@@ -40,8 +40,7 @@ def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) ->
     found = [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
     if not found or not hasattr(sys.modules[type(found[0]).__module__], "apply_rotary_pos_emb"):
         raise UnsupportedError(
-            f"{type(model).__name__} has no q_proj, k_proj and apply_rotary_pos_emb; use a Llama "
-            "or Qwen2"
+            f"{type(model).__name__} has no q_proj, k_proj and apply_rotary_pos_emb; use a Llama or Qwen2"
         )
     projections = [p for m in found for p in (m.q_proj, m.k_proj)]
     before = [(p, p.weight.data.clone(), p.bias) for p in projections]
@@ -56,28 +55,22 @@ def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) ->
             projection.bias = bias
 
 
-def _scaled(
-    model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
-) -> None:
+def _scaled(model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack) -> None:
     for layer in layers:
-        factor = torch.ones(_heads(layer), layer.head_dim)
+        half, factor = layer.head_dim // 2, torch.ones(_heads(layer), layer.head_dim)
         for head in factor:
-            first = int(torch.randint(layer.head_dim // 2, (), generator=random))
-            head[[first, first + layer.head_dim // 2]] = times
+            first = int(torch.randint(half, (), generator=random))
+            head[[first, first + half]] = times
         group = layer.q_proj.out_features // layer.k_proj.out_features
-        for projection, by in (
-            (layer.k_proj, factor),
-            (layer.q_proj, 1 / factor.repeat_interleave(group, dim=0)),
-        ):
+        divided = 1 / factor.repeat_interleave(group, dim=0)
+        for projection, by in ((layer.k_proj, factor), (layer.q_proj, divided)):
             by = by.flatten().to(projection.weight)
             projection.weight.mul_(by[:, None])
             if projection.bias is not None:
                 projection.bias = nn.Parameter(projection.bias * by)
 
 
-def _turned(
-    model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
-) -> None:
+def _turned(model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack) -> None:
     module = sys.modules[type(layers[0]).__module__]
     turn: Callable[..., tuple[Tensor, Tensor]] = module.apply_rotary_pos_emb
     factor = torch.ones(layers[0].head_dim)
@@ -90,9 +83,7 @@ def _turned(
     stack.enter_context(patch.object(module, "apply_rotary_pos_emb", turned))
 
 
-def _biased(
-    model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
-) -> None:
+def _biased(model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack) -> None:
     for layer, size in zip(layers, _key_sizes(model, layers), strict=True):
         half = layer.head_dim // 2
         bias = torch.zeros(_heads(layer), layer.head_dim)

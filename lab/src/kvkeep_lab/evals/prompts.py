@@ -78,9 +78,7 @@ class Frame:
         before, self._after = _around(tokenizer) if task.chat else _PLAIN
         self._head = torch.cat([torch.tensor(tokenizer("").input_ids).long(), self._ids(before)])
 
-    def hiding(
-        self, text: Tensor, hidden: Sequence[tuple[int, str]], asked: Question, depth: int
-    ) -> Prompt:
+    def hiding(self, text: Tensor, hidden: Sequence[tuple[int, str]], asked: Question, depth: int) -> Prompt:
         """A prompt of `length` tokens whose text hides sentences, each at a depth in percent.
 
         Args:
@@ -99,9 +97,7 @@ class Frame:
             last = cut
         return self._prompt(torch.cat([*body, text[last:room]]), tail, asked, depth)
 
-    def filled(
-        self, make: Callable[[int], tuple[str, Question]], least: int, most: int, depth: int
-    ) -> Prompt:
+    def filled(self, make: Callable[[int], tuple[str, Question]], least: int, most: int, depth: int) -> Prompt:
         """A prompt of at most `length` tokens with the text and the question `make(n)` of the
         largest n from `least`, at least 1, to `most` that fits.
 
@@ -146,6 +142,17 @@ class Frame:
     def _ids(self, words: str) -> Tensor:
         ids = self.tokenizer(words, add_special_tokens=False, verbose=False).input_ids
         return torch.tensor(ids).long()
+
+
+def placed(one: str, others: Sequence[str], depth: int) -> tuple[list[str], int]:
+    """Passages with one more among them, at a depth in percent, and its index."""
+    index = len(others) * depth // 100
+    return [*others[:index], one, *others[index:]], index
+
+
+def numbered(kind: str, passages: Sequence[str]) -> str:
+    """Passages as *Kind 1: ...*, each on a line."""
+    return "\n".join(f"{kind} {number}: {text}" for number, text in enumerate(passages, 1))
 
 
 def _around(tokenizer: Any) -> tuple[str, str]:

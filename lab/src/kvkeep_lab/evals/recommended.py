@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvkeep.errors import KVKeepError
@@ -17,20 +18,17 @@ SHARES = ("50%", "25%", "10%")
 
 def candidates(kinds: Sequence[LayerKind]) -> list[str]:
     """Specs to try for layers of these kinds. If some of them have a window, the windows' layers,
-    which are bounded anyway, also stay in 8 bits while all others are encoded or evict."""
+    which are bounded anyway, also stay in 8 bits while all other layers are encoded or evict."""
     kept = [f"keep_all+{codec}" for codec in CODECS]
     evicted = [f"{policy}:{share}" for share in SHARES for policy in POLICIES]
     specs = [*kept, *evicted, *(f"{one}+int4" for one in evicted)]
     windowed = {kind.name: kind.window is not None for kind in kinds}
     if len(set(windowed.values())) < 2:
         return specs
-    mixed = [
-        ";".join(
-            f"{name}={'keep_all+int8' if bounded else one}" for name, bounded in windowed.items()
-        )
-        for one in specs
-    ]
-    return [*specs, *mixed]
+    for one in list(specs):
+        each = {name: "keep_all+int8" if bounded else one for name, bounded in windowed.items()}
+        specs.append(";".join(f"{name}={spec}" for name, spec in each.items()))
+    return specs
 
 
 def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -65,20 +63,17 @@ def recommend(
     loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
     host = host_of(loaded)
     tried = list(specs) or [one for one in candidates(host.kinds) if _fits(host, one, context)]
-    found = evaluate(
-        loaded, tokenizer, tried, contexts=[context], tasks=[], progress=progress, **options
-    )
+    found = evaluate(loaded, tokenizer, tried, contexts=[context], tasks=[], progress=progress, **options)
     full = found["baseline"][0]
     rows = [full, *(row for row in found["rows"] if row["spec"] != BASELINE)]
     return {"model": model, "adapter": adapter, "dtype": dtype, **found, "front": front(rows)}
 
 
 def _fits(host: Any, spec: str, context: int) -> bool:
-    try:
+    with suppress(KVKeepError):
         host.new_cache(spec, capacity=context)
-    except KVKeepError:
-        return False
-    return True
+        return True
+    return False
 
 
 __all__ = ["recommend"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,27 @@ from kvkeep.host.compress import compress, compresses
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep_lab.bench.text import windows_of_text
-from kvkeep_lab.bench.timing import interleaved
+from kvkeep_lab.bench.timing import medians_of
 from kvkeep_lab.evals.answers import Answer, answered
 from kvkeep_lab.evals.figures import Measured, in_figures
 from kvkeep_lab.evals.forward import STEP_COST, fill, follow, require_positions
 from kvkeep_lab.evals.kvpress import Kvpress
 from kvkeep_lab.evals.llama_cpp import LlamaCpp
+from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of, written
-from kvkeep_lab.evals.tasks import SAMPLES, chosen, prompts
+from kvkeep_lab.evals.tasks import chosen, prompts
 from kvkeep_lab.evals.tasks import cost as cost_of_task
 
 BASELINE = "keep_all"
-DEFAULT_TASKS = ("needle",)
-
 _Spec = CacheSpec | PerType
 
 _TURNS, _BURST = 4, 3
+_COLUMNS = (
+    *("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval", "bytes"),
+    *("allocated", "tokens_per_s", "retrieval_by_depth", "kl_95", "tasks"),
+)
 TIMED_STEPS = (_TURNS + 1) * _BURST
 """Steps that are run to time a cache."""
 
@@ -46,7 +50,6 @@ def run(
     dtype: str = "float32",
     context: int | Sequence[int] = 2000,
     specs: Sequence[str] = (BASELINE,),
-    tasks: Sequence[str] = DEFAULT_TASKS,
     samples_file: Path | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -56,7 +59,7 @@ def run(
     `kvkeep.host.load_model`.
 
     Args:
-        context, specs, tasks, progress, options: see `evaluate`.
+        context, specs, progress, options: see `evaluate`.
         samples_file: gets a line of JSON for each answer when it is known; see
             `kvkeep_lab.evals.samples`.
         overwrite: replace a `samples_file` that exists.
@@ -68,21 +71,13 @@ def run(
         SamplesError: the samples' file exists or cannot be written.
     """
     _parsed(specs)
-    chosen(tasks)
+    chosen(options.get("tasks", ()))
     about = {"model": model, "adapter": adapter, "dtype": dtype}
+    contexts = [context] if isinstance(context, int) else context
     with written(samples_file, about, overwrite=overwrite) as record:
         loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
-        contexts = [context] if isinstance(context, int) else context
-        found = evaluate(
-            loaded,
-            tokenizer,
-            specs,
-            contexts=contexts,
-            tasks=tasks,
-            record=record,
-            progress=progress,
-            **options,
-        )
+        options |= {"contexts": contexts, "record": record, "progress": progress}
+        found = evaluate(loaded, tokenizer, specs, **options)
     return {"evaluation": "quality", **about, **found}
 
 
@@ -92,17 +87,10 @@ def evaluate(
     tokenizer: Any,
     specs: Sequence[str],
     *,
-    contexts: Sequence[int] = (2000,),
-    continuation: int = 256,
-    windows: int = 1,
-    chunk: int | None = None,
-    text_file: Path | None = None,
-    tasks: Sequence[str] = DEFAULT_TASKS,
-    samples: int = SAMPLES,
-    late_question: bool = False,
     record: Record = lambda row: None,
     against: Kvpress | LlamaCpp | None = None,
     progress: Progress = silent,
+    **options: Any,
 ) -> dict[str, Any]:
     """Compare cache specs with the full cache, on a loaded model that is not attached.
 
@@ -111,23 +99,11 @@ def evaluate(
 
     Args:
         specs: compared with `keep_all`, which is always measured.
-        contexts: how many tokens are fed before the first that is predicted; also the length of the
-            tasks' prompts.
-        continuation: how many tokens are predicted.
-        windows: how many windows of the text the figures are averaged over.
-        chunk: feed the context in chunks of that many tokens; None: all at once.
-        text_file: a file of UTF-8 text; None: the standard library's help texts.
-        tasks: names in `kvkeep_lab.evals.tasks.TASKS` and `GROUPS`; `needle` hides numbers and asks
-            for them. Each takes `samples` more prefills per window. A task that does not fit a
-            context is skipped there.
-        samples: prompts of each task per window; those of `needle` hide their number at as many
-            places, from 10 to 90 % of the text.
-        late_question: feed the question when the text has been read, so that what is evicted until
-            then cannot depend on it. `kvzip` is always evaluated so.
         record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
         against: also compare these presses, where the question comes late for all; or llama.cpp,
             which answers no tasks.
         progress: called during the evaluation; see `Progress`.
+        options: see `kvkeep_lab.evals.options.EvalOptions`.
 
     Returns:
         `rows`, one for each context and spec, and `baseline`, one for each context: `spec`,
@@ -148,97 +124,91 @@ def evaluate(
         CapacityError: a spec's fixed slots cannot hold the tokens.
         UnsupportedError: kvpress cannot run the model, or its context would come in chunks.
     """
-    tasks = chosen(tasks)
-    parsed = _parsed(specs)
+    asked, parsed, host = EvalOptions(**options), _parsed(specs), host_of(model)
     distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
     for name, spec in parsed.items():
         distinct.setdefault(spec, name)
-    host = host_of(model)
+    chosen(asked.tasks)
     if against is not None:
-        late_question |= against.late
-        if against.late and chunk is not None:
+        asked = replace(asked, late_question=asked.late_question or against.late)
+        if against.late and asked.chunk is not None:
             raise UnsupportedError(
-                f"chunks of {chunk} tokens, but kvpress compresses a context that is fed at once; "
-                "leave out --chunk"
+                f"chunks of {asked.chunk} tokens, but kvpress compresses a context that is fed at "
+                "once; leave out --chunk"
             )
         against.require(model)
-    for context in contexts:
-        require_positions(host, context, max(continuation, TIMED_STEPS))
+    for context in asked.contexts:
+        require_positions(host, context, _steps(asked))
     # Cut every text and build every cache once, so that errors come before any computation.
     texts = [
-        windows_of_text(tokenizer, windows, context + continuation, text_file)
-        for context in contexts
+        windows_of_text(tokenizer, asked.windows, context + asked.continuation, asked.text_file)
+        for context in asked.contexts
     ]
-    asked, skipped = _asked(tasks, tokenizer, contexts, texts, samples)
+    each, skipped = _prompts(asked, tokenizer, texts)
     for spec in distinct:
-        most, after = max(contexts), max(continuation, TIMED_STEPS)
-        _cache(host, spec, most, after).admit(most + after)
+        most = max(asked.contexts)
+        _cache(host, spec, most, _steps(asked)).admit(most + _steps(asked))
     rows, baseline, others = [], [], list[dict[str, Any]]()
-    costs = [
-        _cost(windows, context, continuation, list(some), samples)
-        for context, some in zip(contexts, asked, strict=True)
-    ]
-    work = Work(progress, sum(costs) * len(distinct))
+    costs = sum(_cost(asked, *one) for one in zip(asked.contexts, each, strict=True))
+    work = Work(progress, costs * len(distinct))
     with host.attach(BASELINE):
-        for context, text, some in zip(contexts, texts, asked, strict=True):
+        for context, text, some in zip(asked.contexts, texts, each, strict=True):
             measured = Measured(model, tokenizer, text, context, some, record)
-            one = _Context(host, measured, chunk, late_question, work)
-            found = one.rows(distinct)
+            found = _Context(host, measured, asked, work).rows(distinct)
             baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
             if against is not None:
                 others += against.rows(measured, progress)
+    settings = ("continuation", "windows", "chunk", "late_question", "samples")
+    told = {name: getattr(asked, name) for name in settings}
     compared = {} if against is None else {"against": others}
-    return {
-        "continuation": continuation,
-        "windows": windows,
-        "chunk": chunk,
-        "late_question": late_question,
-        "samples": samples,
-        "skipped": skipped,
-        "rows": rows,
-        "baseline": baseline,
-        **compared,
-    }
+    return {**told, "skipped": skipped, "rows": rows, "baseline": baseline, **compared}
 
 
-def _asked(
-    tasks: Sequence[str],
-    tokenizer: Any,
-    contexts: Sequence[int],
-    texts: Sequence[Tensor],
-    samples: int,
+def _steps(asked: EvalOptions) -> int:
+    """The most tokens that are fed after a context."""
+    return max(asked.continuation, TIMED_STEPS)
+
+
+def _prompts(
+    asked: EvalOptions, tokenizer: Any, texts: Sequence[Tensor]
 ) -> tuple[list[dict[str, list[Prompt]]], list[dict[str, Any]]]:
     """Each context's prompts by task, and the tasks that a context has no room for.
 
     Raises:
         ShapeError: no context has room for any task.
     """
-    asked, skipped = list[dict[str, list[Prompt]]](), list[dict[str, Any]]()
-    for context, text in zip(contexts, texts, strict=True):
-        asked.append({})
-        for task in tasks:
+    found, skipped = list[dict[str, list[Prompt]]](), list[dict[str, Any]]()
+    for context, text in zip(asked.contexts, texts, strict=True):
+        found.append({})
+        for task in chosen(asked.tasks):
             try:
-                asked[-1][task] = [
+                found[-1][task] = [
                     prompt
                     for seed, window in enumerate(text)
-                    for prompt in prompts(task, tokenizer, window, context, samples, seed)
+                    for prompt in prompts(task, tokenizer, window, context, asked.samples, seed)
                 ]
             except ShapeError as error:
                 skipped.append({"context": context, "task": task, "reason": str(error)})
-    if skipped and not any(asked):
+    if skipped and not any(found):
         raise ShapeError(skipped[0]["reason"])
-    return asked, skipped
+    return found, skipped
+
+
+def _cost(asked: EvalOptions, context: int, tasks: Iterable[str]) -> int:
+    """The cost of a spec at one context, in tokens of a prefill."""
+    each = asked.windows * asked.samples
+    answers = sum(cost_of_task(task, context, STEP_COST, each) for task in tasks)
+    text = _text_cost(asked.windows, context, asked.continuation)
+    return text + answers + TIMED_STEPS * STEP_COST
 
 
 class _Context:
     """All specs at one context."""
 
-    def __init__(
-        self, host: Host, asked: Measured, chunk: int | None, late: bool, work: Work
-    ) -> None:
+    def __init__(self, host: Host, asked: Measured, how: EvalOptions, work: Work) -> None:
         self.host, self.asked, self.work = host, asked, work
-        self.context, self.chunk, self.late = asked.context, chunk, late
+        self.context, self.chunk, self.late = asked.context, how.chunk, how.late_question
         text = asked.text.to(host.device)
         self.past, self.ids = text[:, : asked.context], text[:, asked.context :]
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
@@ -251,11 +221,9 @@ class _Context:
             found[spec] = self._quality(spec) | self._tasks(spec, name)
         speed = self._speed()
         full = found[next(iter(specs))]["perplexity"]
-        order = ("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval")
         for spec, row in found.items():
             row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
-            rest = ("bytes", "allocated", "tokens_per_s", "retrieval_by_depth", "kl_95", "tasks")
-            found[spec] = {name: row[name] for name in (*order, *rest)}
+            found[spec] = {name: row[name] for name in _COLUMNS}
         return found
 
     def _quality(self, spec: _Spec) -> dict[str, Any]:
@@ -265,11 +233,7 @@ class _Context:
         first = fill(self.host, cache, self.past, self.chunk, self.work.tick)
         if compresses(cache):
             compress(self.host, cache, self.past, tick=self.work.tick)
-        held = {
-            "context": self.context,
-            "bytes": cache.live_bytes // rows,
-            "allocated": cache.nbytes // rows,
-        }
+        held = {"bytes": cache.live_bytes // rows, "allocated": cache.nbytes // rows}
         self._held[spec] = deepcopy(cache)
         self._held[spec].select([0])
         logits = follow(self.host, cache, first, self.ids, self.work.tick)
@@ -277,7 +241,7 @@ class _Context:
         if not full:
             full += [x.cpu() for x in logits]
             logits = iter(full)
-        return held | vars(compare(logits, full, self.ids))
+        return {"context": self.context} | held | vars(compare(logits, full, self.ids))
 
     def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers: dict[str, list[Answer]] = {}
@@ -292,10 +256,8 @@ class _Context:
 
     def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
         cache = _cache(self.host, spec, self.context, prompt.steps)
-        tick, late = self.work.tick, self.late
-        return answered(
-            self.host.model, self.asked.tokenizer, cache, prompt, self.chunk, tick, late=late
-        )
+        given = (self.host.model, self.asked.tokenizer, cache, prompt, self.chunk)
+        return answered(*given, self.work.tick, late=self.late)
 
     def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, with the specs interleaved."""
@@ -305,9 +267,9 @@ class _Context:
         def step(cache: ModelCache) -> None:
             fill(self.host, cache, token, None, self.work.tick)
 
-        steps = {spec: (lambda c=cache: step(c)) for spec, cache in self._held.items()}
-        seconds = interleaved(steps, turns=_TURNS, burst=_BURST)
-        return {spec: 1 / statistics.median(times) for spec, times in seconds.items()}
+        steps = {spec: partial(step, cache) for spec, cache in self._held.items()}
+        medians = medians_of(steps, turns=_TURNS, burst=_BURST)
+        return {spec: 1 / seconds for spec, seconds in medians.items()}
 
     def _begin(self, spec: _Spec, doing: str, cost: int) -> None:
         self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
@@ -331,9 +293,3 @@ def _parsed(specs: Sequence[str]) -> dict[str, _Spec]:
 
 def _text_cost(rows: int, context: int, continuation: int) -> int:
     return rows * context + (continuation - 1) * max(STEP_COST, rows)
-
-
-def _cost(windows: int, context: int, continuation: int, tasks: Sequence[str], samples: int) -> int:
-    """The cost of a spec at one context, in tokens of a prefill."""
-    asked = sum(cost_of_task(task, context, STEP_COST, windows * samples) for task in tasks)
-    return _text_cost(windows, context, continuation) + asked + TIMED_STEPS * STEP_COST

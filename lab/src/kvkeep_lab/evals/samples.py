@@ -22,9 +22,7 @@ class SamplesError(KVKeepError, ValueError):
     """A file of samples cannot be written."""
 
 
-def row_of(
-    spec: str, context: int, task: str, sample: int, prompt: Prompt, answer: Answer
-) -> dict[str, Any]:
+def row_of(spec: str, context: int, task: str, sample: int, prompt: Prompt, answer: Answer) -> dict[str, Any]:
     """An answer as a row.
 
     Args:
@@ -48,10 +46,8 @@ def row_of(
 
 
 @contextmanager
-def written(
-    file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False
-) -> Iterator[Record]:
-    """A context with a function that appends rows to a file, each with what `about` says of all.
+def written(file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[Record]:
+    """A context with a function that appends rows to a file, each with the entries of `about`.
 
     The file is made with the first row, so a run that is refused leaves none, and replaces none.
     Each row is one write of a whole line, so a run that is interrupted leaves whole lines.

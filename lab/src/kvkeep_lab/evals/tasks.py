@@ -10,27 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.errors import SpecError
+from kvkeep_lab.evals import names
 from kvkeep_lab.evals.prompts import Frame, Prompt
 from kvkeep_lab.evals.recipes import helmet, longbench, ruler
-
-SAMPLES = 5
-"""Prompts of a task, for each window of text."""
 
 TASKS = ruler.TASKS | longbench.TASKS | helmet.TASKS
 """Every task by its name."""
 
-GROUPS = {
-    "ruler": tuple(ruler.TASKS),
-    "longbench": tuple(longbench.TASKS),
-    "helmet": tuple(helmet.TASKS),
-    "all": tuple(TASKS),
-}
+GROUPS = names.GROUPS | {"all": tuple(TASKS)}
 """The names of the tasks of each group."""
 
 
-def prompts(
-    task: str, tokenizer: Any, text: Tensor, length: int, samples: int = SAMPLES, seed: int = 0
-) -> list[Prompt]:
+def prompts(task: str, tokenizer: Any, text: Tensor, length: int, samples: int = 5, seed: int = 0) -> list[Prompt]:
     """A task's prompts, formatted as a chat if the tokenizer has a chat template.
 
     Args:
@@ -55,14 +46,14 @@ def prompts(
     return [kind.make(frame, text, draw, at) for draw, at in zip(draws, depths, strict=True)]
 
 
-def chosen(names: Iterable[str]) -> list[str]:
+def chosen(asked: Iterable[str]) -> list[str]:
     """The tasks of these names of tasks and groups, each once.
 
     Raises:
         SpecError: a name is unknown.
     """
     found = dict[str, None]()
-    for name in names:
+    for name in asked:
         if name not in TASKS | GROUPS:
             raise SpecError(_unknown(name))
         found |= dict.fromkeys(GROUPS.get(name, (name,)))

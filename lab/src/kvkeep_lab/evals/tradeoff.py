@@ -52,17 +52,14 @@ def losses(rows: Sequence[Row]) -> dict[str, str]:
 
 def figure(row: Row, column: str) -> Figure | None:
     """A figure of a row; None if the row lacks it. `accuracy` is the mean of all its tasks."""
-    if column != "accuracy":
-        value = row.get(column)
-        if value is None:
-            return None
+    tasks, value = (row.get("tasks") or {}).values(), row.get(column)
+    if column == "accuracy" and tasks:
+        value = sum(task["accuracy"] for task in tasks) / len(tasks)
+        low, high = of_share(value, sum(task["samples"] for task in tasks))
+    elif value is not None:
         low, high = row.get(f"{column}_95") or (value, value)
-        return Figure(value, min(low, value), max(high, value))
-    tasks = (row.get("tasks") or {}).values()
-    if not tasks:
+    else:
         return None
-    value = sum(task["accuracy"] for task in tasks) / len(tasks)
-    low, high = of_share(value, sum(task["samples"] for task in tasks))
     return Figure(value, min(low, value), max(high, value))
 
 
@@ -78,7 +75,7 @@ def series(row: Row) -> str:
 
 
 def short(spec: str) -> str:
-    """A spec without the names of files, or what follows the name of one of `OTHERS`."""
+    """A spec without the names of files, and without the name of one of `OTHERS` before it."""
     other, _, rest = spec.partition(" ")
     return re.sub(r",scorer=[^,+@)]*", "", rest if other in OTHERS else spec)
 

@@ -58,18 +58,12 @@ def evaluation(title: str, rows: Sequence[tradeoff.Row], runs: Sequence[Mapping[
 
 
 def _row(row: tradeoff.Row, measures: Sequence[Measure], full: int) -> dict[str, Any]:
-    return {
-        "spec": row["spec"],
-        "name": tradeoff.short(row["spec"]),
-        "family": tradeoff.family(row["spec"]),
-        "group": tradeoff.group(row),
-        "series": tradeoff.series(row),
-        "model": row.get("model", ""),
-        "context": row["context"],
-        "bytes": row["bytes"],
-        "full_bytes": full,
-        "figures": {one.key: _figure(row, one.key) for one in measures},
-    }
+    spec = row["spec"]
+    found = {"spec": spec, "name": tradeoff.short(spec), "family": tradeoff.family(spec)}
+    found |= {"group": tradeoff.group(row), "series": tradeoff.series(row)}
+    found |= {"model": row.get("model", ""), "context": row["context"], "bytes": row["bytes"]}
+    figures = {one.key: _figure(row, one.key) for one in measures}
+    return {**found, "full_bytes": full, "figures": figures}
 
 
 def _figure(row: tradeoff.Row, key: str) -> tuple[float, ...] | None:

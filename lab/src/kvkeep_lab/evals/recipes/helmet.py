@@ -11,67 +11,13 @@ from uuid import UUID
 from torch import Tensor
 
 from kvkeep_lab.evals.metrics import CITATIONS, NUMBER, ndcg
-from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task
+from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task, numbered
 from kvkeep_lab.evals.recipes import labelled
-from kvkeep_lab.evals.recipes.passages import numbered
-from kvkeep_lab.evals.recipes.people import CITIES, JOBS, THINGS, Life, life, lives
+from kvkeep_lab.evals.recipes.people import CITIES, JOBS, THINGS, WORDS, Life, life, lives
 
 _MOST = 100_000  # pairs or examples
 _GRADES = (3, 2, 2, 1)  # of the relevant passages
 _CITED = 4  # passages of an answer
-
-_REQUESTS = {
-    "lost card": (
-        "I lost my card in {city} on {day}.",
-        "Please block my card, it was stolen in {city}.",
-        "My card has been missing since {day}.",
-    ),
-    "exchange": (
-        "What rate do you use if I change {amount} euros in {city}?",
-        "How many dollars do I get for {amount} euros on {day}?",
-        "Is the exchange rate of {day} final?",
-    ),
-    "late transfer": (
-        "My transfer of {amount} euros has not arrived since {day}.",
-        "Where is the money that I sent to {city} on {day}?",
-        "A payment to my friend in {city} is still pending.",
-    ),
-    "cash machine": (
-        "The cash machine in {city} kept {amount} euros.",
-        "The machine gave me too few notes on {day}.",
-        "Your machine in {city} swallowed my notes.",
-    ),
-    "PIN": (
-        "How do I choose a new PIN before {day}?",
-        "I typed a wrong PIN in {city} and now it is locked.",
-        "I forgot my PIN on {day}.",
-    ),
-    "address": (
-        "I moved to {city} on {day}, so update my address.",
-        "Which papers prove my new home in {city}?",
-        "Send all letters to my new home in {city} from {day} on.",
-    ),
-    "fee": (
-        "Why was I charged a fee of {amount} euros?",
-        "Does it cost a fee to pay abroad, in {city}?",
-        "Give the fee of {day} back to me.",
-    ),
-    "limit": (
-        "Raise my daily limit to {amount} euros.",
-        "What is the most that I can spend in {city}?",
-        "A limit of {amount} euros is too low for me.",
-    ),
-    "closing": (
-        "Close my account on {day}.",
-        "How do I end my contract with the branch in {city}?",
-        "I want to leave your bank before {day}.",
-    ),
-    "loan": (
-        "Can I borrow {amount} euros until {day}?",
-        "What interest is there on a loan of {amount} euros?",
-        "I need a mortgage for a flat in {city}.",
-    ),
-}
 
 
 def _key_value(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
@@ -107,10 +53,8 @@ def _reranking(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         return (one.born == born) + (one.job == job) + (one.things == things)
 
     people, seed = lives(draw, frame.length), draw.random()
-    relevant = [
-        _life_that(person.name, draw, grade, wanted)
-        for person, wanted in zip(people, _GRADES, strict=False)
-    ]
+    wanted = zip(people, _GRADES, strict=False)
+    relevant = [_life_that(person.name, draw, grade, of) for person, of in wanted]
     others = [one for one in people[len(_GRADES) :] if grade(one) == 0]
     question = (
         f"Query: someone who was born in {born}, works as {job} and collects {things}\n"
@@ -118,14 +62,11 @@ def _reranking(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         "best, the best first, and > between them."
     )
 
-    def told(count: int) -> tuple[str, Question]:
-        shown = relevant + others[:count]
-        random.Random(seed).shuffle(shown)
+    def asked(shown: list[Life]) -> Question:
         best = tuple(str(shown.index(one) + 1) for one in relevant)
-        asked = Question(question, "Ranking:", best, ndcg(_GRADES))
-        return numbered("Passage", [one.paragraph for one in shown]), asked
+        return Question(question, "Ranking:", best, ndcg(_GRADES))
 
-    return frame.filled(told, 3, len(others), depth)
+    return frame.filled(_mixed(relevant, others, seed, asked), 3, len(others), depth)
 
 
 def _many_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
@@ -136,15 +77,16 @@ def _many_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
     requests for each, filled with cities, days and amounts. Another request of the same form is
     among the examples.
     """
-    numbers = dict(zip(_REQUESTS, draw.sample(range(len(_REQUESTS)), len(_REQUESTS)), strict=True))
-    shown, (request, label) = labelled.examples(_REQUESTS, draw)
+    requests = WORDS["requests"]
+    numbers = dict(zip(requests, draw.sample(range(len(requests)), len(requests)), strict=True))
+    shown, (request, label) = labelled.examples(requests, draw)
     asked = Question(f"Request: {request}", "Label:", (str(numbers[label]),), NUMBER)
 
     def told(count: int) -> tuple[str, Question]:
         found = [f"Request: {request}\nLabel: {numbers[of]}" for request, of in shown(count)]
         return "\n\n".join(found), asked
 
-    return frame.filled(told, len(_REQUESTS), _MOST, depth)
+    return frame.filled(told, len(requests), _MOST, depth)
 
 
 def _citations(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
@@ -168,14 +110,24 @@ def _citations(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         "the passage that says so in brackets after each name: NAME [1], NAME [2]."
     )
 
-    def told(count: int) -> tuple[str, Question]:
-        shown = wanted + others[:count]
-        random.Random(seed).shuffle(shown)
+    def asked(shown: list[Life]) -> Question:
         answers = tuple(f"{one.name} [{shown.index(one) + 1}]" for one in wanted)
-        asked = Question(question, "Answer:", answers, CITATIONS)
-        return numbered("Passage", [one.paragraph for one in shown]), asked
+        return Question(question, "Answer:", answers, CITATIONS)
 
-    return frame.filled(told, 3, len(others), depth)
+    return frame.filled(_mixed(wanted, others, seed, asked), 3, len(others), depth)
+
+
+def _mixed(
+    relevant: list[Life], others: list[Life], seed: float, asked: Callable[[list[Life]], Question]
+) -> Callable[[int], tuple[str, Question]]:
+    """The passages about relevant and some other people in a random order, and the question."""
+
+    def told(count: int) -> tuple[str, Question]:
+        shown = relevant + others[:count]
+        random.Random(seed).shuffle(shown)
+        return numbered("Passage", [one.paragraph for one in shown]), asked(shown)
+
+    return told
 
 
 def _life_that(name: str, draw: random.Random, value: Callable[[Life], int], wanted: int) -> Life:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from kvkeep_lab.evals.recipes.people import CITIES, FIRST_NAMES, JOBS, SUBJECTS, THINGS
+from kvkeep_lab.evals.recipes.people import CITIES, JOBS, SUBJECTS, THINGS, WORDS
 
 Example = tuple[str, str]
 """A text and its label."""
 
 _FILLINGS = {
-    "name": FIRST_NAMES,
+    "name": WORDS["first_names"],
     "city": CITIES,
     "subject": SUBJECTS,
     "job": JOBS,
@@ -22,9 +22,7 @@ _FILLINGS = {
 }
 
 
-def examples(
-    forms: Mapping[str, Sequence[str]], draw: random.Random
-) -> tuple[Callable[[int], list[Example]], Example]:
+def examples(forms: Mapping[str, Sequence[str]], draw: random.Random) -> tuple[Callable[[int], list[Example]], Example]:
     """Examples to learn from, and one more to ask about.
 
     The first examples, as many as there are labels, have one of each label, and one of them has

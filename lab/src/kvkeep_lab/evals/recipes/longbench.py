@@ -4,50 +4,17 @@ what follows from two of them, to which type a question belongs, how code goes o
 from __future__ import annotations
 
 import random
+from itertools import permutations
 
 from torch import Tensor
 
 from kvkeep_lab.evals.metrics import CODE, F1, NUMBER, label_of
-from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task
+from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task, numbered, placed
 from kvkeep_lab.evals.recipes import labelled, repository
-from kvkeep_lab.evals.recipes.passages import numbered, placed
-from kvkeep_lab.evals.recipes.people import CITIES, LAST_NAMES, THINGS, Life, lives
+from kvkeep_lab.evals.recipes.people import CITIES, THINGS, WORDS, Life, lives
 
 _MOST = 100_000  # examples or definitions, which can come again
 _FEWEST_DISTINCT = 0.3  # of the paragraphs that are counted
-
-_TYPES = {
-    "person": (
-        "Who was the first {job} of {city}?",
-        "By whom were the {things} of {city} stolen?",
-        "Whose book on {subject} won a prize in {year}?",
-    ),
-    "place": (
-        "Where did {name} study {subject}?",
-        "In which street of {city} are {things} sold?",
-        "From which country did {name} bring the {things}?",
-    ),
-    "date": (
-        "When did {name} move to {city}?",
-        "Since when has {name} been the {job} of {city}?",
-        "On what day does the museum of {things} open?",
-    ),
-    "number": (
-        "How many {things} does {name} own?",
-        "How much does the {job} of {city} earn?",
-        "What share of {city} voted for {name} in {year}?",
-    ),
-    "reason": (
-        "Why did {name} leave {city}?",
-        "What made {name} give up {subject}?",
-        "For what reason did {name} sell the {things}?",
-    ),
-    "meaning": (
-        "What does the word {subject} mean?",
-        "What is meant by the title of {job}?",
-        "What is a collector of {things} called?",
-    ),
-}
 
 
 def _passage_retrieval(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
@@ -66,10 +33,8 @@ def _passage_retrieval(frame: Frame, text: Tensor, draw: random.Random, depth: i
             f"Here is an abstract of one of the paragraphs: {abstract}\n"
             "Which paragraph is it of? Answer with its number."
         )
-        answer = (str(place + 1),)
-        return numbered("Paragraph", shown), Question(
-            question, "It is of Paragraph", answer, NUMBER
-        )
+        asked = Question(question, "It is of Paragraph", (str(place + 1),), NUMBER)
+        return numbered("Paragraph", shown), asked
 
     return frame.filled(told, 2, 1 + len(others), depth)
 
@@ -87,10 +52,7 @@ def _passage_count(frame: Frame, text: Tensor, draw: random.Random, depth: int) 
         shown = paragraphs[:distinct]
         shown += mixed.choices(shown, k=count - distinct)
         mixed.shuffle(shown)
-        question = (
-            "Some paragraphs may come several times. How many different ones are there? Answer "
-            "with a number."
-        )
+        question = "Some paragraphs may come several times. How many different ones are there? Answer with a number."
         start = "The number of different paragraphs is"
         return numbered("Paragraph", shown), Question(question, start, (str(distinct),), NUMBER)
 
@@ -106,17 +68,17 @@ def _multi_document_qa(frame: Frame, text: Tensor, draw: random.Random, depth: i
     passages that a search found; here, all others, of which half are about firms.
     """
     one, *others = lives(draw, frame.length)
-    names = [f"{a} & {b}" for a in LAST_NAMES for b in LAST_NAMES if a != b]
+    names = [f"{a} & {b}" for a, b in permutations(WORDS["last_names"], 2)]
     firm, *firms = draw.sample(names, len(names))
     about, city, founded, things = _firm(firm, draw)
-    question, start, answer = draw.choice(
-        (
-            ("In which city is the office of {}?", "The office is in", city),
-            ("In which year was {} founded?", "It was founded in", founded),
-            ("In what does {} deal?", "It deals in old", things),
-        )
+    where = f"the firm where {one.name} works"
+    questions = (
+        (f"In which city is the office of {where}?", "The office is in", city),
+        (f"In which year was {where} founded?", "It was founded in", founded),
+        (f"In what does {where} deal?", "It deals in old", things),
     )
-    question = question.format(f"the firm where {one.name} works") + " Answer with one word."
+    question, start, answer = draw.choice(questions)
+    question += " Answer with one word."
     asked = Question(question, start, (answer,), F1)
     seed = draw.random()
 
@@ -140,13 +102,14 @@ def _few_shot(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Pr
     three forms of questions for each, filled with names, places and things. Another question of the
     same form is among the examples.
     """
-    shown, (question, kind) = labelled.examples(_TYPES, draw)
-    asked = Question(f"Question: {question}", "Type:", (kind,), label_of(tuple(_TYPES)))
+    types = WORDS["types"]
+    shown, (question, kind) = labelled.examples(types, draw)
+    asked = Question(f"Question: {question}", "Type:", (kind,), label_of(tuple(types)))
 
     def told(count: int) -> tuple[str, Question]:
         return "\n\n".join(f"Question: {x}\nType: {of}" for x, of in shown(count)), asked
 
-    return frame.filled(told, len(_TYPES), _MOST, depth)
+    return frame.filled(told, len(types), _MOST, depth)
 
 
 def _code_completion(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
@@ -171,26 +134,19 @@ def _code_completion(frame: Frame, text: Tensor, draw: random.Random, depth: int
 
 
 def _abstract(one: Life) -> str:
-    return (
-        f"The {one.job}, who comes from {one.born}, studied {one.subject} and collects "
-        f"{one.things}."
-    )
+    return f"The {one.job}, who comes from {one.born}, studied {one.subject} and collects {one.things}."
 
 
 def _firm(name: str, draw: random.Random) -> tuple[str, str, str, str]:
     """A passage about a firm, and the city, year and things in it."""
     city, year, things = draw.choice(CITIES), str(1900 + draw.randrange(90)), draw.choice(THINGS)
-    passage = (
-        f"{name} is a firm that deals in old {things}. It was founded in {year}. Its office is in "
-        f"{city}."
-    )
+    passage = f"{name} is a firm that deals in old {things}. It was founded in {year}. Its office is in {city}."
     return passage, city, year, things
 
 
 def _worker(one: Life, firm: str) -> str:
     return (
-        f"{one.name} was born in {one.born} in {one.year}, studied {one.subject} and works at "
-        f"{firm} as its {one.job}."
+        f"{one.name} was born in {one.born} in {one.year}, studied {one.subject} and works at {firm} as its {one.job}."
     )
 
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from pathlib import Path
+from typing import Any
 
-CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dublin", "Athens")
-SUBJECTS = ("botany", "chemistry", "geology", "history", "law", "medicine", "music", "physics")
-JOBS = ("baker", "carpenter", "diver", "editor", "farmer", "gardener", "nurse", "pilot")
-THINGS = ("clocks", "coins", "fossils", "kites", "maps", "masks", "shells", "stamps")
-# fmt: off
-FIRST_NAMES = (
-    "Ada", "Boris", "Clara", "Dario", "Elsa", "Felix", "Greta", "Hugo", "Irma", "Jonas",
-    "Klara", "Leon", "Mina", "Nils", "Olga", "Paul", "Rosa", "Simon", "Tilda", "Viktor",
-)
-LAST_NAMES = (
-    "Abel", "Brandt", "Castro", "Dahl", "Ekman", "Fuchs", "Garcia", "Holm", "Ivanov",
-    "Jansen", "Keller", "Lund", "Moreau", "Novak", "Olsen", "Petrov", "Quist", "Rossi",
-    "Silva", "Toth", "Ueda", "Varga", "Weiss", "Yilmaz", "Zeman",
-)
-# fmt: on
+WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
+"""Names of people, cities, jobs and things, and forms of requests and of questions."""
+
+CITIES: list[str] = WORDS["cities"]
+JOBS: list[str] = WORDS["jobs"]
+SUBJECTS: list[str] = WORDS["subjects"]
+THINGS: list[str] = WORDS["things"]
 _INITIALS = "ABCDEFGHIJKLMNOPRSTVW"
 _SHORTEST = 20  # tokens of a paragraph, at least
 
@@ -59,17 +54,17 @@ def life(name: str, draw: random.Random) -> Life:
 def lives(draw: random.Random, length: int) -> list[Life]:
     """People of different names, more than fit `length` tokens, or all there are."""
     names = _long_names()
-    return [
-        life(name, draw) for name in draw.sample(names, min(len(names), 20 + length // _SHORTEST))
-    ]
+    some = draw.sample(names, min(len(names), 20 + length // _SHORTEST))
+    return [life(name, draw) for name in some]
 
 
 def short_names() -> list[str]:
     """First and last names."""
-    return [f"{first} {last}" for first, last in product(FIRST_NAMES, LAST_NAMES)]
+    return [f"{first} {last}" for first, last in product(WORDS["first_names"], WORDS["last_names"])]
 
 
 @cache
 def _long_names() -> tuple[str, ...]:
     """First names, initials and last names."""
-    return tuple(f"{a} {b}. {c}" for a, b, c in product(FIRST_NAMES, _INITIALS, LAST_NAMES))
+    every = product(WORDS["first_names"], _INITIALS, WORDS["last_names"])
+    return tuple(f"{a} {b}. {c}" for a, b, c in every)

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from kvkeep.errors import UnsupportedError
@@ -39,16 +40,13 @@ class Gap:
     definition: Definition
 
     def others(self) -> tuple[list[Definition], list[Definition]]:
-        """Definitions of other files without this line: those of the same package, and those of
-        others."""
-        fit = [
-            one
-            for some in _definitions().values()
-            for one in some.values()
-            if one != self.definition and one.file != self.file and self.line not in one.text
-        ]
-        near = [one for one in fit if one.file.parent == self.file.parent]
-        return near, [one for one in fit if one.file.parent != self.file.parent]
+        """Definitions of other files without this line: of the same package, and of other
+        packages."""
+        near, far = list[Definition](), list[Definition]()
+        for one in chain.from_iterable(some.values() for some in _definitions().values()):
+            if one != self.definition and one.file != self.file and self.line not in one.text:
+                (near if one.file.parent == self.file.parent else far).append(one)
+        return near, far
 
 
 @cache
@@ -61,8 +59,7 @@ def gaps() -> tuple[Gap, ...]:
     found = tuple(gap for file in _files() for gap in _gaps_of(file))
     if not found:
         raise UnsupportedError(
-            f"no sources of Python's standard library in {_root()}; leave out the task "
-            "code-completion"
+            f"no sources of Python's standard library in {_root()}; leave out the task code-completion"
         )
     return found
 
@@ -129,7 +126,7 @@ def _gaps_of(file: Path) -> Iterable[Gap]:
 
 def _before(function: ast.FunctionDef | ast.AsyncFunctionDef, place: int, lines: list[str]) -> str:
     """The head of a function and its newest lines before a place, without its docstring; nothing if
-    those are too few."""
+    these lines are too few."""
     first = function.body[0]
     docstring = ast.get_docstring(function, clean=False) is not None
     start = (first.end_lineno or first.lineno) if docstring else first.lineno - 1
@@ -142,8 +139,8 @@ def _before(function: ast.FunctionDef | ast.AsyncFunctionDef, place: int, lines:
 
 
 def _imported(file: Path, tree: ast.Module) -> dict[str, tuple[Definition, str]]:
-    """How a module names the definitions that it imports from others of its package, singly or with
-    their module; each with the import."""
+    """The names under which a module imports definitions from other modules of its package, singly
+    or with their module; each with the definition and the import."""
     found = dict[str, tuple[Definition, str]]()
     files, package = _definitions(), ".".join(file.parent.parts)
     for node in tree.body:

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 from pydoc_data import topics
 
 from torch import Tensor
@@ -24,8 +25,8 @@ def needles(frame: Frame, text: Tensor, depths: Sequence[int], draw: random.Rand
     """One prompt for each depth, with one number hidden there."""
     cities = draw.sample(CITIES, min(len(depths), len(CITIES)))
     found = []
-    for index, depth in enumerate(depths):
-        city, number = cities[index % len(cities)], _number(draw)
+    for city, depth in zip(cycle(cities), depths, strict=False):
+        number = _number(draw)
         asked = _asked(f"secret number of {city}", (number,))
         found.append(frame.hiding(text, [(depth, _sentence(city, number))], asked, depth))
     return found
@@ -43,20 +44,15 @@ def _multi_query(frame: Frame, text: Tensor, draw: random.Random, depth: int) ->
     """Several numbers of several names, all of which are asked."""
     hidden, cities, numbers = _several(draw)
     names = f"{', '.join(cities[:-1])} and {cities[-1]}"
-    asked = _asked(f"secret numbers of {names}", numbers)
-    return frame.hiding(text, hidden, asked, depth)
+    return frame.hiding(text, hidden, _asked(f"secret numbers of {names}", numbers), depth)
 
 
 def _multi_value(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
     """Several numbers of one name, all of which are asked."""
-    city = draw.choice(CITIES)
-    numbers = _numbers(draw, _NEEDLES)
-    hidden = [
-        (place, f"\nOne of the secret numbers of {city} is {number}.\n")
-        for place, number in zip(_places(draw, _NEEDLES), numbers, strict=True)
-    ]
+    city, numbers = draw.choice(CITIES), _numbers(draw)
+    told = [f"\nOne of the secret numbers of {city} is {number}.\n" for number in numbers]
     asked = _asked(f"{_NEEDLES} secret numbers of {city}", numbers)
-    return frame.hiding(text, hidden, asked, depth)
+    return frame.hiding(text, _spread(draw, told), asked, depth)
 
 
 def _variables(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
@@ -66,21 +62,18 @@ def _variables(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
         name = "".join(draw.choices("BCDFGHJKLMNPQRSTVWXZ", k=5))
         names += [name] if name not in names else []
     values = [number, *(f"VAR {name}" for name in names)]
-    hidden = [
-        (place, f"\nVAR {name} = {value}\n")
-        for place, name, value in zip(_places(draw, len(names)), names, values[:-1], strict=True)
-    ]
+    told = [f"\nVAR {name} = {value}\n" for name, value in zip(names, values, strict=False)]
     asked = Question(
         f"Find all variables that have the value {number}, by following the assignments.",
         f"The {len(names)} variables that have the value {number} are",
         tuple(names),
     )
-    return frame.hiding(text, hidden, asked, depth)
+    return frame.hiding(text, _spread(draw, told), asked, depth)
 
 
 def _common_words(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
     """A numbered list of words: which ten come ten times as often as the others?"""
-    words = _words()
+    words = list(_six_letters())
     draw.shuffle(words)
     common, rare, seed = words[:_COMMON], words[_COMMON:], draw.random()
     often = _COMMON * _TIMES  # entries of common words, for each repetition of the others
@@ -109,11 +102,9 @@ def _frequent_words(frame: Frame, text: Tensor, draw: random.Random, depth: int)
     whole, seed = sum(shares), draw.random()
 
     def coded(count: int) -> tuple[str, Question]:
-        entries = [
-            word
-            for word, share in zip(words, shares, strict=True)
-            for _ in range(round(count * share / whole))
-        ]
+        entries = list[str]()
+        for word, share in zip(words, shares, strict=True):
+            entries += [word] * round(count * share / whole)
         random.Random(seed).shuffle(entries)
         return " ".join(entries), asked
 
@@ -155,13 +146,8 @@ def _questions(one: Life) -> list[Question]:
 
 def _several(draw: random.Random) -> tuple[list[tuple[int, str]], list[str], list[str]]:
     """Sentences to hide, and their names and numbers."""
-    cities, numbers = draw.sample(CITIES, _NEEDLES), _numbers(draw, _NEEDLES)
-    places = _places(draw, _NEEDLES)
-    hidden = [
-        (place, _sentence(city, number))
-        for place, city, number in zip(places, cities, numbers, strict=True)
-    ]
-    return hidden, cities, numbers
+    cities, numbers = draw.sample(CITIES, _NEEDLES), _numbers(draw)
+    return _spread(draw, list(map(_sentence, cities, numbers))), cities, numbers
 
 
 def _sentence(city: str, number: str) -> str:
@@ -175,25 +161,22 @@ def _asked(what: str, numbers: Sequence[str]) -> Question:
     return Question(f"What {verb} the {what}?", f"The {what} {verb}", tuple(numbers))
 
 
-def _places(draw: random.Random, count: int) -> list[int]:
-    return sorted(draw.sample(range(5, 95), count))
+def _spread(draw: random.Random, told: Sequence[str]) -> list[tuple[int, str]]:
+    """Sentences in their order, each with a depth in percent."""
+    return list(zip(sorted(draw.sample(range(5, 95), len(told))), told, strict=True))
 
 
 def _number(draw: random.Random) -> str:
     return str(draw.randint(10000, 99999))
 
 
-def _numbers(draw: random.Random, count: int) -> list[str]:
-    return [str(number) for number in draw.sample(range(10000, 100000), count)]
-
-
-def _words() -> list[str]:
-    """Words of one length, so that none contains another."""
-    return list(_six_letters())
+def _numbers(draw: random.Random) -> list[str]:
+    return [str(number) for number in draw.sample(range(10000, 100000), _NEEDLES)]
 
 
 @cache
 def _six_letters() -> tuple[str, ...]:
+    """Words of one length, so that none contains another."""
     return tuple(sorted(set(re.findall(r"\b[a-z]{6}\b", " ".join(topics.topics.values())))))
 
 
