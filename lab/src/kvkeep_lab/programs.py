@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def run(command: Sequence[str], attend: Callable[[subprocess.Popen[str]], object], **options: Any) -> str:
+def run(
+    command: Sequence[str], attend: Callable[[subprocess.Popen[str]], object], **options: Any
+) -> str:
     """Run a program to its end.
 
     Args:

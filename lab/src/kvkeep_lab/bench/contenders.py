@@ -121,7 +121,14 @@ class Contenders:
             or `SERVER` has no tokenizer, or there is a prefix.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, asked: Serve, directory: Path, prefix: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        asked: Serve,
+        directory: Path,
+        prefix: Tensor | None = None,
+    ) -> None:
         against, specs = asked.against or (), asked.specs
         if {LLAMA_CPP, UNIFIED} & set(against):
             import_module("kvkeep_lab.bench.llama_cpp").require(model)
@@ -138,10 +145,15 @@ class Contenders:
             attach(self._compiled, compile=True)
         self._specs = {named(spec): spec for spec in specs}
         self._directory, self._prefix = directory, prefix
-        self._read = {spec: None if prefix is None else read(self._routed, prefix, spec, 256) for spec in specs}
+        self._read = {
+            spec: None if prefix is None else read(self._routed, prefix, spec, 256)
+            for spec in specs
+        }
         self.names = (*self._specs, *against)
 
-    def sessions(self, name: str, sequences: int, room: int, during: ExitStack) -> Callable[[], Session]:
+    def sessions(
+        self, name: str, sequences: int, room: int, during: ExitStack
+    ) -> Callable[[], Session]:
         """A function that returns an empty session of a system that can be stepped, or of `ALONE`;
         use one at a time.
 

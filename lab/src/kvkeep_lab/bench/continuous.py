@@ -51,7 +51,9 @@ def padded(model: Any, requests: Sequence[Request], new: int) -> Served:
     return Served(requests, each, tokens, bytes=held).require(new)
 
 
-def continuous(model: Any, requests: Sequence[Request], new: int, prefix: Tensor | None = None) -> Served:
+def continuous(
+    model: Any, requests: Sequence[Request], new: int, prefix: Tensor | None = None
+) -> Served:
     """The continuous batching behind `model.generate_batch`, whose manager takes requests as they
     arrive. It has room for all requests, and computes at most as many tokens in a step as
     `kvkeep.Batch`.

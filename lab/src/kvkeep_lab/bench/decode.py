@@ -22,7 +22,16 @@ from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, wi
 from kvkeep_lab.bench.options import Decode
 from kvkeep_lab.bench.random_model import RANDOM, model_named
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.systems import LITGPT, LLAMA_CPP, STEPS_AHEAD, BaseSystems, Feed, Systems, chosen, labels
+from kvkeep_lab.bench.systems import (
+    LITGPT,
+    LLAMA_CPP,
+    STEPS_AHEAD,
+    BaseSystems,
+    Feed,
+    Systems,
+    chosen,
+    labels,
+)
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.timing import interleaved, spread, timer_for
 
@@ -57,7 +66,9 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
         UnsupportedError: llama.cpp is not installed, or cannot run this model.
     """
     if asked.beside is not None:
-        return beside.run(asked.model, dtype=asked.dtype, ways=asked.ways, beside=asked.beside, progress=progress)
+        return beside.run(
+            asked.model, dtype=asked.dtype, ways=asked.ways, beside=asked.beside, progress=progress
+        )
     place = device_named(asked.device)
     longer = (2048, 8192, 32768, 131072) if asked.model in RANDOM else (128, 2048, 7936)
     contexts, asked = asked.contexts or longer, chosen(asked, place)
@@ -146,7 +157,9 @@ class _Table:
         timed: dict[tuple[str, int], list[float]] = {}
         with self._failing(*(self.rows[key] for key in steps)):
             timer = timer_for(self.limits.device)
-            timed = interleaved(steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part)
+            timed = interleaved(
+                steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part
+            )
         for key, seconds in timed.items():
             self.rows[key]["median_ms"] = statistics.median(seconds) * 1e3
             self.rows[key]["spread_ms"] = spread(seconds) * 1e3
@@ -192,7 +205,7 @@ def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:
 
 
 def compared(logits: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[float, bool]:
-    """The largest difference of logits (B, V) from other logits over all steps, relative to their norm;
+    """The largest difference of logits (B, V) from others over all steps, relative to their norm;
     and whether it is within `TOLERANCE` and the greedy choices are equal or tied."""
     error, agrees = 0.0, True
     for mine, theirs in zip(logits, others, strict=True):

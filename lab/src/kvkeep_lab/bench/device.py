@@ -72,5 +72,7 @@ def bandwidth(device: torch.device, mebibytes: int | None = None) -> tuple[str, 
     x = torch.empty(min((mebibytes or 2048) << 20, free // 8), dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     x.random_()
-    seconds = interleaved({"": lambda: y.copy_(x)}, turns=2, burst=10, timer=timer_for(device, queued=True))[""]
+    seconds = interleaved(
+        {"": lambda: y.copy_(x)}, turns=2, burst=10, timer=timer_for(device, queued=True)
+    )[""]
     return "copy_gb_per_s", 2 * x.nbytes / statistics.median(seconds) / 1e9

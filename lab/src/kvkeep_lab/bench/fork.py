@@ -54,13 +54,16 @@ def run(asked: Fork, progress: Progress = silent) -> dict[str, Any]:
     ratio = held / (one + forks * new * one // tokens)
     shared = asked.some("forks", "tokens", "new") | {"bytes": held, "ratio": ratio}
     told = [
-        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batch.live_bytes} | found[name]
+        {"system": f"{rows} rows, {name}", "tokens": tokens, "bytes": batch.live_bytes}
+        | found[name]
         for name, batch in batches.items()
     ]
     return result("fork", told, **asked.some("model", "dtype"), forks=shared)
 
 
-def _timed(model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int) -> dict[str, dict[str, float]]:
+def _timed(
+    model: Any, batches: dict[str, Cache], token: torch.Tensor, turns: int
+) -> dict[str, dict[str, float]]:
     """Times of a step of each batch; the step is cropped again."""
 
     def step(cache: Cache) -> None:

@@ -29,7 +29,9 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def server(model: Any, tokenizer: Any, spec: str, directory: Path, clients: int) -> Iterator[Server]:
+def server(
+    model: Any, tokenizer: Any, spec: str, directory: Path, clients: int
+) -> Iterator[Server]:
     """A server of this model, which keeps no prompts.
 
     Args:

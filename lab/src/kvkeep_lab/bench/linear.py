@@ -49,7 +49,9 @@ def run(asked: Linear, progress: Progress = silent) -> dict[str, Any]:
     rows, dtype = asked.rows or _ROWS, dtype_named(asked.dtype)
     require_kernel()
     if dtype not in TYPES:
-        raise SpecError(f"no layers of {dtype} by the kernel; there is {', '.join(map(str, TYPES))}")
+        raise SpecError(
+            f"no layers of {dtype} by the kernel; there is {', '.join(map(str, TYPES))}"
+        )
     for count in rows:
         if not 1 <= count <= MOST_ROWS:
             raise SpecError(f"{count} rows: the kernel computes 1 to {MOST_ROWS}")

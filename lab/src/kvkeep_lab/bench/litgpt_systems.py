@@ -89,7 +89,9 @@ class LitGPTSystems(BaseSystems):
 
     lead = LITGPT
 
-    def __init__(self, model: Any, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]) -> None:
+    def __init__(
+        self, model: Any, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]
+    ) -> None:
         super().__init__(specs, ways, against)
         self._plain, self._token_bytes = converted(model), bytes_per_token(model)
         self._hosts = {way: host_of(twin(self._plain)) for way in ways}

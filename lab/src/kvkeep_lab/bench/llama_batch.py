@@ -120,7 +120,9 @@ class LlamaSession:
         self._decode()
         if not due:
             return found
-        rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (len(due), self._vocabulary))
+        rows = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(self._context), (len(due), self._vocabulary)
+        )
         for slot, token in zip(due, rows.argmax(axis=1).tolist(), strict=True):
             sequence = self._running[slot]
             sequence.new -= 1

@@ -115,7 +115,10 @@ def write_quantised(model: Any, weights: str, directory: Path) -> None:
     write_gguf(model, plain)
     params = llama_cpp.llama_model_quantize_default_params()
     params.nthread = torch.get_num_threads()
-    params.ftype = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}[weights]
+    params.ftype = {
+        "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+        "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    }[weights]
     names = (str(path).encode() for path in (plain, directory / "model.gguf"))
     if llama_cpp.llama_model_quantize(*names, params):
         raise UnsupportedError(f"llama.cpp cannot quantise this model's weights to {weights}")

@@ -138,7 +138,11 @@ class _Case:
     """One length with its systems; `sizes` are the bytes of keys and values in each codec."""
 
     def __init__(
-        self, limits: Limits, specs: Mapping[str, CacheSpec], systems: Sequence[_System], dtype: torch.dtype
+        self,
+        limits: Limits,
+        specs: Mapping[str, CacheSpec],
+        systems: Sequence[_System],
+        dtype: torch.dtype,
     ) -> None:
         self.device, self.limits, self.dtype = limits.device, limits, dtype
         self.specs, self.systems = specs, systems
@@ -161,7 +165,9 @@ class _Case:
             reason = because(error)
         return {system: _Found(skipped=reason) for system in self.systems}
 
-    def _measure(self, queries: tuple[int, ...], held: tuple[int, ...], turns: int, work: Work) -> None:
+    def _measure(
+        self, queries: tuple[int, ...], held: tuple[int, ...], turns: int, work: Work
+    ) -> None:
         there: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         q, (k, v) = torch.randn(queries, **there), (torch.randn(held, **there) for _ in range(2))
         calls = self._calls(q, k, v)

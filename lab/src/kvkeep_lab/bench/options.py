@@ -27,13 +27,16 @@ def _model(more: str = "") -> Any:
 
 def _model_or_random() -> Any:
     return _model(
-        "; or random-1b, with random weights; for `bench serve` random-hybrid, random-latent or random-shared too"
+        "; or random-1b, with random weights; for `bench serve` random-hybrid, random-latent or "
+        "random-shared too"
     )
 
 
 def _host() -> Any:
     libraries = ("transformers", "litgpt")
-    return option("transformers", "Library that runs the model: transformers, or litgpt.", values=libraries)
+    return option(
+        "transformers", "Library that runs the model: transformers, or litgpt.", values=libraries
+    )
 
 
 def _dtype(default: str = "float32") -> Any:
@@ -45,7 +48,9 @@ def _device() -> Any:
     return option(None, "Device, e.g. cpu or cuda; default: CUDA if available.", complete="devices")
 
 
-def _count(default: int | None, help: str = "Rounds of measurement.", least: int = 1, **more: Any) -> Any:
+def _count(
+    default: int | None, help: str = "Rounds of measurement.", least: int = 1, **more: Any
+) -> Any:
     return option(default, help, min=least, **more)
 
 
@@ -88,7 +93,9 @@ class Append(Benchmark):
         None, "Tokens held, comma-separated; default: 256 to 4096, on CUDA 512 to 131072."
     )
     device: str | None = _device()
-    batches: Sequence[int] | None = numbers(None, "Batch sizes, comma-separated; default: 1, on CUDA 1,8,32.")
+    batches: Sequence[int] | None = numbers(
+        None, "Batch sizes, comma-separated; default: 1, on CUDA 1,8,32."
+    )
     layouts: Sequence[str] | None = names(
         None, "Of concat, growing and fixed, comma-separated; default: the first two, on CUDA all."
     )
@@ -111,7 +118,8 @@ class Memory(Benchmark):
     dtype: str = _dtype()
     specs: Sequence[str] = option(
         ("keep_all", "h2o:512", "h2o:512+int4", "adakv(h2o:512)", "window:512", DYNAMIC),
-        "Cache specs, separated by semicolons, or hf-dynamic; default: exact caches, budgets and codecs.",
+        "Cache specs, separated by semicolons, or hf-dynamic; default: exact caches, budgets and "
+        "codecs.",
         separator=";",
         show_default=False,
     )
@@ -144,7 +152,8 @@ class Op(Benchmark):
     )
     codecs: Sequence[str] | None = names(
         None,
-        "Codecs, each for both or as keys/values, comma-separated; default: plain, on CUDA also int8, int4 and fp8.",
+        "Codecs, each for both or as keys/values, comma-separated; default: plain, on CUDA also "
+        "int8, int4 and fp8.",
     )
     mass: bool | None = option(None, "Compute the attention mass too; default: no, on CUDA both.")
     against: Sequence[str] | None = names(
@@ -160,7 +169,9 @@ class Op(Benchmark):
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise SpecError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
+            raise SpecError(
+                f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
+            )
 
     def heading(self, result: Mapping[str, Any]) -> str:
         """See `Benchmark`."""
@@ -176,9 +187,13 @@ class Linear(Benchmark):
     title = "Linear layers of few rows, {dtype}; memory reads at {read_gb_per_s:.0f} GB/s"
     example = "linear --shapes 576x1536,1536x576"
     shapes: Sequence[str] | None = names(
-        None, "Layers as INPUTSxOUTPUTS, comma-separated; default: the layers of SmolLM2-135M and of Llama 3.2 1B."
+        None,
+        "Layers as INPUTSxOUTPUTS, comma-separated; default: the layers of SmolLM2-135M and of "
+        "Llama 3.2 1B.",
     )
-    rows: Sequence[int] | None = numbers(None, "Numbers of rows, comma-separated; default: 1,2,4,8,16,32.")
+    rows: Sequence[int] | None = numbers(
+        None, "Numbers of rows, comma-separated; default: 1,2,4,8,16,32."
+    )
     dtype: str = _dtype("bfloat16")
     turns: int = _count(10)
 
@@ -200,7 +215,8 @@ class Decode(Benchmark):
         values=("int8", "int4"),
     )
     contexts: Sequence[int] | None = numbers(
-        None, "Tokens fed, comma-separated; default: 128,2048,7936, for a random model 2048 to 131072."
+        None,
+        "Tokens fed, comma-separated; default: 128,2048,7936, for a random model 2048 to 131072.",
     )
     specs: Sequence[str] = spec_list((SPEC,))
     ways: Sequence[str] | None = names(
@@ -291,7 +307,8 @@ class Fork(Benchmark):
         """See `Benchmark`."""
         held, ratio = result["forks"]["bytes"] / 2**20, result["forks"]["ratio"]
         return (
-            f"{self.forks} forks of {self.new} tokens: {held:.0f} MiB, {ratio:.2f} times one cache and the new tokens"
+            f"{self.forks} forks of {self.new} tokens: {held:.0f} MiB, {ratio:.2f} times one "
+            "cache and the new tokens"
         )
 
 
@@ -336,7 +353,9 @@ class Train(Benchmark):
     chunk: int = _count(1024, "Tokens in each of kvkeep's chunks.")
     methods: Sequence[str] = names(METHODS, "Methods, comma-separated.", values=METHODS)
     check: bool = option(True, "Compare the gradients too.")
-    processes: Sequence[int] = numbers((1,), "Numbers of processes that share kvkeep's text, comma-separated.")
+    processes: Sequence[int] = numbers(
+        (1,), "Numbers of processes that share kvkeep's text, comma-separated."
+    )
     memory: int | None = None
     """Bytes that a gradient may take; None: the available memory minus one GiB."""
 
@@ -375,7 +394,9 @@ class Serve(Benchmark):
     shortest: int = _count(SHORTEST, "Tokens of the shortest prompt.")
     longest: int = _count(LONGEST, "Tokens of the longest prompt.")
     shared_prefix: int = _count(0, "Tokens before them with which all prompts begin.", 0)
-    interrupt: int | None = _count(None, "Measure how long a prompt of this many tokens delays the other sequences.")
+    interrupt: int | None = _count(
+        None, "Measure how long a prompt of this many tokens delays the other sequences."
+    )
     cpu_time: bool = option(False, "Measure the processor time of one thread per step.", flag=True)
     repeats: int = _count(3)
 

@@ -14,7 +14,9 @@ from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.host.placement import dtype_named
 
-RANDOM: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("random_models.json").read_text("utf-8"))
+RANDOM: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("random_models.json").read_text("utf-8")
+)
 """Configs by name: of the shape of Llama 3.2 1B, and smaller ones, in which three layers of four
 are recurrent (Qwen 3.5), which cache a latent (DeepSeek V3), and of which half of the layers read
 the keys and values of other layers (Gemma 4)."""
@@ -53,7 +55,9 @@ def fill(cache: Any, model: Any, tokens: int) -> Any:
     """
     config = model.config
     if config.model_type != "llama":
-        raise UnsupportedError(f"a cache of a random {config.model_type} cannot be filled; use random-1b")
+        raise UnsupportedError(
+            f"a cache of a random {config.model_type} cannot be filled; use random-1b"
+        )
     generator = torch.Generator(model.device).manual_seed(0)
     there: dict[str, Any] = {"generator": generator, "device": model.device, "dtype": model.dtype}
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)

@@ -34,10 +34,14 @@ _Result = TypeVar("_Result")
 def require_counters() -> None:
     """Raise UnsupportedError if this system is not Linux."""
     if not sys.platform.startswith("linux"):
-        raise UnsupportedError(f"resident memory is read from Linux's counters, which {sys.platform} does not have")
+        raise UnsupportedError(
+            f"resident memory is read from Linux's counters, which {sys.platform} does not have"
+        )
 
 
-def alone(function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+def alone(
+    function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
+) -> _Result:
     """Call a module's function in a new process.
 
     Raises:

@@ -30,7 +30,10 @@ from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 
 BLOCKS = "blocks:"
-MODES = (*("cold", "prefix", "disk", "redis"), *("blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all"))
+MODES = (
+    *("cold", "prefix", "disk", "redis"),
+    *("blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all"),
+)
 _QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
 
 

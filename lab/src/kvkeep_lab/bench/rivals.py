@@ -107,10 +107,14 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     (rows, query_heads, n, dim), (heads, slots) = q.shape, k.shape[1:3]
     if n > 1 or slots % _PAGE:
         raise UnsupportedError(
-            f"{n} queries over {slots} slots: flashinfer is measured for one query, over pages of {_PAGE} slots"
+            f"{n} queries over {slots} slots: flashinfer is measured for one query, over pages "
+            f"of {_PAGE} slots"
         )
     each = slots // _PAGE
-    pages = [x.view(rows, heads, each, _PAGE, dim).transpose(1, 2).reshape(-1, heads, _PAGE, dim) for x in (k, v)]
+    pages = [
+        x.view(rows, heads, each, _PAGE, dim).transpose(1, 2).reshape(-1, heads, _PAGE, dim)
+        for x in (k, v)
+    ]
     there: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
     room = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
     wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(

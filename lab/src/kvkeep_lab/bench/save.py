@@ -44,7 +44,9 @@ def run(asked: Save, progress: Progress = silent) -> dict[str, Any]:
     return result("save", rows, **asked.some("model", "dtype"))
 
 
-def _figures(model: Any, spec: str, ids: Tensor, folder: Path, turns: int, work: Work) -> dict[str, float]:
+def _figures(
+    model: Any, spec: str, ids: Tensor, folder: Path, turns: int, work: Work
+) -> dict[str, float]:
     cache, path = Cache(model, spec), folder / "cache.kv"
 
     def step(cache: Any, ids: Tensor) -> None:
@@ -52,7 +54,10 @@ def _figures(model: Any, spec: str, ids: Tensor, folder: Path, turns: int, work:
 
     prefill = on_host(lambda: step(cache, ids[:, :-1]))
     cache.save(path)
-    writing: dict[str, Call] = {"save": lambda: cache.save(path), "copy": lambda: _copy(path, path.with_name("copy"))}
+    writing: dict[str, Call] = {
+        "save": lambda: cache.save(path),
+        "copy": lambda: _copy(path, path.with_name("copy")),
+    }
     reading: dict[str, Call] = {
         "load": lambda: load(path, model),
         "first token": lambda: step(load(path, model), ids[:, -1:]),

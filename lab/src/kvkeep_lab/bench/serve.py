@@ -32,7 +32,15 @@ from kvkeep_lab.bench.options import Serve
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import KVKEEP, LLAMA_CPP
 from kvkeep_lab.bench.timing import Call, interleaved, on_host, spread
-from kvkeep_lab.bench.workload import Request, Served, Session, agreement, figures, poisson, quantile
+from kvkeep_lab.bench.workload import (
+    Request,
+    Served,
+    Session,
+    agreement,
+    figures,
+    poisson,
+    quantile,
+)
 from kvkeep_lab.checks import require_known
 
 AGAINST = (ALONE, COMPILED, PADDED, CONTINUOUS)
@@ -114,7 +122,9 @@ class _Table:
                 self._runs[name] = self._contenders.runs(name, self._sequences, room, during)
                 self._runs[name](warm, 2)
 
-    def measure(self, arrivals: str, requests: Sequence[Request], rate: float | None) -> list[dict[str, Any]]:
+    def measure(
+        self, arrivals: str, requests: Sequence[Request], rate: float | None
+    ) -> list[dict[str, Any]]:
         """The rows of requests that arrive in one way."""
         names = [x for x in self._contenders.names if x != PADDED or arrivals == AT_ONCE]
         runs: dict[str, list[Served]] = {name: [] for name in names}
@@ -182,7 +192,9 @@ def _cpu_time(asked: Serve, progress: Progress) -> dict[str, Any]:
                     _begin(session, ids, new)
                     steps[name] = session.step
                 work.stage(f"{count} sequences, steps", len(steps) * count)
-                found = interleaved(steps, turns=asked.repeats, burst=_BURST, timer=_processor, tick=work.part)
+                found = interleaved(
+                    steps, turns=asked.repeats, burst=_BURST, timer=_processor, tick=work.part
+                )
                 rows += [
                     {"system": name, "sequences": count, "tokens_held": sum(map(len, ids))}
                     | {"cpu_ms_per_step": 1e3 * statistics.median(seconds)}

@@ -91,7 +91,8 @@ def chosen(asked: Decode, place: torch.device) -> Decode:
     reading = [name for name in (asked.host, *against) if name in (LITGPT, LLAMA_CPP)]
     if asked.model in RANDOM and reading:
         raise UnsupportedError(
-            f"{reading[0]} needs a prompt, but {asked.model} has no tokenizer; leave out one of them"
+            f"{reading[0]} needs a prompt, but {asked.model} has no tokenizer; leave out one of "
+            "them"
         )
     if asked.weights is not None and by_litgpt:
         raise UnsupportedError("weights are quantised with transformers only; leave out litgpt")
@@ -140,7 +141,12 @@ class Systems(BaseSystems):
     lead = DYNAMIC
 
     def __init__(
-        self, model: Any, specs: Sequence[str], ways: Sequence[str], against: Sequence[str], directory: Path
+        self,
+        model: Any,
+        specs: Sequence[str],
+        ways: Sequence[str],
+        against: Sequence[str],
+        directory: Path,
     ) -> None:
         super().__init__(specs, ways, against)
         plain, static, eager, fused = (twin(model) for _ in range(4))

@@ -40,7 +40,12 @@ class Events:
     """
 
     def __init__(
-        self, device: torch.device, *, queued: bool = False, caches: int = _CACHES, cuda: Any = torch.cuda
+        self,
+        device: torch.device,
+        *,
+        queued: bool = False,
+        caches: int = _CACHES,
+        cuda: Any = torch.cuda,
     ) -> None:
         self._cuda, self._queued, self._cycles = cuda, queued, _FEWEST_CYCLES
         self._scratch = torch.empty(caches, dtype=torch.uint8, device=device)

@@ -29,7 +29,14 @@ from kvkeep.spec import CacheSpec, PerType, parse_specs
 from kvkeep.train import backward
 from kvkeep_lab.bench.options import METHODS, Train
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.resident import bounded, peak, require_counters, reset_peak, resident, together
+from kvkeep_lab.bench.resident import (
+    bounded,
+    peak,
+    require_counters,
+    reset_peak,
+    resident,
+    together,
+)
 from kvkeep_lab.bench.systems import LITGPT
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.bench.unrolled import unrolled
@@ -121,7 +128,13 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
         for name in ("peak_bytes", "seconds", "offloaded_bytes"):
             row[name] = measured and max(one[name] for one in measured)
         offloaded = row.pop("offloaded_bytes")
-        rows.append({**row, "grad_rel_error": error, "offloaded_bytes": offloaded if method == KVKEEP else 0})
+        rows.append(
+            {
+                **row,
+                "grad_rel_error": error,
+                "offloaded_bytes": offloaded if method == KVKEEP else 0,
+            }
+        )
     return rows
 
 
@@ -193,7 +206,9 @@ def _reference(job: _Job, processes: int) -> bool:
     return True
 
 
-def _differentiate(method: str, model: Any, ids: Tensor, job: _Job, group: dist.ProcessGroup | None) -> tuple[int, Any]:
+def _differentiate(
+    method: str, model: Any, ids: Tensor, job: _Job, group: dist.ProcessGroup | None
+) -> tuple[int, Any]:
     """Compute the gradients; returns the bytes that were offloaded and the evictions."""
     if method != KVKEEP:
         if job.asked.host == LITGPT:

@@ -43,14 +43,21 @@ def unrolled(model: Any, ids: Tensor, cache: str, chunk: int, decisions: Decisio
 
 
 def _through_layer(
-    decoder: Layerwise, index: int, layer: LayerCache, chunks: list[slice], hidden: list[Tensor], calls: list[Any]
+    decoder: Layerwise,
+    index: int,
+    layer: LayerCache,
+    chunks: list[slice],
+    hidden: list[Tensor],
+    calls: list[Any],
 ) -> list[Tensor]:
     """The outputs of a layer for each chunk, with attention by an empty LayerCache."""
     held, found = layer.state(), []
     step: Any = SimpleNamespace(run=layer.run, states={}, shared=None)  # carries slots only
     for columns, given, call in zip(chunks, hidden, calls, strict=True):
 
-        def cell(given: Tensor, columns: slice = columns, call: Any = call, held: Any = held) -> Tensor:
+        def cell(
+            given: Tensor, columns: slice = columns, call: Any = call, held: Any = held
+        ) -> Tensor:
             layer.restore(held)  # differentiable copies
             return decoder.layer(index, columns, given, call, step)
 
@@ -79,5 +86,7 @@ def _loss(decoder: Layerwise, hidden: Tensor) -> Tensor:
 def _checkpointed(function: Any, *args: Any) -> Tensor:
     """Call a function and let the graph store only its inputs."""
     # early_stop would leave the function by an exception, on which a layer undoes its step.
-    found: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    found: Tensor = checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
+    )
     return found

@@ -54,7 +54,9 @@ class Served:
     def require(self, new: int) -> Served:
         """Raise KVKeepError unless every request has `new` tokens; returns this."""
         if self.counts != [new] * len(self.requests) or not all(self.times):
-            raise KVKeepError(f"answers of {self.counts} tokens instead of {new} each, which cannot be compared")
+            raise KVKeepError(
+                f"answers of {self.counts} tokens instead of {new} each, which cannot be compared"
+            )
         return self
 
 
@@ -116,7 +118,9 @@ class Session(Protocol):
         """Bytes that the caches hold; slots that sequences share count once."""
 
 
-def serve(session: Session, requests: Sequence[Request], new: int, *, alone: bool = False) -> Served:
+def serve(
+    session: Session, requests: Sequence[Request], new: int, *, alone: bool = False
+) -> Served:
     """Serve requests, which are in the order of their arrival; `alone`: one after the other. The
     clock stops while the caches' bytes are summed up, which is before each step that may end an
     answer."""

@@ -12,7 +12,9 @@ _BATCH, _RATE = 1024, 3e-3
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def trained(inputs: Tensor, targets: Tensor, hidden: int, steps: int, device: torch.device) -> HeadNetworks:
+def trained(
+    inputs: Tensor, targets: Tensor, hidden: int, steps: int, device: torch.device
+) -> HeadNetworks:
     """Networks that predict targets (H, n) from inputs (H, n, F), by least squares; on the CPU.
 
     The random numbers are the same each time, and the global generator is left as it was.

@@ -51,9 +51,16 @@ for _name, _options in BENCHMARKS.items():
 
 @bench.command(epilog=examples("kvkeep bench draw decode.json --plot decode.svg"))
 def draw(
-    records: Annotated[list[Path], typer.Argument(help="Files, each with the --json output of a benchmark.")],
-    plot: Annotated[Path, typer.Option("--plot", help="A .png, .svg or .pdf file to write.", callback=check_plot)],
-    columns: Annotated[str | None, typer.Option(help="The figures to draw, comma-separated; all by default.")] = None,
+    records: Annotated[
+        list[Path], typer.Argument(help="Files, each with the --json output of a benchmark.")
+    ],
+    plot: Annotated[
+        Path,
+        typer.Option("--plot", help="A .png, .svg or .pdf file to write.", callback=check_plot),
+    ],
+    columns: Annotated[
+        str | None, typer.Option(help="The figures to draw, comma-separated; all by default.")
+    ] = None,
 ) -> None:
     """Draw recorded results side by side, with a line for each system."""
     from kvkeep_lab.bench.record import read
@@ -62,6 +69,8 @@ def draw(
     named = None if columns is None else listed(columns, ",")
     for one in found:
         if named is not None and not set(named) & set(one.rows[0]):
-            raise typer.BadParameter(f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}")
+            raise typer.BadParameter(
+                f"{one.path} has none of {columns}; it has {', '.join(one.rows[0])}"
+            )
     machines = dict.fromkeys(one.machine for one in found)
     draw_plot("; ".join(machines), {one.title: plot_rows(one.rows) for one in found}, plot, named)

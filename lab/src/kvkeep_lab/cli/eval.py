@@ -33,18 +33,26 @@ class Eval(EvalOptions, ModelOptions):
         None, "Write each answer to this file when it is known: JSON Lines.", dir_okay=False
     )
     overwrite: bool = option(False, "Replace a --samples-file that exists.", flag=True)
-    retrieval: bool = option(True, "Without it no task is tested.", name="--retrieval/--no-retrieval")
+    retrieval: bool = option(
+        True, "Without it no task is tested.", name="--retrieval/--no-retrieval"
+    )
     against: str | None = option(
         None,
-        "kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: its caches in 8, 5 and 4 bits.",
+        "kvpress: also compare its presses, in the environment of --kvpress; llama.cpp: its "
+        "caches in 8, 5 and 4 bits.",
         values=AGAINST,
     )
     kvpress: Path | None = option(None, "The directory that --setup-kvpress made.")
     presses: Sequence[str] = names(
-        PRESSES, "Presses of kvpress, comma-separated; default: all.", values=PRESSES, show_default=False
+        PRESSES,
+        "Presses of kvpress, comma-separated; default: all.",
+        values=PRESSES,
+        show_default=False,
     )
     kept: float = option(0.25, "Share of the keys and values that presses keep.")
-    setup_kvpress: Path | None = option(None, "Make an environment with kvpress in this directory, and stop.")
+    setup_kvpress: Path | None = option(
+        None, "Make an environment with kvpress in this directory, and stop."
+    )
     recorded: list[Path] | None = option(
         None,
         "Draw what earlier runs printed with --json, by --plot or --html, and stop; repeatable.",
@@ -72,13 +80,17 @@ class Eval(EvalOptions, ModelOptions):
         if self.against == "kvpress" and self.kvpress is not None:
             other = Kvpress(self.kvpress, self.presses, self.kept)
         named = ("adapter", "specs", "dtype", "samples_file", "overwrite")
-        given = {name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))}
+        given = {
+            name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))
+        }
         model, contexts = output.model_for(self.model, self.adapter), given.pop("contexts")
         return given | {"model": model, "context": contexts, "tasks": tasks, "against": other}
 
 
 @with_options(Eval)
-def evaluate(asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False) -> None:
+def evaluate(
+    asked: Eval, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False
+) -> None:
     """Compare cache specs with the full cache on a text, and by tasks such as finding numbers.
 
     The figures on a text are perplexity and divergence. Each spec is fed the context, then the
@@ -150,7 +162,9 @@ def _recorded(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[st
             name = output.titled(result["model"], result.get("adapter"))
             rows += rows_of(result, f"{name}, {result['dtype']},")
         except (ValueError, IndexError, LookupError, AttributeError, TypeError) as error:
-            raise typer.BadParameter(f"--recorded {file}: no result of kvkeep eval --json") from error
+            raise typer.BadParameter(
+                f"--recorded {file}: no result of kvkeep eval --json"
+            ) from error
         results.append(result)
     return rows, results
 

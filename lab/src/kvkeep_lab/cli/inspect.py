@@ -38,7 +38,9 @@ class Inspect(ModelOptions):
 
 
 @with_options(Inspect)
-def inspect(asked: Inspect, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False) -> None:
+def inspect(
+    asked: Inspect, plot: PlotFile = None, html: HtmlFile = None, json: output.JsonFlag = False
+) -> None:
     """Show which tokens of a prompt a cache keeps, per layer and kv head.
 
     The prompt is fed without a chat template.
@@ -86,7 +88,9 @@ def inspect(asked: Inspect, plot: PlotFile = None, html: HtmlFile = None, json: 
     _print(words, shares(each, tokens), title, lines)
 
 
-def _print(words: Sequence[str], shares: Sequence[float], title: str, lines: Mapping[str, list[int]]) -> None:
+def _print(
+    words: Sequence[str], shares: Sequence[float], title: str, lines: Mapping[str, list[int]]
+) -> None:
     """Print the text, brighter where more heads keep a token, or with dots in place of the tokens
     that fewer than half keep; and for each head a bar that shows how many it keeps along it."""
     console, text = Console(), Text()

@@ -62,7 +62,9 @@ def _parameter(one: Field[Any], kind: Any) -> Parameter:
         more["autocompletion"] = getattr(complete, completed)
     declared = [_flag(one)] if more.pop("flag", False) or more.pop("name", None) else []
     annotation = Annotated[kind, typer.Option(*declared, **more)] if one.metadata else kind
-    return Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+    return Parameter(
+        one.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+    )
 
 
 def _parsed(one: Field[Any], value: Any) -> Any:

@@ -23,7 +23,10 @@ def check_html(file: Path | None) -> Path | None:
 
 
 HtmlFile = Annotated[
-    Path | None, typer.Option("--html", help="Also write the result as a page, in one .html file.", callback=check_html)
+    Path | None,
+    typer.Option(
+        "--html", help="Also write the result as a page, in one .html file.", callback=check_html
+    ),
 ]
 
 
@@ -59,12 +62,18 @@ def check_plot(file: Path | None) -> Path | None:
 
 
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Also draw the result, in a .png, .svg or .pdf file.", callback=check_plot)
+    Path | None,
+    typer.Option(
+        "--plot", help="Also draw the result, in a .png, .svg or .pdf file.", callback=check_plot
+    ),
 ]
 
 
 def plot(
-    title: str, tables: Mapping[str, Sequence[Mapping[str, Any]]], file: Path, columns: Collection[str] | None = None
+    title: str,
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    file: Path,
+    columns: Collection[str] | None = None,
 ) -> None:
     """Draw a panel for each measured column of each table over the length held, with a line for
     each system; bars where all rows have one length, or none. A gap where a value is None.
@@ -120,7 +129,9 @@ def plot_tradeoff(title: str, rows: Sequence[Mapping[str, Any]], file: Path) -> 
             panel.errorbar(x, y, list(ends) or None, fmt="o", elinewidth=0.7, label=name)
         panel.set(xscale="log", xlabel="MiB held", ylabel=label)
         panel.margins(x=0.4, y=0.1)
-        names.append([(tradeoff.short(r["spec"]), r["bytes"] / 2**20, one.value) for r, one in found])
+        names.append(
+            [(tradeoff.short(r["spec"]), r["bytes"] / 2**20, one.value) for r, one in found]
+        )
     # The full cache's divergence is 0, which a logarithmic axis cannot show.
     panels[0].set_yscale("symlog", linthresh=_smallest(row["kl"] for row in rows))
     panels[0].set_ylim(bottom=-0.2 * _smallest(row["kl"] for row in rows))

@@ -19,7 +19,9 @@ from kvkeep_lab.options import option, spec_list, text_file
 class Recommend(ModelOptions):
     """Options of `kvkeep_lab.evals.recommended.recommend`."""
 
-    specs: Sequence[str] = spec_list((), "Try these specs, separated by semicolons, in place of kvkeep's list.")
+    specs: Sequence[str] = spec_list(
+        (), "Try these specs, separated by semicolons, in place of kvkeep's list."
+    )
     context: int = option(2000, "Tokens fed before the continuation.", min=1)
     continuation: int = option(64, "Tokens predicted.", min=1)
     windows: int = option(10, "Places of the text.", min=1)
@@ -29,7 +31,9 @@ class Recommend(ModelOptions):
 @with_options(Recommend)
 def recommend(
     asked: Recommend,
-    budget: Annotated[str, typer.Option("--bytes", help="Most bytes, as a share of the full cache's.")] = "25%",
+    budget: Annotated[
+        str, typer.Option("--bytes", help="Most bytes, as a share of the full cache's.")
+    ] = "25%",
     json: output.JsonFlag = False,
 ) -> None:
     """Try cache specs on a model and a text, and show which lose least for the bytes they hold."""
@@ -63,4 +67,9 @@ def _share(text: str) -> float:
 
 def _columns(row: dict[str, Any], full: int) -> dict[str, Any]:
     interval = "{:.2g}..{:.2g}".format(*row["kl_95"])
-    return {"spec": row["spec"], "bytes %": 100 * row["bytes"] / full, "kl": row["kl"], "95%": interval}
+    return {
+        "spec": row["spec"],
+        "bytes %": 100 * row["bytes"] / full,
+        "kl": row["kl"],
+        "95%": interval,
+    }

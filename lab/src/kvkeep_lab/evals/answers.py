@@ -26,7 +26,14 @@ class Answer:
 
 @torch.inference_mode()
 def answered(
-    model: Any, tokenizer: Any, cache: ModelCache, prompt: Prompt, chunk: int | None, tick: Tick, *, late: bool = False
+    model: Any,
+    tokenizer: Any,
+    cache: ModelCache,
+    prompt: Prompt,
+    chunk: int | None,
+    tick: Tick,
+    *,
+    late: bool = False,
 ) -> Answer:
     """The greedy answer through an empty cache. It ends when no more text can change its score.
     `late`: the question is fed when the text has been read."""

@@ -38,7 +38,9 @@ class Measured:
     record: Record
     full: list[Tensor] = field(default_factory=list)
 
-    def row(self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any) -> dict[str, Any]:
+    def row(
+        self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any
+    ) -> dict[str, Any]:
         """A system's row.
 
         Args:

@@ -29,7 +29,9 @@ def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Ti
     return logits
 
 
-def follow(host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick) -> Iterator[Tensor]:
+def follow(
+    host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick
+) -> Iterator[Tensor]:
     """Yield the logits (B, V) that predict each token of ids (B, N): `first`, then the logits after
     each token but the last. Tokens are fed one at a time, as in generation."""
     yield first
@@ -49,5 +51,6 @@ def require_positions(host: Host, context: int, more: int = 0) -> None:
     if most is not None and context + more > most:
         after = f" and {more} more" if more else ""
         raise ShapeError(
-            f"a context of {context}{after} tokens, but the model holds {most}; use a context of at most {most - more}"
+            f"a context of {context}{after} tokens, but the model holds {most}; use a context of "
+            f"at most {most - more}"
         )

@@ -42,7 +42,9 @@ class KVKeepLM(HFLM):  # type: ignore[misc]
             would be those of `keep_all`.
     """
 
-    def __init__(self, pretrained: Any, cache: Specs = DEFAULT_SPEC, *, linears: bool = True, **options: Any) -> None:
+    def __init__(
+        self, pretrained: Any, cache: Specs = DEFAULT_SPEC, *, linears: bool = True, **options: Any
+    ) -> None:
         super().__init__(pretrained, **options)
         host = host_of(self.model)
         host.attach(cache, linears=linears)

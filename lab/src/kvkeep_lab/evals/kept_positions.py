@@ -71,7 +71,10 @@ def fed(
 
 def kept(cache: ModelCache) -> Kept:
     """The positions that a cache of one row holds."""
-    return [[sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()] for layer in cache.layers]
+    return [
+        [sorted(p for p in head if p >= 0) for head in layer.positions()[0].tolist()]
+        for layer in cache.layers
+    ]
 
 
 def shares(heads: Sequence[Sequence[int]], tokens: int) -> list[float]:

@@ -82,7 +82,8 @@ class Kvpress:
             raise SpecError(f"a kept share of {self.kept}; give one above 0 and at most 1")
         if not _python(self.place).exists():
             raise UnsupportedError(
-                f"no environment in {self.place}; make it by kvkeep eval --setup-kvpress {self.place}"
+                f"no environment in {self.place}; make it by kvkeep eval --setup-kvpress "
+                f"{self.place}"
             )
 
     def require(self, model: Any) -> None:
@@ -118,9 +119,14 @@ class Kvpress:
                 answers = self._run(asked.model, folder, request, progress)
             except UnsupportedError as error:  # kvkeep's own figures are not lost
                 return [{"spec": "kvpress", "context": asked.context, "failed": str(error)}]
-            return [self._row(one, folder, asked) | {"versions": answers["versions"]} for one in answers["rows"]]
+            return [
+                self._row(one, folder, asked) | {"versions": answers["versions"]}
+                for one in answers["rows"]
+            ]
 
-    def _run(self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    def _run(
+        self, model: Any, folder: Path, request: Mapping[str, Any], progress: Progress
+    ) -> dict[str, Any]:
         """The script's answer; its logits are in the folder."""
         place = folder / "request.json"
         about = {"model": model.name_or_path, "threads": torch.get_num_threads()}

@@ -87,7 +87,9 @@ def citation_f1(text: str, answers: Sequence[str]) -> float:
     wanted = {pair for answer in answers for pair in _cited(answer)}
     said = list(dict.fromkeys(_cited(text)))
     right = {
-        (name, passage) for name, passage in wanted if any(name in item and passage == cited for item, cited in said)
+        (name, passage)
+        for name, passage in wanted
+        if any(name in item and passage == cited for item, cited in said)
     }
     return 2 * len(right) / (len(said) + len(wanted))
 

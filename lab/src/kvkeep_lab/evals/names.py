@@ -7,7 +7,10 @@ GROUPS = {
         *("needle", "multi-key", "multi-value", "multi-query"),
         *("variables", "common-words", "frequent-words", "qa"),
     ),
-    "longbench": (*("passage-retrieval", "passage-count", "multi-document-qa", "few-shot"), "code-completion"),
+    "longbench": (
+        *("passage-retrieval", "passage-count", "multi-document-qa", "few-shot"),
+        "code-completion",
+    ),
     "helmet": ("key-value", "reranking", "many-shot", "citations"),
 }
 """The names of the tasks of each group."""

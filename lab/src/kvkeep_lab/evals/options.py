@@ -30,7 +30,9 @@ class EvalOptions:
             then cannot depend on it. `kvzip` is always evaluated so.
     """
 
-    contexts: Sequence[int] = numbers((2000,), "Tokens fed before the continuation, comma-separated.", name="--context")
+    contexts: Sequence[int] = numbers(
+        (2000,), "Tokens fed before the continuation, comma-separated.", name="--context"
+    )
     continuation: int = option(256, "Tokens predicted.", min=1)
     windows: int = option(1, "Excerpts of the text to average over.", min=1)
     chunk: int | None = option(None, "Feed the context in chunks of this many tokens.", min=1)

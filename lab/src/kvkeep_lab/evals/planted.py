@@ -40,7 +40,8 @@ def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) ->
     found = [m for m in model.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
     if not found or not hasattr(sys.modules[type(found[0]).__module__], "apply_rotary_pos_emb"):
         raise UnsupportedError(
-            f"{type(model).__name__} has no q_proj, k_proj and apply_rotary_pos_emb; use a Llama or Qwen2"
+            f"{type(model).__name__} has no q_proj, k_proj and apply_rotary_pos_emb; use a Llama "
+            "or Qwen2"
         )
     projections = [p for m in found for p in (m.q_proj, m.k_proj)]
     before = [(p, p.weight.data.clone(), p.bias) for p in projections]
@@ -55,7 +56,9 @@ def large_channels(model: Any, kind: str, times: float = 30.0, seed: int = 0) ->
             projection.bias = bias
 
 
-def _scaled(model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack) -> None:
+def _scaled(
+    model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
+) -> None:
     for layer in layers:
         half, factor = layer.head_dim // 2, torch.ones(_heads(layer), layer.head_dim)
         for head in factor:
@@ -70,7 +73,9 @@ def _scaled(model: Any, layers: list[Any], times: float, random: torch.Generator
                 projection.bias = nn.Parameter(projection.bias * by)
 
 
-def _turned(model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack) -> None:
+def _turned(
+    model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
+) -> None:
     module = sys.modules[type(layers[0]).__module__]
     turn: Callable[..., tuple[Tensor, Tensor]] = module.apply_rotary_pos_emb
     factor = torch.ones(layers[0].head_dim)
@@ -83,7 +88,9 @@ def _turned(model: Any, layers: list[Any], times: float, random: torch.Generator
     stack.enter_context(patch.object(module, "apply_rotary_pos_emb", turned))
 
 
-def _biased(model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack) -> None:
+def _biased(
+    model: Any, layers: list[Any], times: float, random: torch.Generator, stack: ExitStack
+) -> None:
     for layer, size in zip(layers, _key_sizes(model, layers), strict=True):
         half = layer.head_dim // 2
         bias = torch.zeros(_heads(layer), layer.head_dim)

@@ -74,10 +74,14 @@ class KVKeepPress:
         """
         return self._contexts[given].fork()
 
-    def _replaced(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _replaced(
+        self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """The argument of a forward that is a cache of transformers, with kvkeep's in its place."""
         caches = {
-            name: x for name, x in kwargs.items() if isinstance(x, transformers.Cache) and not isinstance(x, ModelCache)
+            name: x
+            for name, x in kwargs.items()
+            if isinstance(x, transformers.Cache) and not isinstance(x, ModelCache)
         }
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:

@@ -78,7 +78,9 @@ class Frame:
         before, self._after = _around(tokenizer) if task.chat else _PLAIN
         self._head = torch.cat([torch.tensor(tokenizer("").input_ids).long(), self._ids(before)])
 
-    def hiding(self, text: Tensor, hidden: Sequence[tuple[int, str]], asked: Question, depth: int) -> Prompt:
+    def hiding(
+        self, text: Tensor, hidden: Sequence[tuple[int, str]], asked: Question, depth: int
+    ) -> Prompt:
         """A prompt of `length` tokens whose text hides sentences, each at a depth in percent.
 
         Args:
@@ -97,7 +99,9 @@ class Frame:
             last = cut
         return self._prompt(torch.cat([*body, text[last:room]]), tail, asked, depth)
 
-    def filled(self, make: Callable[[int], tuple[str, Question]], least: int, most: int, depth: int) -> Prompt:
+    def filled(
+        self, make: Callable[[int], tuple[str, Question]], least: int, most: int, depth: int
+    ) -> Prompt:
         """A prompt of at most `length` tokens with the text and the question `make(n)` of the
         largest n from `least`, at least 1, to `most` that fits.
 

@@ -45,4 +45,6 @@ def compare(logits: Iterable[Tensor], full: Iterable[Tensor], ids: Tensor) -> Qu
         agreed += int((log_q.argmax(dim=-1) == log_p.argmax(dim=-1)).sum())
     count = ids.numel()
     per_token = torch.stack(kl, dim=1)
-    return Quality(math.exp(loss / count), float(per_token.mean()), agreed / count, of_mean(per_token))
+    return Quality(
+        math.exp(loss / count), float(per_token.mean()), agreed / count, of_mean(per_token)
+    )

@@ -22,7 +22,9 @@ class SamplesError(KVKeepError, ValueError):
     """A file of samples cannot be written."""
 
 
-def row_of(spec: str, context: int, task: str, sample: int, prompt: Prompt, answer: Answer) -> dict[str, Any]:
+def row_of(
+    spec: str, context: int, task: str, sample: int, prompt: Prompt, answer: Answer
+) -> dict[str, Any]:
     """An answer as a row.
 
     Args:
@@ -46,7 +48,9 @@ def row_of(spec: str, context: int, task: str, sample: int, prompt: Prompt, answ
 
 
 @contextmanager
-def written(file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[Record]:
+def written(
+    file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False
+) -> Iterator[Record]:
     """A context with a function that appends rows to a file, each with the entries of `about`.
 
     The file is made with the first row, so a run that is refused leaves none, and replaces none.

@@ -21,7 +21,9 @@ GROUPS = names.GROUPS | {"all": tuple(TASKS)}
 """The names of the tasks of each group."""
 
 
-def prompts(task: str, tokenizer: Any, text: Tensor, length: int, samples: int = 5, seed: int = 0) -> list[Prompt]:
+def prompts(
+    task: str, tokenizer: Any, text: Tensor, length: int, samples: int = 5, seed: int = 0
+) -> list[Prompt]:
     """A task's prompts, formatted as a chat if the tokenizer has a chat template.
 
     Args:

@@ -55,5 +55,10 @@ def inspection(title: str, facts: Mapping[str, str], pictures: Sequence[Mapping[
     """
     # The columns of each picture are the first of the last one's, so texts are written once.
     without = [{key: one[key] for key in one if key != "texts"} for one in pictures]
-    data = {"title": title, "facts": list(facts.items()), "texts": pictures[-1]["texts"], "pictures": without}
+    data = {
+        "title": title,
+        "facts": list(facts.items()),
+        "texts": pictures[-1]["texts"],
+        "pictures": without,
+    }
     return document("inspect.html", title, data)

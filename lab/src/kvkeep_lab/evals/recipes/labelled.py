@@ -22,7 +22,9 @@ _FILLINGS = {
 }
 
 
-def examples(forms: Mapping[str, Sequence[str]], draw: random.Random) -> tuple[Callable[[int], list[Example]], Example]:
+def examples(
+    forms: Mapping[str, Sequence[str]], draw: random.Random
+) -> tuple[Callable[[int], list[Example]], Example]:
     """Examples to learn from, and one more to ask about.
 
     The first examples, as many as there are labels, have one of each label, and one of them has

@@ -52,7 +52,10 @@ def _passage_count(frame: Frame, text: Tensor, draw: random.Random, depth: int) 
         shown = paragraphs[:distinct]
         shown += mixed.choices(shown, k=count - distinct)
         mixed.shuffle(shown)
-        question = "Some paragraphs may come several times. How many different ones are there? Answer with a number."
+        question = (
+            "Some paragraphs may come several times. How many different ones are there? Answer "
+            "with a number."
+        )
         start = "The number of different paragraphs is"
         return numbered("Paragraph", shown), Question(question, start, (str(distinct),), NUMBER)
 
@@ -134,19 +137,26 @@ def _code_completion(frame: Frame, text: Tensor, draw: random.Random, depth: int
 
 
 def _abstract(one: Life) -> str:
-    return f"The {one.job}, who comes from {one.born}, studied {one.subject} and collects {one.things}."
+    return (
+        f"The {one.job}, who comes from {one.born}, studied {one.subject} and collects "
+        f"{one.things}."
+    )
 
 
 def _firm(name: str, draw: random.Random) -> tuple[str, str, str, str]:
     """A passage about a firm, and the city, year and things in it."""
     city, year, things = draw.choice(CITIES), str(1900 + draw.randrange(90)), draw.choice(THINGS)
-    passage = f"{name} is a firm that deals in old {things}. It was founded in {year}. Its office is in {city}."
+    passage = (
+        f"{name} is a firm that deals in old {things}. It was founded in {year}. Its office is "
+        f"in {city}."
+    )
     return passage, city, year, things
 
 
 def _worker(one: Life, firm: str) -> str:
     return (
-        f"{one.name} was born in {one.born} in {one.year}, studied {one.subject} and works at {firm} as its {one.job}."
+        f"{one.name} was born in {one.born} in {one.year}, studied {one.subject} and works at "
+        f"{firm} as its {one.job}."
     )
 
 

@@ -59,7 +59,8 @@ def gaps() -> tuple[Gap, ...]:
     found = tuple(gap for file in _files() for gap in _gaps_of(file))
     if not found:
         raise UnsupportedError(
-            f"no sources of Python's standard library in {_root()}; leave out the task code-completion"
+            f"no sources of Python's standard library in {_root()}; leave out the task "
+            "code-completion"
         )
     return found
 
