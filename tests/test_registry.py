@@ -74,6 +74,9 @@ def test_former_names(old, new):
     ("base", "old", "new"),
     [
         (codec.Codec, "caution", "key_warning"),
+        (policy.Policy, "budget_at", "at"),
+        (policy.Policy, "protected", "protection"),
+        (policy.Policy, "room", "most_slots"),
         (storage.Storage, "keep", "write_plane"),
         (storage.Storage, "left", "remaining"),
         (storage.Storage, "another", "empty_copy"),

@@ -138,7 +138,7 @@ class CacheSpec:
             policy,
             self.key_codec,
             self.value_codec,
-            self.storage.build(policy.budget + policy.room if policy.budget else capacity),
+            self.storage.build(policy.most_slots or capacity),
             window=window,
             chunked=chunked,
             rotary=rotary,

@@ -318,7 +318,7 @@ FAULTS = (
     Fault(
         "pyramid-shares-what-is-protected",
         "policy/pyramid.py",
-        "tokens = inner.protected + round((budget - inner.protected) * factor)",
+        "tokens = protected + round((budget - protected) * factor)",
         "tokens = round(budget * factor)",
         "policy/test_policies.py policy/test_decisions.py",
     ),
@@ -793,9 +793,9 @@ FAULTS = (
     ),
     Fault(
         "queries-that-a-policy-needs-are-not-fed",
-        "policy/base.py",
-        "return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0",
-        "return 1 if needs_queries else 0",
+        "store/beginning.py",
+        "return max((one.observed or _OBSERVED_AGAIN for one in needing), default=0)",
+        "return min(1, len(needing))",
         "store/test_budgets.py",
     ),
     Fault(

@@ -113,7 +113,7 @@ class LayerCache(Drafts):
             storage,
             own=self._planes_of_policy,
             ragged=policy.ragged,
-            budget=policy.budget + policy.room if policy.budget else 0 if policy.evicts else None,
+            budget=policy.most_slots or (0 if policy.evicts else None),
             tail=has_tail(policy, key_codec, value_codec),
         )
         self.cursor, self._checks = Cursor(slots), Checks()

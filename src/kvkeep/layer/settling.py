@@ -19,7 +19,7 @@ from kvkeep.layer.sight import Sight
 from kvkeep.layer.slots import Codecs, Decode
 from kvkeep.layer.step import Slopes, StepInputs
 from kvkeep.planes import POSITION, OwnWindow, Planes, positions_of
-from kvkeep.policy import Observation, Policy
+from kvkeep.policy import Need, Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
@@ -61,7 +61,7 @@ class Settling:
     def _settle_now(self, observation: Observation | None, *, packs: bool) -> None:
         cursor = self.cursor
         if observation is not None:
-            self.policy.require_shown(observation)
+            _require_shown(self.policy, observation)
         if not cursor.tentative:
             self._fit(observation)
         elif self._journaled and cursor.chunk is not None and cursor.chunk.shape[-1] == 1:
@@ -272,3 +272,13 @@ class Settling:
                         "run the forward in torch.no_grad(), train with kvkeep.train, or end the "
                         "spec with +plain@concat"
                     )
+
+
+def _require_shown(policy: Policy, step: Observation) -> None:
+    """Raise StateError if a step lacks the mass or queries that its policy needs."""
+    for need in policy.needs & {Need.MASS, Need.QUERIES}:
+        if getattr(step, need.value) is None:
+            raise StateError(
+                f"policy {policy.name} needs the {need.value} of the step; give "
+                f"settle(Observation({need.value}=...)), or use step()"
+            )

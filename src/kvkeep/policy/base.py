@@ -11,15 +11,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.errors import SpecError, StateError
+from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import OwnWindow, Planes, PlaneSpec, Reach
+from kvkeep.policy.compression import Compression
 from kvkeep.policy.protection import Protection
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
+from kvkeep.renamed import Renamed, require_new_names
 from kvkeep.rotary import Rotary
-
-_OBSERVED_AGAIN = 64  # queries, for policies that observe all queries
 
 
 class Need(Enum):
@@ -90,28 +90,6 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=dtype, device=device)
 
 
-class Compression(NamedTuple):
-    """How a text is compressed after a second reading; see `KVzip`.
-
-    Args:
-        tokens: the share of the slots to keep.
-        sinks: number of first tokens that are kept.
-        chunk: number of tokens that are read again at once.
-        recent: number of newest tokens that are kept, at most.
-        uniform: whether all heads keep the same number of slots.
-    """
-
-    tokens: Share
-    sinks: int
-    chunk: int
-    recent: int
-    uniform: bool
-
-    def slots(self, tokens: int) -> int:
-        """Average slots kept per head for a text of `tokens` tokens."""
-        return max(self.tokens.of(tokens), min(self.sinks, tokens))
-
-
 @dataclass(frozen=True)
 class Policy:
     """Chooses the slots of a layer to evict. The dataclass fields are the options of its spec."""
@@ -129,14 +107,19 @@ class Policy:
     """Whether heads may keep different numbers of tokens. `victims` then returns a bool mask
     (B, H, S) of the slots to evict, and the budget is the average over heads."""
 
-    weighs_values: ClassVar[bool] = False
-    """Whether its scores depend on values. A cache of latents has no separate values."""
-
     counts_empty: ClassVar[bool] = False
-    """Whether its evictions count empty slots, so that the layer must not free them separately."""
+    """Whether its evictions count empty slots, so that the layer must not free them separately. A
+    wrapper does not forward it."""
 
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
+
+    budget_at = Renamed("at")
+    protected = Renamed("protection")
+    room = Renamed("most_slots")
+
+    def __init_subclass__(cls) -> None:
+        require_new_names(cls)
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:
@@ -186,9 +169,11 @@ class Policy:
         tokens."""
         return self
 
-    def budget_at(self, fed: int) -> int | None:
-        """The budget in tokens once `fed` tokens have been fed."""
-        return self.at(fed).budget
+    @property
+    def most_slots(self) -> int | None:
+        """The most slots during a step of one token: those of the budget and the new token, unless
+        `reach` lets the layer free a slot before the step. None: there is no budget."""
+        return None if self.budget is None else self.budget + (self.reach is None)
 
     @property
     def rule(self) -> Rule | None:
@@ -201,16 +186,6 @@ class Policy:
     def protection(self) -> Protection:
         """The positions that are never evicted."""
         return Protection()
-
-    @property
-    def protected(self) -> int:
-        """The most slots that are kept regardless of their score."""
-        return self.protection.recent + self.protection.fixed
-
-    @property
-    def room(self) -> int:
-        """Slots beyond the budget that a single-token step needs before eviction."""
-        return 0
 
     @property
     def reach(self) -> Reach | None:
@@ -228,13 +203,6 @@ class Policy:
     def observed(self) -> int | None:
         """Number of a chunk's newest queries that the mass counts; None: all."""
         return None
-
-    @property
-    def observed_again(self) -> int:
-        """Number of a stored text's last tokens that are fed again to a cache that begins with the
-        text, because the policy needs their queries; 0: it needs no queries."""
-        needs_queries = self.needs & {Need.MASS, Need.QUERIES}
-        return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0
 
     @property
     def step(self) -> int | None:
@@ -278,15 +246,6 @@ class Policy:
             for name, spec in self.planes.items()
         }
 
-    def require_shown(self, step: Observation) -> None:
-        """Raise StateError if a step lacks the mass or queries that this policy needs."""
-        for need in self.needs & {Need.MASS, Need.QUERIES}:
-            if getattr(step, need.value) is None:
-                raise StateError(
-                    f"policy {self.name} needs the {need.value} of the step; give "
-                    f"settle(Observation({need.value}=...)), or use step()"
-                )
-
     def observe(self, planes: Planes, seen: Observation) -> None:
         """Update the policy's own planes in place, and `seen.state`, after a step."""
 
@@ -304,7 +263,7 @@ class Policy:
         raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
 
 
-_RULED = ("enter", "observe", "score", "worth", "victims")
+_RULED = ("enter", "observe", "score", "victims")
 """Methods that a rule describes."""
 
 
