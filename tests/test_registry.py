@@ -80,6 +80,8 @@ def test_former_names(old, new):
         (storage.Storage, "keep", "write_plane"),
         (storage.Storage, "left", "remaining"),
         (storage.Storage, "another", "empty_copy"),
+        (storage.Storage, "behind", "empty_copy"),
+        (storage.Storage, "limited", "limit"),
     ],
 )
 def test_members_that_have_other_names(base, old, new):

@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "views-made-before-a-crop",
         "storage/buffer.py",
-        "if not made.first <= slot < made.first + len(made.views):",
-        "if slot >= made.first + len(made.views):",
+        "if not first <= slot < first + len(views):",
+        "if slot >= first + len(views):",
         "storage/test_storage.py layer/test_layer.py layer/test_append.py test_properties.py",
     ),
     Fault(
@@ -119,14 +119,14 @@ FAULTS = (
     ),
     Fault(
         "heads-evict-late",
-        "storage/split.py",
+        "layer/parted.py",
         "return sum(length - budget for length in longest.values())",
         "return min(length - budget for length in longest.values())",
         "storage/test_split.py policy/test_decisions.py",
     ),
     Fault(
         "host-forgets-what-was-sent-before",
-        "storage/host.py",
+        "storage/host_planes.py",
         "self.write_pending()  # of the previous call",
         "pass",
         "storage/test_host.py",
@@ -134,7 +134,7 @@ FAULTS = (
     Fault(
         "host-lands-after-a-truncation",
         "storage/host.py",
-        "self.write_pending()  # before the truncation moves or frees the slots",
+        "self.large_planes.write_pending()  # before the truncation moves or frees the slots",
         "pass",
         "storage/test_host.py",
     ),

@@ -300,7 +300,7 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     windows = windowed(cache)
     if windows:
         return f"{windows}, so blocks cannot be moved"
-    if any(layer.storage.limited for layer in cache.layers):
+    if any(layer.storage.limit is not None for layer in cache.layers):
         return "fixed storage has no room for recomputed tokens; use @growing"
     reason = why_not_compared(host) if parsed(recompute).mode == "share" else ""
     return f"{reason}; use recompute='boundary:32'" if reason else ""

@@ -48,6 +48,6 @@ def new_slots(
         storage.bound = None if budget is None else 0  # a head's share of the budget changes
         return ByHead(codecs, storage)
     storage.bound = budget
-    if key_codec.block > 1 or (tail and storage.lasting and not storage.limited):
+    if key_codec.block > 1 or (tail and storage.lasting and storage.limit is None):
         return BlockEncoded(codecs, storage, own)
     return Undivided(codecs, own, storage)

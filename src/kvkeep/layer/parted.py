@@ -17,6 +17,7 @@ from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart, on_one_device
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Planes, marked
 from kvkeep.storage import Split, Storage, parted
+from kvkeep.storage.split import Padded, Part, loose
 
 
 class Parted(LayerSlots):
@@ -57,7 +58,7 @@ class Parted(LayerSlots):
         return (Span(self._split.length, False, not plain),)
 
     def _newest(self, count: int) -> Tensor:
-        positions = self._split.newest_last()[POSITION]
+        positions = Padded(self._split.parts, self._split.batch, before=True)[POSITION]
         return positions[:, :, max(0, positions.shape[2] - count) :]
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
@@ -83,7 +84,10 @@ class Parted(LayerSlots):
         self._split.write_plane(name, plane)
 
     def surplus(self, budget: int) -> int:
-        return self._split.surplus(budget)
+        longest: dict[int | None, int] = {}
+        for part in self._split.parts:
+            longest[part.head] = max(longest.get(part.head, 0), part.storage.length)
+        return sum(length - budget for length in longest.values())
 
     def evict(self, victims: Tensor) -> None:
         if victims.dtype != torch.bool:
@@ -108,7 +112,7 @@ class Parted(LayerSlots):
         """As `LayerSlots.pack`. Slots of differentiable storage must not move, because gradients
         need their order."""
         split = self._split
-        if split.differentiable or not split.length or not split.loose:
+        if split.differentiable or not split.length or not loose(split.storages):
             return None
         found = parted(split.read(), self._blank, by_head=split.by_head)
         return None if found is None else self._holding(found)
@@ -143,7 +147,7 @@ class ByHead(Parted):
     """
 
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
-        if storage.limited:
+        if storage.limit is not None:
             raise SpecError(
                 f"heads of different lengths need storage that grows, but {storage.name} does not; "
                 "use @growing"
@@ -161,11 +165,15 @@ class ByHead(Parted):
         return self
 
     def parts(self) -> dict[str, Planes]:
-        return {f"head.{i}": self._split.resting_head(i) for i in self._split.heads}
+        heads = dict.fromkeys(part.head for part in self._split.parts)
+        return {f"head.{head}": _resting_head(self._split, head) for head in heads}
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> ByHead:
         self.reset()
-        self._split.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
+        own = tuple(Part(self._blank.empty_copy(), None, i) for i in range(len(parts)))
+        for part in own:
+            part.storage.append(on_one_device(parts[f"head.{part.head}"]))
+        self._split.parts, self._split.batch = own, rows
         return self
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
@@ -174,6 +182,15 @@ class ByHead(Parted):
         for planes in FrozenRuns(runs, dtype).placed(self.codecs.key):
             rows = {n: planes[n].expand(history.rows, *planes[n].shape[1:]) for n in planes}
             self._split.append(rows)
+
+
+def _resting_head(split: Split, head: int | None) -> Planes:
+    """`Split.resting` for one head; without a copy if a single part holds all its rows."""
+    own = [part for part in split.parts if part.head == head]
+    if len(own) == 1 and own[0].rows is None:
+        return own[0].storage.resting()
+    alone = [part._replace(head=None) for part in own]
+    return Padded(alone, split.batch, before=True, resting=True)
 
 
 @final

@@ -164,7 +164,7 @@ class Undivided(LayerSlots):
             fewer -= gone
         if fewer:
             left = self.frozen.length - fewer
-            self._storage = self._blank.behind(left)
+            self._storage = self._blank.empty_copy(left)
             self.frozen = self.frozen.head(left)
 
     def pack(self) -> LayerSlots | None:
@@ -221,7 +221,7 @@ class Undivided(LayerSlots):
         self._rows = history.rows
         self.frozen = FrozenRuns(runs, None if history.geometry is None else history.geometry.dtype)
         if self._blank.lasting:
-            self._storage = self._blank.behind(self.frozen.length)
+            self._storage = self._blank.empty_copy(self.frozen.length)
         else:
             self.thaw()
 
@@ -234,7 +234,7 @@ class Undivided(LayerSlots):
         """Freeze the storage, unless its slots are on the host. A chunk set aside is not frozen."""
         if self._storage.length and self._storage.lasting:
             self.frozen = self.frozen.followed_by(self._storage.read(), self._own)
-            self._storage = self._blank.behind(self.frozen.length)
+            self._storage = self._blank.empty_copy(self.frozen.length)
 
     def fork(self) -> Undivided:
         other = copy(self)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class Storage(ABC):
     keep = Renamed("write_plane")
     left = Renamed("remaining")
     another = Renamed("empty_copy")
+    behind = Renamed("empty_copy")
+    limited = Renamed("limit")
 
     def __init_subclass__(cls) -> None:
         require_new_names(cls)
@@ -82,11 +84,6 @@ class Storage(ABC):
     def extend_to(self, length: int) -> None:
         """Count the slots up to `length`, which were written in place, as slots in use."""
         raise NotImplementedError(f"{self.name} storage is not written in place")
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a `limit`."""
-        return self.limit is not None
 
     @property
     @abstractmethod
@@ -183,20 +180,19 @@ class Storage(ABC):
     def rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]; int64 (new B,)."""
 
-    @final
-    def empty_copy(self) -> Storage:
-        """A new, empty storage with the same options and bound."""
+    def empty_copy(self, behind: int = 0) -> Self:
+        """A new, empty storage with the same options, for the slots that follow `behind` frozen
+        slots: limit and bound are lower by `behind`."""
         fresh = self._alike()
-        fresh.bound = self.bound
+        if self.bound is not None:
+            fresh.bound = max(0, self.bound - behind)
+        if self.limit is not None:
+            fresh.limit = max(1, self.limit - behind)
         return fresh
 
-    def _alike(self) -> Storage:
+    def _alike(self) -> Self:
         """A new, empty storage with the same options."""
         return type(self)()
-
-    def behind(self, slots: int) -> Storage:
-        """A new, empty storage for the slots that follow `slots` frozen slots."""
-        return self.empty_copy()
 
     def share(self, common: dict[str, Any]) -> None:  # noqa: B027
         """Share resources with the other storages of a cache. `common` holds the resources by name
@@ -222,14 +218,9 @@ class Storage(ABC):
         """Free every slot."""
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot in all rows, heads and planes; 0 before the first append."""
-        return plane_bytes(self._planes) // max(1, self.capacity)
-
-    @property
     def live_bytes(self) -> int:
         """Bytes of the slots in use."""
-        return self.length * self.slot_bytes
+        return self.length * plane_bytes(self._planes) // max(1, self.capacity)
 
     @property
     def nbytes(self) -> int:
