@@ -77,6 +77,7 @@ def test_former_names(old, new):
         (policy.Policy, "budget_at", "at"),
         (policy.Policy, "protected", "protection"),
         (policy.Policy, "room", "most_slots"),
+        (policy.Scored, "worth", "score"),
         (storage.Storage, "keep", "write_plane"),
         (storage.Storage, "left", "remaining"),
         (storage.Storage, "another", "empty_copy"),

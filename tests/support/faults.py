@@ -1030,7 +1030,7 @@ FAULTS = (
     Fault(
         "litgpt-feed-computes-logits",
         "litgpt/host.py",
-        "        self._fed(ids, cache, position)",
+        "        _fed(self.model, ids, cache, position)",
         "        self.forward(ids, cache, position=position)",
         "litgpt/test_train.py",
     ),

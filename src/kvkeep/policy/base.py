@@ -121,10 +121,7 @@ class Policy:
     def __init_subclass__(cls) -> None:
         require_new_names(cls)
 
-    @property
-    def planes(self) -> dict[str, PlaneSpec]:
-        """The policy's own planes, such as scores, which the storage keeps for each slot."""
-        return {}
+    # -- the budget -----------------------------------------------------------------------
 
     @property
     def budget(self) -> int | None:
@@ -135,6 +132,112 @@ class Policy:
     def share(self) -> Share | None:
         """The budget, if it is a share of the tokens fed."""
         return None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether steps evict slots."""
+        return self.budget is not None or self.share is not None
+
+    def at(self, fed: int) -> Policy:
+        """The policy once `fed` tokens have been fed. A budget that is a share becomes a number of
+        tokens."""
+        return self
+
+    @property
+    def most_slots(self) -> int | None:
+        """The most slots during a step of one token: those of the budget and the new token, unless
+        `reach` lets the layer free a slot before the step. None: there is no budget."""
+        return None if self.budget is None else self.budget + (self.reach is None)
+
+    def with_budget(self, tokens: int | Share) -> Policy:
+        """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
+        raise SpecError(f"policy {self.name} has no budget to change")
+
+    @property
+    def protection(self) -> Protection:
+        """The positions that are never evicted."""
+        return Protection()
+
+    def keeping(self, stop: int) -> Policy:
+        """This policy with the first `stop` positions protected; a budget in tokens stays the same.
+        Raises SpecError if that is not possible."""
+        raise SpecError(
+            f"policy {self.name} cannot be told which positions to keep; use a policy with the "
+            "option keep_to, such as window:1024 or h2o:1024"
+        )
+
+    # -- the layer ------------------------------------------------------------------------
+
+    def within(self, window: int) -> Policy:
+        """The policy to use on a layer with a sliding window of `window` tokens."""
+        return self
+
+    def in_layer(self, index: int, count: int) -> Policy:
+        """The policy to use in layer `index` of `count`."""
+        return self
+
+    @property
+    def reach(self) -> Reach | None:
+        """The positions a query may see, if the policy limits them; the layer then evicts slots
+        that no later query can see."""
+        return None
+
+    # -- a step ---------------------------------------------------------------------------
+
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        """The policy's own planes, such as scores, which the storage keeps for each slot."""
+        return {}
+
+    @property
+    def step(self) -> int | None:
+        """The most tokens of a step; a larger chunk is divided into steps. None: a chunk is one
+        step."""
+        return None
+
+    @property
+    def observed(self) -> int | None:
+        """Number of a chunk's newest queries that the mass counts; None: all."""
+        return None
+
+    @property
+    def shows_padding(self) -> bool:
+        """Whether queries of padding attend to earlier slots. They must not if the policy needs the
+        mass, because it would count them."""
+        return Need.MASS not in self.needs
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        """The policy's planes for new tokens, (B, H|1, n, ...); zeros by default."""
+        rows, heads, n, _ = tokens.keys.shape
+        device = tokens.keys.device
+        return {
+            name: _zero(spec.dtype, device).expand(
+                rows, 1 if spec.shared else heads, n, *spec.shape
+            )
+            for name, spec in self.planes.items()
+        }
+
+    def observe(self, planes: Planes, seen: Observation) -> None:
+        """Update the policy's own planes in place, and `seen.state`, after a step."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy overrides `observe`."""
+        return type(self).observe is not Policy.observe
+
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
+        """The `count` slots to evict, empty slots first: int64 (B, 1, count), or (B, H, count) if
+        `per_head`. Never called without a budget."""
+        raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
+
+    @property
+    def rule(self) -> Rule | None:
+        """Its decode step as data for the native library; None: it runs in Python. A class that
+        overrides a method described by the rule, such as `score`, must also override the rule, or
+        the rule is not used."""
+        return None
+
+    # -- files and whole texts ------------------------------------------------------------
 
     @property
     def compression(self) -> Compression | None:
@@ -159,96 +262,6 @@ class Policy:
         """The policy with another path for `file`."""
         return self
 
-    @property
-    def evicts(self) -> bool:
-        """Whether steps evict slots."""
-        return self.budget is not None or self.share is not None
-
-    def at(self, fed: int) -> Policy:
-        """The policy once `fed` tokens have been fed. A budget that is a share becomes a number of
-        tokens."""
-        return self
-
-    @property
-    def most_slots(self) -> int | None:
-        """The most slots during a step of one token: those of the budget and the new token, unless
-        `reach` lets the layer free a slot before the step. None: there is no budget."""
-        return None if self.budget is None else self.budget + (self.reach is None)
-
-    @property
-    def rule(self) -> Rule | None:
-        """Its decode step as data for the native library; None: it runs in Python. A class that
-        overrides a method described by the rule, such as `score`, must also override the rule, or
-        the rule is not used."""
-        return None
-
-    @property
-    def protection(self) -> Protection:
-        """The positions that are never evicted."""
-        return Protection()
-
-    @property
-    def reach(self) -> Reach | None:
-        """The positions a query may see, if the policy limits them; the layer then evicts slots
-        that no later query can see."""
-        return None
-
-    @property
-    def shows_padding(self) -> bool:
-        """Whether queries of padding attend to earlier slots. They must not if the policy needs the
-        mass, because it would count them."""
-        return Need.MASS not in self.needs
-
-    @property
-    def observed(self) -> int | None:
-        """Number of a chunk's newest queries that the mass counts; None: all."""
-        return None
-
-    @property
-    def step(self) -> int | None:
-        """The most tokens of a step; a larger chunk is divided into steps. None: a chunk is one
-        step."""
-        return None
-
-    @property
-    def observes(self) -> bool:
-        """Whether the policy overrides `observe`."""
-        return type(self).observe is not Policy.observe
-
-    def within(self, window: int) -> Policy:
-        """The policy to use on a layer with a sliding window of `window` tokens."""
-        return self
-
-    def in_layer(self, index: int, count: int) -> Policy:
-        """The policy to use in layer `index` of `count`."""
-        return self
-
-    def with_budget(self, tokens: int | Share) -> Policy:
-        """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
-        raise SpecError(f"policy {self.name} has no budget to change")
-
-    def keeping(self, stop: int) -> Policy:
-        """This policy with the first `stop` positions protected; a budget in tokens stays the same.
-        Raises SpecError if that is not possible."""
-        raise SpecError(
-            f"policy {self.name} cannot be told which positions to keep; use a policy with the "
-            "option keep_to, such as window:1024 or h2o:1024"
-        )
-
-    def enter(self, tokens: Arrivals) -> Planes:
-        """The policy's planes for new tokens, (B, H|1, n, ...); zeros by default."""
-        rows, heads, n, _ = tokens.keys.shape
-        device = tokens.keys.device
-        return {
-            name: _zero(spec.dtype, device).expand(
-                rows, 1 if spec.shared else heads, n, *spec.shape
-            )
-            for name, spec in self.planes.items()
-        }
-
-    def observe(self, planes: Planes, seen: Observation) -> None:
-        """Update the policy's own planes in place, and `seen.state`, after a step."""
-
     def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
         """Why `memory`, read from a file, cannot be a `seen.state` of this policy; empty if it can.
 
@@ -256,11 +269,6 @@ class Policy:
             geometry: of the layer.
         """
         return f"policy {self.name} keeps no state {sorted(memory)}" if memory else ""
-
-    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        """The `count` slots to evict, empty slots first: int64 (B, 1, count), or (B, H, count) if
-        `per_head`. Never called without a budget."""
-        raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
 
 
 _RULED = ("enter", "observe", "score", "victims")

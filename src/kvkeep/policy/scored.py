@@ -15,6 +15,7 @@ from kvkeep.policy.protection import Protection
 from kvkeep.policy.ranking import least_worthy
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
+from kvkeep.renamed import Renamed
 
 SCORE = "score"
 """The name of the plane with the scores, fp32 (B, H, S)."""
@@ -47,6 +48,8 @@ class Scored(Policy):
     per_head: ClassVar[bool] = True
     newest: ClassVar[int] = 0
     """The number of newest tokens protected by default."""
+
+    worth = Renamed("score")
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, Share):

@@ -67,23 +67,7 @@ class Storage(ABC):
     def __init__(self) -> None:
         self._planes: dict[str, Tensor] = {}  # (B, H|1, capacity, ...)
 
-    def require(self, slots: int) -> None:
-        """Raise CapacityError when `slots` slots can never fit."""
-        if self.limit is not None and slots > self.limit:
-            raise CapacityError(
-                f"{slots} slots needed, but this cache is fixed at {self.limit}; use "
-                f"@fixed:{slots} or more, @growing, or a policy that evicts, such as window"
-            )
-
-    def described(self) -> bytes | None:
-        """The addresses and strides of the planes, as KvSlots of native/abi.h; the same object
-        until the planes move. The native library may then write allocated slots from `length` on,
-        followed by a call of `extend_to`. None: it may not."""
-        return None
-
-    def extend_to(self, length: int) -> None:
-        """Count the slots up to `length`, which were written in place, as slots in use."""
-        raise NotImplementedError(f"{self.name} storage is not written in place")
+    # -- size -----------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -94,6 +78,26 @@ class Storage(ABC):
     def capacity(self) -> int:
         """Slots allocated."""
         return slot_count(self._planes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return self.length * plane_bytes(self._planes) // max(1, self.capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, including slots not in use."""
+        return plane_bytes(self._planes)
+
+    def require(self, slots: int) -> None:
+        """Raise CapacityError when `slots` slots can never fit."""
+        if self.limit is not None and slots > self.limit:
+            raise CapacityError(
+                f"{slots} slots needed, but this cache is fixed at {self.limit}; use "
+                f"@fixed:{slots} or more, @growing, or a policy that evicts, such as window"
+            )
+
+    # -- writing and reading --------------------------------------------------------------
 
     @abstractmethod
     def append(self, planes: Planes) -> slice:
@@ -115,19 +119,21 @@ class Storage(ABC):
     def write(self, slots: Tensor, planes: Planes) -> None:
         """Overwrite slots, int64 indices (B|1, H|1, n) below `length`."""
 
-    @abstractmethod
-    def read(self) -> Planes:
-        """All slots in use, (B, H|1, length, ...), as views that the next change may overwrite."""
-
     def write_plane(self, name: str, plane: Tensor) -> None:
         """Overwrite one plane (B, H|1, length, ...) of the slots in use."""
         with torch.inference_mode():  # allows in-place changes of tensors made in any mode
             self.read()[name].copy_(plane)
 
+    @abstractmethod
+    def read(self) -> Planes:
+        """All slots in use, (B, H|1, length, ...), as views that the next change may overwrite."""
+
     def resting(self) -> Planes:
         """Like `read`, but on the device that holds the slots between steps (the CPU for `host`
         storage), for copying or saving. Valid until this storage changes."""
         return self.read()
+
+    # -- freeing --------------------------------------------------------------------------
 
     @abstractmethod
     def evict(self, victims: Tensor) -> None:
@@ -177,8 +183,14 @@ class Storage(ABC):
         """Free the slots from `length` on."""
 
     @abstractmethod
+    def reset(self) -> None:
+        """Free every slot."""
+
+    @abstractmethod
     def rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]; int64 (new B,)."""
+
+    # -- other storages -------------------------------------------------------------------
 
     def empty_copy(self, behind: int = 0) -> Self:
         """A new, empty storage with the same options, for the slots that follow `behind` frozen
@@ -198,6 +210,18 @@ class Storage(ABC):
         """Share resources with the other storages of a cache. `common` holds the resources by name
         of storage. By default nothing is shared."""
 
+    # -- steps of the native library and on a device --------------------------------------
+
+    def described(self) -> bytes | None:
+        """The addresses and strides of the planes, as KvSlots of native/abi.h; the same object
+        until the planes move. The native library may then write allocated slots from `length` on,
+        followed by a call of `extend_to`. None: it may not."""
+        return None
+
+    def extend_to(self, length: int) -> None:
+        """Count the slots up to `length`, which were written in place, as slots in use."""
+        raise NotImplementedError(f"{self.name} storage is not written in place")
+
     def reserve(self, slots: int) -> None:
         """Allocate at least `slots` slots, in a storage that is not empty. The slots keep their
         addresses until more are needed, some are freed, or the rows change.
@@ -212,17 +236,3 @@ class Storage(ABC):
         """Use `planes` (B, H|1, capacity, ...), which were read after `reserve`; the first `length`
         slots are in use."""
         raise NotImplementedError(f"{self.name} storage cannot adopt planes: it moves its slots")
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Free every slot."""
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the slots in use."""
-        return self.length * plane_bytes(self._planes) // max(1, self.capacity)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated, including slots not in use."""
-        return plane_bytes(self._planes)
