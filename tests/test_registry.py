@@ -74,9 +74,15 @@ def test_former_names(old, new):
     ("base", "old", "new"),
     [
         (codec.Codec, "caution", "key_warning"),
+        (policy.Policy, "budget_at", "at"),
+        (policy.Policy, "protected", "protection"),
+        (policy.Policy, "room", "most_slots"),
+        (policy.Scored, "worth", "score"),
         (storage.Storage, "keep", "write_plane"),
         (storage.Storage, "left", "remaining"),
         (storage.Storage, "another", "empty_copy"),
+        (storage.Storage, "behind", "empty_copy"),
+        (storage.Storage, "limited", "limit"),
     ],
 )
 def test_members_that_have_other_names(base, old, new):

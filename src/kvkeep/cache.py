@@ -89,7 +89,7 @@ class Cache:
         self.carried = NoStates() if carried is None else carried
         self.lent: Borrower | None = None  # has exclusive use of the layers
         self._changing = False  # True while layers change; still True after an interrupt
-        self._share()
+        share_buffers(self.layers)
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -122,7 +122,7 @@ class Cache:
         if untouched and len({layer.fed for layer in layers}) == 1:
             return
         self._mend()
-        self._require_alike("another forward")
+        _require_alike(layers, "another forward")
         for layer in layers:
             layer.writer.require(n)
 
@@ -141,7 +141,7 @@ class Cache:
             StateError: a forward is running or was interrupted.
         """
         if self.carried:
-            self._between_forwards("mark")
+            self._mend("mark")
             self.carried.mark()
 
     def crop(self, tokens: int) -> None:
@@ -151,7 +151,7 @@ class Cache:
             RollbackError: `tokens` is positive, or a layer cannot remove them; nothing is changed.
             StateError: an earlier change of all layers was interrupted.
         """
-        with self._turns():
+        with turns(self.layers):
             self._mend()
             for layer in self.layers:
                 layer.drafts.require_rollback(-tokens)
@@ -167,7 +167,7 @@ class Cache:
             RollbackError: a layer cannot return to it; nothing is changed.
             StateError: an eviction or a change of rows was interrupted.
         """
-        with self._turns():
+        with turns(self.layers):
             self._mend()
             for layer in self.layers:
                 layer.drafts.require_rollback(layer.fed - columns)
@@ -202,12 +202,12 @@ class Cache:
                 the number of rows.
         """
         index = torch.as_tensor(index)
-        if self.rows and index.shape != (self.rows,):
+        if self.rows and (index.shape != (self.rows,) or index.dtype == torch.bool):
             raise ShapeError(
                 f"reorder of {self.rows} rows by {tuple(index.shape)} indices; give one index for "
                 "each row, or use select()"
             )
-        self._take_rows(index)
+        self.select(index)
 
     def repeat(self, times: int) -> None:
         """Repeat every row `times` times, copies side by side: 0, 0, 1, 1, ...
@@ -217,7 +217,7 @@ class Cache:
         """
         if not isinstance(times, int) or times < 1:
             raise ShapeError(f"repeat {times} times; give a whole number of at least 1")
-        self._take_rows(torch.arange(self.rows).repeat_interleave(times))
+        self.select(torch.arange(self.rows).repeat_interleave(times))
 
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keep only the rows in `index`, in that order; a bool mask (B,) works too.
@@ -225,15 +225,26 @@ class Cache:
         Raises:
             ShapeError: an index is not a row, or `index` is empty.
         """
-        index = torch.as_tensor(index)
+        index, rows = torch.as_tensor(index), self.rows
         if index.dtype == torch.bool:
-            if self.rows and index.shape != (self.rows,):
+            if rows and index.shape != (rows,):
                 raise ShapeError(
-                    f"select from {self.rows} rows by a mask {tuple(index.shape)}; give one bool "
+                    f"select from {rows} rows by a mask {tuple(index.shape)}; give one bool "
                     "for each row"
                 )
             index = index.nonzero().flatten()
-        self._take_rows(index)
+        if index.dim() != 1 or index.is_floating_point() or index.is_complex():
+            raise ShapeError(f"row indices {index.tolist()}; give whole numbers (B,)")
+        if rows and (not len(index) or index.min() < 0 or index.max() >= rows):
+            raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
+        with turns(self.layers):
+            self._mend()
+            self.carried.require(self.fed)
+            self._changing = True
+            for layer in self.layers:
+                layer.take_rows(index)
+            self.carried.take_rows(index)
+            self._changing = False
 
     def hide(self, shown: Tensor) -> None:
         """Empty the slots of fed columns, such as the columns that `generate` feeds to rows that
@@ -248,8 +259,8 @@ class Cache:
             UnsupportedError: the hidden tokens have already influenced which slots a layer's policy
                 keeps, or share encoded blocks with other tokens; nothing is changed.
         """
-        with self._turns():
-            self._between_forwards("hide")
+        with turns(self.layers):
+            self._mend("hide")
             for layer in self.layers:
                 require_hiding(layer, shown)
             self._changing = True
@@ -274,7 +285,7 @@ class Cache:
         Raises:
             StateError: a forward is running; `doing` names the caller's operation.
         """
-        self._between_forwards(doing)
+        self._mend(doing)
         return [layer.state() for layer in self.layers]
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -300,7 +311,7 @@ class Cache:
             )
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             require_within(layer.slots.limit, state.length)
-        with self._turns():
+        with turns(self.layers):
             self._changing = True
             for layer, state in zip(self.layers, snapshot.layers, strict=True):
                 layer.restore(state)
@@ -316,8 +327,8 @@ class Cache:
         Raises:
             StateError: a forward is running.
         """
-        with self._turns():
-            self._between_forwards("freeze")
+        with turns(self.layers):
+            self._mend("freeze")
             for layer in self.layers:
                 layer.freeze()
             return Frozen(self)
@@ -327,17 +338,12 @@ class Cache:
         other = copy(self)
         other.layers = [layer.fork() for layer in self.layers]
         other.carried = self.carried.fork()
-        other._share()
+        share_buffers(other.layers)
         return other
 
-    def _share(self) -> None:
-        """Let the layers' storages share buffers that only one storage uses at a time."""
-        common: dict[str, Any] = {}
-        for layer in self.layers:
-            layer.slots.storage.share(common)
-
-    def _mend(self) -> None:
-        """Remove the tokens of an interrupted step; see `Cursor.mend`."""
+    def _mend(self, doing: str = "") -> None:
+        """Remove the tokens of an interrupted step; see `Cursor.mend`. `doing`: an operation that
+        is possible only between forwards."""
         if self._changing:
             raise StateError(
                 "a change of rows was interrupted, so layers have different rows; reset() the "
@@ -345,22 +351,9 @@ class Cache:
             )
         for layer in self.layers:
             layer.cursor.mend()
-
-    def _between_forwards(self, doing: str) -> None:
-        self._mend()
-        self._require_alike(doing)
-        self.carried.require(self.fed)
-
-    def _require_alike(self, doing: str) -> None:
-        """Raise StateError if layers were fed different numbers of tokens."""
-        fed = {layer.fed for layer in self.layers}
-        if len(fed) > 1:
-            raise StateError(
-                f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is running or "
-                "was interrupted; wait for it, rewind() to the smallest, or reset() the cache"
-            )
-        for layer in self.layers:
-            layer.cursor.require_read()
+        if doing:
+            _require_alike(self.layers, doing)
+            self.carried.require(self.fed)
 
     @property
     def rows(self) -> int:
@@ -446,28 +439,33 @@ class Cache:
             marked_bytes=self.carried.marked_bytes,
         )
 
-    def _take_rows(self, index: Tensor) -> None:
-        rows = self.rows
-        if index.dim() != 1 or index.is_floating_point() or index.is_complex():
-            raise ShapeError(f"row indices {index.tolist()}; give whole numbers (B,)")
-        if rows and (not len(index) or index.min() < 0 or index.max() >= rows):
-            raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
-        with self._turns():
-            self._mend()
-            self.carried.require(self.fed)
-            self._changing = True
-            for layer in self.layers:
-                layer.take_rows(index)
-            self.carried.take_rows(index)
-            self._changing = False
 
-    @contextmanager
-    def _turns(self) -> Iterator[None]:
-        """Take every layer's turn: a call from a second thread raises before any layer changes."""
-        with ExitStack() as stack:
-            for layer in self.layers:
-                stack.enter_context(layer.cursor.turn)
-            yield
+@contextmanager
+def turns(layers: Iterable[LayerCache]) -> Iterator[None]:
+    """Take every layer's turn: a call from a second thread raises before any layer changes."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.cursor.turn)
+        yield
+
+
+def share_buffers(layers: Iterable[LayerCache]) -> None:
+    """Let the layers' storages share buffers that only one storage uses at a time."""
+    common: dict[str, Any] = {}
+    for layer in layers:
+        layer.storage.share(common)
+
+
+def _require_alike(layers: Iterable[LayerCache], doing: str) -> None:
+    """Raise StateError if layers were fed different numbers of tokens."""
+    fed = {layer.fed for layer in layers}
+    if len(fed) > 1:
+        raise StateError(
+            f"{doing} while layers have been fed {sorted(fed)} tokens: a forward is running or "
+            "was interrupted; wait for it, rewind() to the smallest, or reset() the cache"
+        )
+    for layer in layers:
+        layer.cursor.require_read()
 
 
 CacheType = TypeVar("CacheType", bound=Cache)

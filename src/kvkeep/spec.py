@@ -9,11 +9,12 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, TypedDict, Unpack, cast, get_args, get_type_hints
 
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.step import Slopes
 from kvkeep.policy import ALIASES, POLICIES, Policy, Share
 from kvkeep.policy.installed import installed, load
 from kvkeep.rotary import Rotary
@@ -45,6 +46,16 @@ class StorageSpec:
                 raise SpecError(f"@{self.name} needs a capacity; write @{self.name}:4096")
             options["capacity"] = capacity
         return STORAGES[self.name](**options)
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of a `kvkeep.LayerCache` that depend on the model only."""
+
+    chunked: bool
+    rotary: Rotary | None
+    readers: int
+    slopes: Slopes | None
+    latent: int | None
 
 
 @dataclass(frozen=True)
@@ -106,28 +117,20 @@ class CacheSpec:
         self,
         *,
         window: int | None = None,
-        chunked: bool = False,
         capacity: int | None = None,
         index: int = 0,
         count: int = 1,
-        rotary: Rotary | None = None,
-        readers: int = 0,
-        slopes: tuple[float, ...] | None = None,
-        latent: int | None = None,
+        **options: Unpack[LayerOptions],
     ) -> LayerCache:
         """A new, empty layer.
 
         Args:
             index, count: the layer's index and the number of layers, for policies whose budget
                 differs by layer.
-            rotary: the model's rotary embedding, for policies that need it.
             window: the layer's own sliding window in tokens; None: no window.
-            chunked: whether that window begins at a multiple of its size.
             capacity: slots of fixed storage if the spec gives no number and the policy has no
                 budget; otherwise the spec's number or the budget is used.
-            readers: number of layers without slots of their own that attend to this layer's slots.
-            slopes, latent: the ALiBi slope of each query head, and the width of values that are the
-                first elements of keys; see `kvkeep.LayerCache`.
+            chunked, rotary, readers, slopes, latent: see `kvkeep.LayerCache`.
 
         Raises:
             SpecError: the policy, codecs and storage cannot be combined.
@@ -138,13 +141,9 @@ class CacheSpec:
             policy,
             self.key_codec,
             self.value_codec,
-            self.storage.build(policy.budget + policy.room if policy.budget else capacity),
+            self.storage.build(policy.most_slots or capacity),
             window=window,
-            chunked=chunked,
-            rotary=rotary,
-            readers=readers,
-            slopes=slopes,
-            latent=latent,
+            **options,
         )
 
 

@@ -93,11 +93,13 @@ def test_one_forward_says_what_generating_without_a_cache_says(smollm2, which):
 
 @torch.inference_mode()
 def test_chat_is_fluent(smollm2):
+    from kvkeep.hf.generate import Question
     from kvkeep.hf.generate import generate as answer
 
     model, tokenizer = smollm2
     try:
-        result = answer(model, tokenizer, "What is the capital of France?", cache="keep_all")
+        question = Question("What is the capital of France?")
+        result = answer(model, tokenizer, question, cache="keep_all")
     finally:
         kvkeep.detach(model)
     assert "Paris" in result.text

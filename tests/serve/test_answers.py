@@ -10,7 +10,7 @@ from support.live_server import CONTEXT, asking, pieces, refusal, said, serving,
 from support.short_tokenizer import SIZE
 
 import kvkeep
-from kvkeep.hf.generate import generate
+from kvkeep.hf.generate import Question, generate
 
 
 def test_greedy_is_what_generate_says_and_the_next_prompt_begins_with_it(model, tokenizer):
@@ -182,7 +182,8 @@ def test_tools(ask, served, tokenizer):
 @pytest.mark.parametrize("cache", ["h2o:24", "window:24,sinks=2", "keep_all@fixed:200"])
 def test_other_caches(model, tokenizer, cache):
     prompt = "The lighthouse stands on a rock, and the keeper counts the ships. " * 3
-    expected = generate(model, tokenizer, prompt, cache=cache, max_new_tokens=8, raw=True).text
+    question = Question(prompt, raw=True)
+    expected = generate(model, tokenizer, question, cache=cache, max_new_tokens=8).text
     kvkeep.detach(model)
     with serving(model, tokenizer, cache=cache) as (engine, talk):
         for again in (False, True):

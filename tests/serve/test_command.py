@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.app import app as command
 from kvkeep.errors import StateError
-from kvkeep.hf.generate import generate
+from kvkeep.hf.generate import Question, generate
 from kvkeep.hf.models import load
 from kvkeep.serve.http.listen import bind, listen
 from kvkeep.serve.limits import Limits
@@ -53,8 +53,7 @@ def test_the_command(tmp_path, monkeypatch, stand_in_home, size):
     expected = generate(
         model,
         tokenizer,
-        france[1]["content"],
-        system=SYSTEM["content"],
+        Question(france[1]["content"], system=SYSTEM["content"]),
         cache="keep_all",
         max_new_tokens=8,
     )

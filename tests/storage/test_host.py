@@ -254,7 +254,7 @@ def test_each_layer_is_fetched_while_the_one_before_it_is_read(spec, fetches):
     cache = cache_of(spec)
     for _ in range(3):
         feed(cache, 5)
-    storages = [layer.storage for layer in cache.layers]
+    storages = [layer.storage.large_planes for layer in cache.layers]
     for index, layer in enumerate(cache.layers):
         fetches.clear()
         layer.step(*(torch.randn(2, h, 1, DIM) for h in (6, 2, 2)), scale=0.3)
@@ -274,7 +274,7 @@ def test_steady_steps_wait_for_copies_of_the_step_before_only(spec, monkeypatch)
     cache = cache_of(f"{spec}@host")
     for n in (40, 1, 1):
         feed(cache, n)
-    stream = cache.layers[0].storage._buffers.copies
+    stream = cache.layers[0].storage.large_planes.buffers.copies
     for _ in range(5):
         before, stream.waits = stream.record_event(), []
         feed(cache, 1)
@@ -326,11 +326,13 @@ def test_two_layers_are_on_the_device_at_a_time():
     cache = cache_of("keep_all@host", layers=6)
     for _ in range(4):
         feed(cache, 100)
-    buffers = cache.layers[0].storage._buffers
-    assert len({id(layer.storage._buffers) for layer in cache.layers}) == 1
-    sizes = [buffers.nbytes(layer.storage) for layer in cache.layers]
+    buffers = cache.layers[0].storage.large_planes.buffers
+    assert len({id(layer.storage.large_planes.buffers) for layer in cache.layers}) == 1
+    sizes = [buffers.nbytes(layer.storage.large_planes) for layer in cache.layers]
     assert sum(size > 0 for size in sizes) == 2
-    largest = max(sum(p.slot_bytes for p in layer.storage.layout) * 400 for layer in cache.layers)
+    largest = max(
+        sum(p.slot_bytes for p in layer.storage.large_planes.layout) * 400 for layer in cache.layers
+    )
     assert max(sizes) <= 4 * largest  # as much as is spare on the CPU
     assert cache.nbytes >= cache.live_bytes + sum(sizes)
 
@@ -340,13 +342,13 @@ def test_staging_buffers_shrink_after_a_long_prompt_was_evicted():
     feed(cache, 4000)
     for _ in range(3):
         feed(cache, 1)
-    slot = sum(p.slot_bytes for p in cache.layers[0].storage.layout)
+    slot = sum(p.slot_bytes for p in cache.layers[0].storage.large_planes.layout)
     assert max(s.nbytes for s in _staging(cache)) <= 4 * (slot * 14 + 512)
     assert all(layer.capacity <= 64 for layer in cache.layers)
 
 
 def _staging(cache):
-    buffers = cache.layers[0].storage._buffers
+    buffers = cache.layers[0].storage.large_planes.buffers
     return buffers._current, buffers._other
 
 
@@ -458,7 +460,7 @@ def test_forks_have_copies_of_their_own():
     fork = cache.freeze().fork(rows=2)
     assert cache.stats().shared_bytes == 0
     assert fork.live_bytes == 2 * cache.live_bytes
-    found = {id(layer.storage._buffers) for c in (cache, fork) for layer in c.layers}
+    found = {id(layer.storage.large_planes.buffers) for c in (cache, fork) for layer in c.layers}
     assert len(found) == 2
 
 
@@ -469,8 +471,11 @@ def test_copies_share_staging_buffers_among_their_layers(copied, copies):
         feed(cache, n)
     if copies == "at once":
         other = copied(cache)
-        assert len({id(layer.storage._buffers) for layer in other.layers}) == 1
-        assert other.layers[0].storage._buffers is not cache.layers[0].storage._buffers
+        assert len({id(layer.storage.large_planes.buffers) for layer in other.layers}) == 1
+        assert (
+            other.layers[0].storage.large_planes.buffers
+            is not cache.layers[0].storage.large_planes.buffers
+        )
         assert other.reallocations == cache.reallocations
         assert feed(other, 4).equal(feed(cache, 4))
 
@@ -482,7 +487,9 @@ def test_storages_are_freed_with_their_cache():
         cache = cache_of("h2o:12@host")
         for _ in range(3):
             feed(cache, 20)
-        planes = [weakref.ref(p) for x in cache.layers for p in x.storage.host.values()]
+        planes = [
+            weakref.ref(p) for x in cache.layers for p in x.storage.large_planes.host.values()
+        ]
         buffer = weakref.ref(_staging(cache)[0].arena)
         del cache
         assert all(plane() is None for plane in planes)
@@ -496,7 +503,7 @@ def test_host_planes_are_pinned_and_small_ones_on_the_device():
     cache = cache_of("h2o:12@host")
     feed(cache, 20, "cuda")
     storage = cache.layers[0].storage
-    assert all(plane.is_pinned() for plane in storage.host.values())
+    assert all(plane.is_pinned() for plane in storage.large_planes.host.values())
     assert all(plane.is_cuda for plane in storage.small_planes.read().values())
     assert all(plane.is_cuda for plane in storage.read().values())
 

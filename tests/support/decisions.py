@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep.planes import POSITION
-from kvkeep.policy import Policy
+from kvkeep.policy import Policy, ranking
 
 Decisions = Sequence[Sequence[Tensor]]
 """The positions that each layer evicted, (B, H, count) for each time."""
@@ -24,7 +24,7 @@ def recorded(cache: kvkeep.Cache) -> Decisions:
     """Lists that will hold what layers evict, except where the positions alone decide."""
     kept: list[list[Tensor]] = [[] for _ in cache.layers]
     for layer, decisions in zip(cache.layers, kept, strict=True):
-        if hasattr(layer.policy, "worth"):
+        if hasattr(layer.policy, "score"):
             layer.cursor.evicted = decisions
     return kept
 
@@ -33,7 +33,7 @@ def follow(cache: kvkeep.Cache, decisions: Decisions, rounding: float) -> None:
     """Let each layer evict what another computation evicted. The layers raise AssertionError if
     something that stayed was worth less, by more than the share `rounding` of the largest worth."""
     for layer, own in zip(cache.layers, decisions, strict=True):
-        if hasattr(layer.policy, "worth"):
+        if hasattr(layer.policy, "score"):
             layer.settler.policy = _following(layer.policy, iter(own), rounding)
             layer.plans = False  # native steps follow the rule of the policy's class
 
@@ -46,7 +46,7 @@ def _following(policy: Policy, decisions: Iterator[Tensor], rounding: float) -> 
         assert chosen.shape == (*position.shape[:2], count)
         evicted = (position[..., None] == chosen[..., None, :]).any(dim=-1)
         assert evicted.sum(dim=2).eq(count).all()
-        worth = policy.worth(planes, seen)
+        worth = ranking.worth(policy.score(planes, seen), planes, seen, policy.protection)
         best = worth.masked_fill(~evicted, -torch.inf).amax(dim=2)
         least = worth.masked_fill(evicted, torch.inf).amin(dim=2)
         slack = rounding * worth.masked_fill(worth.isinf(), 0).abs().amax(dim=2)

@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "views-made-before-a-crop",
         "storage/buffer.py",
-        "if not made.first <= slot < made.first + len(made.views):",
-        "if slot >= made.first + len(made.views):",
+        "if not first <= slot < first + len(views):",
+        "if slot >= first + len(views):",
         "storage/test_storage.py layer/test_layer.py layer/test_append.py test_properties.py",
     ),
     Fault(
@@ -119,14 +119,14 @@ FAULTS = (
     ),
     Fault(
         "heads-evict-late",
-        "storage/split.py",
+        "layer/parted.py",
         "return sum(length - budget for length in longest.values())",
         "return min(length - budget for length in longest.values())",
         "storage/test_split.py policy/test_decisions.py",
     ),
     Fault(
         "host-forgets-what-was-sent-before",
-        "storage/host.py",
+        "storage/host_planes.py",
         "self.write_pending()  # of the previous call",
         "pass",
         "storage/test_host.py",
@@ -134,7 +134,7 @@ FAULTS = (
     Fault(
         "host-lands-after-a-truncation",
         "storage/host.py",
-        "self.write_pending()  # before the truncation moves or frees the slots",
+        "self.large_planes.write_pending()  # before the truncation moves or frees the slots",
         "pass",
         "storage/test_host.py",
     ),
@@ -318,7 +318,7 @@ FAULTS = (
     Fault(
         "pyramid-shares-what-is-protected",
         "policy/pyramid.py",
-        "tokens = inner.protected + round((budget - inner.protected) * factor)",
+        "tokens = protected + round((budget - protected) * factor)",
         "tokens = round(budget * factor)",
         "policy/test_policies.py policy/test_decisions.py",
     ),
@@ -793,9 +793,9 @@ FAULTS = (
     ),
     Fault(
         "queries-that-a-policy-needs-are-not-fed",
-        "policy/base.py",
-        "return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0",
-        "return 1 if needs_queries else 0",
+        "store/beginning.py",
+        "return max((one.observed or _OBSERVED_AGAIN for one in needing), default=0)",
+        "return min(1, len(needing))",
         "store/test_budgets.py",
     ),
     Fault(
@@ -1030,7 +1030,7 @@ FAULTS = (
     Fault(
         "litgpt-feed-computes-logits",
         "litgpt/host.py",
-        "        self._fed(ids, cache, position)",
+        "        _fed(self.model, ids, cache, position)",
         "        self.forward(ids, cache, position=position)",
         "litgpt/test_train.py",
     ),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.attention import Centre
 from kvkeep.blocks.join import moved, moving
-from kvkeep.blocks.prefill import Assembled, Span
+from kvkeep.blocks.prefill import Assembled, Source, Span
 from kvkeep.geometry import Geometry
-from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host import ModelCache, host_of
 from kvkeep.host.compress import compressed_tokens, compresses
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import LayerState
@@ -20,20 +19,10 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import POSITION, Planes, concatenated, joined
 from kvkeep.planes import part as own_planes
 from kvkeep.rotary import Rotary
-from kvkeep.store import PrefixStore
 from kvkeep.store.identity import feed
 
 
-def assemble_compressed(
-    model: Any,
-    tokens: Tensor,
-    spans: Sequence[Span],
-    *,
-    spec: Specs,
-    store: PrefixStore,
-    namespace: str = "",
-    capacity: int | None = None,
-) -> Assembled:
+def assemble_compressed(source: Source, tokens: Tensor, spans: Sequence[Span]) -> Assembled:
     """A cache of tokens under policy `kvzip`. Each span is computed and compressed by itself, or
     comes from the store, compressed. Tokens between spans are computed in place, attend to all kept
     slots before them, and are all kept. Without spans, all tokens are one compressed text.
@@ -41,18 +30,16 @@ def assemble_compressed(
     Args:
         tokens: int64 (n,), on the CPU.
         spans: in ascending order.
-        capacity: see `kvkeep.Cache`.
     """
-    options: dict[str, Any] = {"spec": spec, "namespace": namespace, "capacity": capacity}
     if not spans:
-        whole = store.read(model, tokens, **options)
+        whole = source.read(tokens)
         return Assembled(whole.cache, 0, whole.found, 0, 0.0, compressed_tokens(whole.cache))
-    host = host_of(model)
+    host = host_of(source.model)
     rotaries = moving(host)
-    cache, found = host.new_cache(spec, capacity=capacity), 0
+    cache, found = host.new_cache(source.spec, capacity=source.capacity), 0
     for start, stop in spans:
         feed(host, tokens[cache.fed : start], cache)
-        text = store.read(model, tokens[start:stop], whole_text=True, **options)
+        text = source.read(tokens[start:stop], whole_text=True)
         found += text.found
         for layer, own, rotary in zip(cache.layers, text.cache.layers, rotaries, strict=True):
             _append(layer, own.state(), rotary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,6 +29,32 @@ class Span(NamedTuple):
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where texts are read: by `model` through `store`, to caches of `spec` and `capacity`, with
+    the store's entries in `namespace`."""
+
+    model: Any
+    store: PrefixStore
+    spec: Specs = "keep_all"
+    namespace: str = ""
+    capacity: int | None = None
+
+    def read(
+        self, tokens: Tensor, prompt: Tensor | None = None, *, whole_text: bool = False
+    ) -> Reading:
+        """See `kvkeep.PrefixStore.read`."""
+        return self.store.read(
+            self.model,
+            tokens,
+            prompt=prompt,
+            spec=self.spec,
+            namespace=self.namespace,
+            capacity=self.capacity,
+            whole_text=whole_text,
+        )
 
 
 class Assembled(NamedTuple):
@@ -89,32 +116,20 @@ def prefill(
             "texts of token ids are joined with all their slots; for kvzip use a kvkeep.blocks."
             "Prompt with a Block for each text, or keep_all"
         )
-    text = assemble(
-        model,
-        tokens,
-        spans,
-        first=len(texts[0]),
-        recompute=recompute,
-        spec=exact_specs(cache.specs),
-        store=store or PrefixStore(),
-        namespace=namespace,
-        estimate=False,
-    ).cache
+    source = Source(model, store or PrefixStore(), exact_specs(cache.specs), namespace)
+    first = len(texts[0])
+    text = assemble(source, tokens, spans, first=first, recompute=recompute, estimate=False).cache
     return begun(cache, text)
 
 
 def assemble(
-    model: Any,
+    source: Source,
     tokens: Tensor,
     spans: Sequence[Span],
     *,
     first: int,
     recompute: Recompute,
-    spec: Specs,
-    store: PrefixStore,
-    namespace: str = "",
     prompt: Tensor | None = None,
-    capacity: int | None = None,
     estimate: bool = True,
 ) -> Assembled:
     """A cache of tokens. Each span is computed by itself; tokens between spans are computed in
@@ -126,33 +141,22 @@ def assemble(
         first: number of leading tokens, at least 1, computed as a plain prefix.
         recompute: see `prefill`.
         prompt: see `kvkeep.PrefixStore.read`. No span may contain an adapter's invocation.
-        capacity: see `kvkeep.Cache`.
         estimate: whether to estimate the deviation, by running a few tokens through two layers.
     """
     mode, amount = parsed(recompute)
-    host = host_of(model)
+    host = host_of(source.model)
     prompt = tokens if prompt is None else prompt
-
-    def read(start: int, stop: int, prompt: Tensor) -> Reading:
-        return store.read(
-            model,
-            tokens[start:stop],
-            prompt=prompt,
-            spec=spec,
-            namespace=namespace,
-            capacity=capacity,
-        )
-
     if mode == "all" or not spans:
-        whole = read(0, len(tokens), prompt)
+        whole = source.read(tokens, prompt)
         return Assembled(whole.cache, whole.found, 0, 0, 0.0)
     beginning = Span(0, first)
     kinds = _kinds(len(tokens), [beginning, *spans])
     certain = kinds == _BETWEEN
     if mode != "none" or bool(certain.any()):
-        recomputation.require_repairable(host, host.new_cache(spec, capacity=capacity))
-    leading = read(0, first, prompt)
-    others = [read(start, stop, prompt[:0]) for start, stop in spans]
+        empty = host.new_cache(source.spec, capacity=source.capacity)
+        recomputation.require_repairable(host, empty)
+    leading = source.read(tokens[:first], prompt)
+    others = [source.read(tokens[start:stop], prompt[:0]) for start, stop in spans]
     spans = [beginning, *spans]
     caches = [leading.cache, *(other.cache for other in others)]
     cache = join_at(host, caches, [span.start for span in spans], len(tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from kvkeep.blocks import chat
 from kvkeep.blocks.compressed import assemble_compressed, compressed_bytes
 from kvkeep.blocks.join import moving, windowed
 from kvkeep.blocks.parts import Part, listed, marked
-from kvkeep.blocks.prefill import Assembled, Span, assemble
+from kvkeep.blocks.prefill import Assembled, Source, Span, assemble
 from kvkeep.blocks.recomputation import why_not_compared
 from kvkeep.blocks.recompute_option import RECOMPUTE, Recompute, parsed
 from kvkeep.blocks.tokenize import SHORTEST, BlockTokens, tokenized
@@ -127,6 +127,7 @@ class Encoded:
         """
         parsed(recompute)
         store = PrefixStore() if store is None else store
+        source = Source(model, store, spec, namespace, capacity)
         host = host_of(model)
         cache = host.new_cache(spec, capacity=capacity)
         tokens = self._tokens(host.context)
@@ -152,32 +153,18 @@ class Encoded:
         spans = [Span(start, min(stop, len(known))) for start, stop in spans]
         spans = [span for span in spans if span.start < span.stop]
         if compressed:
-            read = assemble_compressed(
-                model, tokens, spans, spec=spec, store=store, namespace=namespace, capacity=capacity
-            )
+            read = assemble_compressed(source, tokens, spans)
             return self._reported(read, [span for span in spans if span.start], blocks)
         if begins and not spans:
-            found = store.read(
-                model, tokens, prompt=prompt, spec=spec, namespace=namespace, capacity=capacity
-            )
+            found = source.read(tokens, prompt)
             return self._reported(Assembled(*found, 0, 0, 0.0), spans, blocks)
         stored = store.known(*keyed(host, known, exact, namespace, cache.activation))
         behind = [span for span in spans if span.stop > stored]
         first = behind[0].start if behind else len(known)
         if behind and first == 0:  # a block at the start need not be moved
             first = behind.pop(0).stop
-        read = assemble(
-            model,
-            known,
-            behind,
-            first=first,
-            prompt=prompt,
-            capacity=None if begins else capacity,
-            recompute=recompute,
-            spec=exact,
-            store=store,
-            namespace=namespace,
-        )
+        source = replace(source, spec=exact, capacity=None if begins else capacity)
+        read = assemble(source, known, behind, first=first, recompute=recompute, prompt=prompt)
         if begins:
             begin(cache, read.cache)
             feed(host, tokens[cache.fed :], cache)
@@ -300,7 +287,7 @@ def _why_not_any(host: Host, cache: ModelCache, recompute: Recompute) -> str:
     windows = windowed(cache)
     if windows:
         return f"{windows}, so blocks cannot be moved"
-    if any(layer.slots.storage.limited for layer in cache.layers):
+    if any(layer.slots.storage.limit is not None for layer in cache.layers):
         return "fixed storage has no room for recomputed tokens; use @growing"
     reason = why_not_compared(host) if parsed(recompute).mode == "share" else ""
     return f"{reason}; use recompute='boundary:32'" if reason else ""

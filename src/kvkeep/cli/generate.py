@@ -87,12 +87,13 @@ def generate(
     text = given_prompt(prompt, prompt_file)
     with Working("starting") as working:
         from kvkeep.hf.compile_ahead import note_tokens
+        from kvkeep.hf.generate import Question
         from kvkeep.hf.generate import generate as run
         from kvkeep.hf.models import load
-        from kvkeep.host.keep_until import keep_until as spec_keeping
 
         loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
         compile_if_it_pays(loaded, compile, max_new_tokens, working)
+        question = Question(text, system, raw, keep_until)
         shown, pieces = False, 0
 
         def show(piece: str) -> None:
@@ -109,16 +110,13 @@ def generate(
             result = run(
                 loaded,
                 tokenizer,
-                text,
+                question,
                 cache=spec,
                 max_new_tokens=max_new_tokens,
-                system=system,
-                raw=raw,
                 temperature=temperature,
                 top_p=top_p,
                 seed=seed,
                 prefill_chunk=prefill_chunk,
-                keep_until=keep_until,
                 compile=compile,
                 on_text=show,
                 on_start=working.reading,
@@ -127,9 +125,7 @@ def generate(
             if shown:
                 typer.echo()
             raise
-        used = str(spec)
-        if keep_until is not None:  # the spec that `run` used
-            used = str(spec_keeping(spec, result.prompt, keep_until, tokenizer))
+        used = str(question.spec(spec, result.prompt, tokenizer))
     held, tokens = result.stats, len(result.tokens)
     assert held is not None  # the answer is complete
     if json:

@@ -44,7 +44,6 @@ def save(
     *,
     specs: list[str],
     fingerprint: Mapping[str, str],
-    capacity: int | None = None,
     tokens: Tensor | None = None,
     notes: Mapping[str, str] | None = None,
     sync: bool = True,
@@ -57,7 +56,6 @@ def save(
         path: the file to write.
         specs: spec of each layer, as text.
         fingerprint: everything that the keys and values depend on, by name.
-        capacity: slots of fixed storage, or None.
         tokens: token ids fed, integers (B, columns), to save with the cache.
         notes: text to save with the cache, by name.
         sync: flush to disk, so that the file survives a power loss.
@@ -76,11 +74,12 @@ def save(
     tensors |= {f"{_CARRIED}.{name}": x for name, x in cache.carried.tensors().items()}
     if tokens is not None:
         tensors[_TOKENS] = tokens.to(torch.int64)
+    limits = [layer.limit for layer in cache.layers if layer.limit is not None]
     header = Header(
         FORMAT,
         __version__,
         specs,
-        capacity,
+        max(limits, default=None),
         dict(fingerprint),
         cache.routed,
         dict(notes or {}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from torch import Tensor
 from kvkeep.cache import CacheStats, Frozen
 from kvkeep.errors import OutOfMemoryError, RollbackError, StateError
 from kvkeep.generate.reuse import Reuse
-from kvkeep.generate.sampling import SamplingParams, sample
+from kvkeep.generate.sampler import Sampler
+from kvkeep.generate.sampling import SamplingParams
 from kvkeep.generate.text import TextStream
 from kvkeep.host import Host, ModelCache, Piece, Specs
 
@@ -93,23 +93,6 @@ class Prompt:
             self.frozen = None
 
 
-@dataclass
-class _Choice:
-    """The progress of choosing an answer's next token, with which an interrupted choice can resume.
-
-    Attributes:
-        index: the token's index in the answer.
-        random: the state of the random generator before the choice.
-        begun: whether logits processors have been called.
-        logits: the result of the processors, (1, V).
-    """
-
-    index: int
-    random: Tensor | None
-    begun: bool = False
-    logits: Tensor | None = None
-
-
 class Answer:
     """One answer of a batch. After an interrupt it resumes from its tokens and its counts of fed
     and reported tokens; each of these changes in one statement.
@@ -155,17 +138,10 @@ class Answer:
             if tokenizer is None
             else TextStream(tokenizer, self.params.stop, self.params.shown_tokens)
         )
-        self._processors = [*self.params.processors]
-        self._processors += [make() for make in self.params.own_processors]
         self._told = 0  # number of tokens reported by steps
         self._added = self._first = self._last = perf_counter()
-        self._choice = _Choice(-1, None)
         self._host, self._device = host, host.device
-        self._random: torch.Generator | None = None
-        if self.params.temperature > 0:
-            self._random = torch.Generator(self._device)
-            seed = self.params.seed
-            self._random.seed() if seed is None else self._random.manual_seed(seed + index)
+        self._sampler = Sampler(self.params, index, self._device)
 
     def __repr__(self) -> str:
         state = self.reason or ("waiting" if self.cache is None else "running")
@@ -328,33 +304,15 @@ class Answer:
         logits, at = self.logits, len(self.tokens)
         if logits is None or self.fed < len(self.prompt) + at:
             return
-        choice = self._choice
-        if choice.index != at:
-            random = None if self._random is None else self._random.get_state()
-            choice = self._choice = _Choice(at, random)
-        elif self._random is not None and choice.random is not None:
-            self._random.set_state(choice.random)
-        row = self._processed(logits, choice)
-        token = int(sample(row, self.params, self._random))
-        self._record(token, logits)
+        token, params = self._sampler.choose(logits, lambda: self.ids, at), self.params
+        if params.logprobs or params.top_logprobs:
+            del self.logprobs[at:], self.top_logprobs[at:]  # from an interrupted choice
+            (score,) = _scores(logits[None], [token], params)
+            if params.logprobs:
+                self.logprobs.append(score.logprob)
+            if params.top_logprobs:
+                self.top_logprobs.append(score.top)
         self.tokens.append(token)
-
-    def _processed(self, logits: Tensor, choice: _Choice) -> Tensor:
-        """Logits (1, V) after the logits processors."""
-        row, processors = logits[None], self._processors
-        if choice.logits is not None or not processors:
-            return row if choice.logits is None else choice.logits
-        if choice.begun:
-            raise StateError(
-                "the logits processors of this answer were interrupted and may have kept state; "
-                "add its prompt again"
-            )
-        choice.begun = True
-        ids = self.ids[None].to(self._device)
-        for process in processors:
-            row = process(ids, row)
-        choice.logits = row
-        return row
 
     @property
     def untold(self) -> bool:
@@ -384,17 +342,6 @@ class Answer:
         self._first = self._first if self._told else self._last
         told, text = len(self.tokens), self.text + text
         self.text, self.reason, self._told = text, reason or self.reason, told
-
-    def _record(self, token: int, logits: Tensor) -> None:
-        params, at = self.params, len(self.tokens)
-        if not params.logprobs and not params.top_logprobs:
-            return
-        del self.logprobs[at:], self.top_logprobs[at:]  # from an interrupted choice
-        (score,) = _scores(logits[None], [token], params)
-        if params.logprobs:
-            self.logprobs.append(score.logprob)
-        if params.top_logprobs:
-            self.top_logprobs.append(score.top)
 
     @property
     def scores_prompt(self) -> bool:

@@ -226,13 +226,9 @@ class DeviceStep:
 
 
 def _slots_of(layer: LayerCache, tokens: int | None) -> int:
-    """Number of slots that steps need. With a budget it is one more than the budget, for the next
-    token, unless the policy has a reach: then the next query cannot reach one slot of the budget.
-    """
-    policy, storage = layer.policy, layer.slots.storage
-    if policy.budget is not None:
-        return policy.budget + (policy.reach is None)
-    return storage.limit or storage.length + (tokens or 0)
+    """Number of slots that steps need."""
+    storage = layer.slots.storage
+    return layer.policy.most_slots or storage.limit or storage.length + (tokens or 0)
 
 
 def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,30 +24,70 @@ class PromptError(KVKeepError, ValueError):
     """A prompt is empty, too long, or otherwise invalid."""
 
 
+@dataclass(frozen=True)
+class Question:
+    """A prompt's text.
+
+    Args:
+        text: the text, not empty.
+        system: a system message before it.
+        raw: continue the text without the chat template.
+        keep_until: never evict the prompt up to this text: see `kvkeep.keep_until`.
+    """
+
+    text: str
+    system: str | None = None
+    raw: bool = False
+    keep_until: str | None = None
+
+    def encoded(self, tokenizer: Any) -> Tensor:
+        """Token ids (1, n).
+
+        Raises:
+            PromptError: the text is empty.
+        """
+        if not self.text.strip():
+            raise PromptError("the prompt is empty; give some text")
+        if self.raw or tokenizer.chat_template is None:
+            text = self.text if self.system is None else f"{self.system}\n\n{self.text}"
+            return cast(Tensor, tokenizer(text, return_tensors="pt")["input_ids"])
+        messages = [{"role": "user", "content": self.text}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        given = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        return cast(Tensor, given["input_ids"])
+
+    def spec(self, cache: Specs, ids: Tensor, tokenizer: Any) -> Specs:
+        """The specs of a cache for the prompt, whose token ids are `ids`.
+
+        Raises:
+            SpecError: `keep_until` is not in the prompt, or a policy cannot keep it.
+        """
+        if self.keep_until is None:
+            return cache
+        return spec_keeping(cache, ids, self.keep_until, tokenizer)
+
+
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    question: Question,
     *,
     cache: Specs,
-    system: str | None = None,
-    raw: bool = False,
     prefill_chunk: int | None = None,
-    keep_until: str | None = None,
     compile: bool | None = None,
     on_text: Callable[[str], None] = lambda _: None,
     on_start: OnStart = lambda cache, tokens: None,
     **options: Any,
 ) -> Answer:
-    """Answer `prompt` with an unattached model. The model stays attached afterwards.
+    """Answer a question with an unattached model. The model stays attached afterwards.
 
     Args:
         cache: the cache's spec.
-        system: a system message before the prompt.
-        raw: continue the prompt without the chat template.
         prefill_chunk: feed the prompt in chunks of that many tokens; None: 1,024 if the cache has a
             budget, otherwise the whole prompt at once.
-        keep_until: never evict the prompt up to this text: see `kvkeep.keep_until`.
         compile: see `kvkeep.attach`.
         on_text: called with each piece of text as it is generated.
         on_start: called before the prompt is read.
@@ -57,11 +98,8 @@ def generate(
         SpecError, UnsupportedError: the cache's spec, the model or an option is not supported, or
             `keep_until` is not in the prompt.
     """
-    if not prompt.strip():
-        raise PromptError("the prompt is empty; give some text")
-    ids = _encode(tokenizer, prompt, system, raw)["input_ids"]
-    if keep_until is not None:
-        cache = spec_keeping(cache, ids, keep_until, tokenizer)
+    ids = question.encoded(tokenizer)
+    cache = question.spec(cache, ids, tokenizer)
     options = {"max_new_tokens": 128, "temperature": 0.0} | options
     params = sampling_params(model, ids.shape[1], **options)
     attach(model, cache, compile=compile)
@@ -87,15 +125,3 @@ def follow(
         if new.text:
             on_text(new.text)
     return new.answer
-
-
-def _encode(tokenizer: Any, prompt: str, system: str | None, raw: bool) -> Any:
-    if raw or tokenizer.chat_template is None:
-        text = prompt if system is None else f"{system}\n\n{prompt}"
-        return tokenizer(text, return_tensors="pt")
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )

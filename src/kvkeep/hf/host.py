@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -30,6 +29,7 @@ from kvkeep.hf.forward.packed import (
     unpackable,
 )
 from kvkeep.hf.forward.placing import as_counted, first_position, placed, takes_positions
+from kvkeep.hf.inputs import argument_names
 from kvkeep.hf.kinds import kinds_of, layer_geometries, layer_kinds, require, why_not
 from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_counted
 from kvkeep.hf.layerwise import Decoder
@@ -60,39 +60,31 @@ class TransformersHost(Host):
 
     library = "transformers"
 
-    @property
-    def _config(self) -> PreTrainedConfig:
-        """The model's config, which `attach` replaces by a view."""
-        return base_config(self.model)
-
-    @property
-    def _text(self) -> PreTrainedConfig:
-        return decoder_config(self._config)
-
     # -- properties of the model ------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        return str(self._text.model_type)
+        return str(_text_config(self.model).model_type)
 
     @property
     def kinds(self) -> list[LayerKind]:
-        return layer_kinds(self._config)
+        return layer_kinds(base_config(self.model))
 
     def geometries(self) -> list[Geometry]:
-        return layer_geometries(self._config, head_processes(unwrapped(self.model)))
+        return layer_geometries(base_config(self.model), head_processes(unwrapped(self.model)))
 
     @property
     def parallel(self) -> bool:
         return is_parallel(self.model)
 
     def rotaries(self) -> list[Rotary | None]:
-        require(self._config, Feature.MOVED, "use it without policies and blocks that move keys")
+        config = base_config(self.model)
+        require(config, Feature.MOVED, "use it without policies and blocks that move keys")
         model = unwrapped(self.model)
         if any(kind.placeless for kind in kinds_of(model)):  # keys are the same at any position
             return [Rotary(torch.empty(0))] * len(self.kinds)
         try:
-            found = rotaries_of(self._config)
+            found = rotaries_of(config)
         except UnsupportedError:
             if self.changing_rotary:
                 raise
@@ -107,15 +99,15 @@ class TransformersHost(Host):
 
     @property
     def changing_rotary(self) -> str:
-        return next(iter(changing_ropes(self._config)), "")
+        return next(iter(changing_ropes(base_config(self.model))), "")
 
     @property
     def context(self) -> int | None:
-        return getattr(self._text, "max_position_embeddings", None)
+        return getattr(_text_config(self.model), "max_position_embeddings", None)
 
     @property
     def vocabulary(self) -> int:
-        return int(self._text.vocab_size)
+        return int(_text_config(self.model).vocab_size)
 
     @property
     def embeddings(self) -> int | None:
@@ -137,7 +129,7 @@ class TransformersHost(Host):
 
     @property
     def attached(self) -> bool:
-        return is_routed(self._text)
+        return is_routed(_text_config(self.model))
 
     def attach(
         self, spec: Specs = DEFAULT_SPEC, *, linears: bool = True, compile: bool | None = None
@@ -173,67 +165,31 @@ class TransformersHost(Host):
         self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
     ) -> Tensor:
         options = {"logits_to_keep": last} if self._skips_logits else {}
-        output = self._run(self.model, ids, cache, position, options)
+        output = _run(self.model, self.model, ids, cache, position, options)
         logits: Tensor = output.logits[:, -last:]
         return logits
 
     def read(self, ids: Tensor, cache: ModelCache, media: Mapping[str, Tensor]) -> Tensor:
-        if not self.sees:
+        if "pixel_values" not in argument_names(self.model):
             return super().read(ids, cache, media)
         options: dict[str, Any] = {"logits_to_keep": 1} if self._skips_logits else {}
         for name, x in media.items():
             x = x[:, : ids.shape[1]] if name in TEXT else x
             options[name] = x.to(self.device, self.model.dtype if x.is_floating_point() else None)
-        logits: Tensor = self._run(self.model, ids, cache, None, options).logits[:, -1:]
+        logits: Tensor = _run(self.model, self.model, ids, cache, None, options).logits[:, -1:]
         return logits
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
         # A model that contains the decoder may count positions in another way than the decoder.
         model = unwrapped(self.model)
         alone = why_not_counted(model, cache) == "" and not first_position(model)
-        self._run(self.model.get_decoder() if alone else self.model, ids, cache, position, {})
-
-    @property
-    def sees(self) -> bool:
-        return "pixel_values" in self._arguments
-
-    @property
-    def _skips_logits(self) -> bool:
-        """Whether the model's forward has an argument for the number of logits to compute."""
-        return "logits_to_keep" in self._arguments
+        module = self.model.get_decoder() if alone else self.model
+        _run(self.model, module, ids, cache, position, {})
 
     @cached_property
-    def _arguments(self) -> frozenset[str]:
-        """The names of the arguments of the model's forward."""
-        model = getattr(self.model, "_orig_mod", self.model)
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        return frozenset(inspect.signature(model.forward).parameters)
-
-    def _run(
-        self,
-        module: Any,
-        ids: Tensor,
-        cache: ModelCache,
-        position: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
-        at = torch.arange(cache.fed, cache.fed + ids.shape[1])
-        if position is not None:
-            require(self._config, Feature.PLACED, "feed the whole text")
-            require_counted(unwrapped(self.model), cache, "blocks of text")
-            at = position
-            # An attached model's mask function returns positions; give its result as the mask.
-            options["attention_mask"] = as_mask(position.to(torch.int32), None)
-            model = unwrapped(self.model)
-            options["position_ids"] = as_counted(model, position[None].to(ids.device))
-        try:
-            activate(self.model, cache.activation, at)
-            with telling(media=False):
-                given = as_cache(module, cache)
-                return module(input_ids=ids, **given, use_cache=True, **options)
-        finally:  # so that the adapter takes no part in later forwards
-            activate(self.model, None, at)
+    def _skips_logits(self) -> bool:
+        """Whether the model's forward has an argument for the number of logits to compute."""
+        return "logits_to_keep" in argument_names(self.model)
 
     # -- several sequences in one forward ---------------------------------------------------
 
@@ -267,7 +223,7 @@ class TransformersHost(Host):
         return logits if self._skips_logits else logits[last]
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
-        require(self._config, Feature.REREAD, "use a policy that reads a text once")
+        require(base_config(self.model), Feature.REREAD, "use a policy that reads a text once")
         model = unwrapped(self.model)
         require_packable(model, ())
         decoder = self.model.get_decoder()
@@ -287,7 +243,9 @@ class TransformersHost(Host):
 
     @property
     def narrows(self) -> bool:
-        return bool(self._stack()) and not why_not(kinds_of(self._config), Feature.NARROWED)
+        return bool(_stack(self.model)) and not why_not(
+            kinds_of(base_config(self.model)), Feature.NARROWED
+        )
 
     @contextmanager
     def narrowed(self, first: int, tokens: int, chosen: Callable[[], Narrowed]) -> Iterator[None]:
@@ -315,16 +273,48 @@ class TransformersHost(Host):
             return some(args), {name: some(x) for name, x in kwargs.items()}
 
         with ExitStack() as hooks:
-            for layer in self._stack()[first:]:
+            for layer in _stack(self.model)[first:]:
                 hooks.enter_context(layer.register_forward_pre_hook(narrow, with_kwargs=True))
             yield
-
-    def _stack(self) -> list[nn.Module]:
-        """The decoder's layers; empty if it has no list of layers."""
-        layers = getattr(self.model.get_decoder(), "layers", None)
-        return list(layers) if isinstance(layers, nn.ModuleList) else []
 
     # -- training --------------------------------------------------------------------------
 
     def layerwise(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Layerwise:
         return Decoder(self.model, input_ids, attention_mask)
+
+
+def _text_config(model: Any) -> PreTrainedConfig:
+    return decoder_config(base_config(model))
+
+
+def _run(
+    model: Any,
+    module: Any,
+    ids: Tensor,
+    cache: ModelCache,
+    position: Tensor | None,
+    options: dict[str, Any],
+) -> Any:
+    """The output of `module`, which is `model` or its decoder, for ids (B, n)."""
+    at = torch.arange(cache.fed, cache.fed + ids.shape[1])
+    if position is not None:
+        require(base_config(model), Feature.PLACED, "feed the whole text")
+        own = unwrapped(model)
+        require_counted(own, cache, "blocks of text")
+        at = position
+        # An attached model's mask function returns positions; give its result as the mask.
+        options["attention_mask"] = as_mask(position.to(torch.int32), None)
+        options["position_ids"] = as_counted(own, position[None].to(ids.device))
+    try:
+        activate(model, cache.activation, at)
+        with telling(media=False):
+            given = as_cache(module, cache)
+            return module(input_ids=ids, **given, use_cache=True, **options)
+    finally:  # so that the adapter takes no part in later forwards
+        activate(model, None, at)
+
+
+def _stack(model: Any) -> list[nn.Module]:
+    """The decoder's layers; empty if it has no list of layers."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) else []

@@ -122,3 +122,11 @@ def check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
             f"token id {low if low < 0 else high}: the model's vocabulary has 0 to {known - 1}; "
             "use this model's own tokenizer"
         )
+
+
+def argument_names(model: Any) -> frozenset[str]:
+    """The names of the arguments of a model's forward."""
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return frozenset(inspect.signature(model.forward).parameters)

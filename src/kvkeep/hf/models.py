@@ -23,11 +23,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from kvkeep.errors import KVKeepError, MissingPackageError, ModelError, reason_of
+from kvkeep.hf.inputs import argument_names
 from kvkeep.hf.loading import adapter_files
 from kvkeep.hf.loading.gguf_files import config_in
 from kvkeep.hf.loading.hub import download, weights_in
 from kvkeep.hf.quantised import quantise
-from kvkeep.host import host_of
 from kvkeep.host.placement import dtype_on
 from kvkeep.host.progress import Progress, silent
 from kvkeep.named_models import OF_LAB, installed, loaded
@@ -254,7 +254,7 @@ def processor_of(model: PreTrainedModel) -> Any:
     Raises:
         ModelError: transformers cannot load the processor.
     """
-    if not host_of(model).sees:
+    if "pixel_values" not in argument_names(model):
         return None
     try:
         processor = AutoProcessor.from_pretrained(model.name_or_path, local_files_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvkeep.cache import Cache
+from kvkeep.cache import Cache, share_buffers, turns
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.geometry import Geometry
 from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
@@ -123,9 +123,9 @@ class ModelCache(Cache):
 
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
         """Replace all layers; `specs` are the new layers' specs."""
-        with self._turns():
+        with turns(self.layers):
             self.layers, self.specs = list(layers), list(specs)
-            self._share()
+            share_buffers(self.layers)
 
     def reset(self) -> None:
         """Forget every token."""

@@ -110,11 +110,6 @@ class Host(ABC):
         return None
 
     @property
-    def sees(self) -> bool:
-        """Whether the model reads images; see `read`."""
-        return False
-
-    @property
     @abstractmethod
     def vocabulary(self) -> int:
         """Logits per token, V."""
@@ -344,3 +339,4 @@ class Host(ABC):
         )
 
     generate = Renamed("kvkeep.generate.stream")
+    sees = Renamed("read, which raises UnsupportedError for a model that reads text only")

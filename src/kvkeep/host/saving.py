@@ -45,13 +45,11 @@ def save(
         StateError: the cache is empty, or a forward is running.
         SavedCacheError: the file cannot be written; an existing file is unchanged.
     """
-    limits = [layer.slots.limit for layer in cache.layers if layer.slots.limit is not None]
     snapshot.save(
         cache,
         path,
         specs=[str(spec) for spec in cache.specs],
         fingerprint=host_of(model).fingerprint(tokenizer),
-        capacity=max(limits, default=None),
         tokens=tokens,
         notes=notes,
         sync=sync,

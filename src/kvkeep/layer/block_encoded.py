@@ -43,7 +43,7 @@ class BlockEncoded(LayerSlots):
 
     def __init__(self, codecs: Codecs, storage: Storage, own: Collection[str] = ()) -> None:
         names = f"{codecs.key.name}/{codecs.value.name}"
-        if storage.limited:
+        if storage.limit is not None:
             raise SpecError(
                 f"codecs {names} encode a prompt after attention, and {storage.name} storage may "
                 "have no room for it until then; use @growing"

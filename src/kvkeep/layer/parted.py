@@ -17,6 +17,7 @@ from kvkeep.layer.slots import Codecs, LayerSlots, Span, on_one_device
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Planes, marked
 from kvkeep.storage import Split, Storage, parted
+from kvkeep.storage.split import Padded, Part, loose
 
 
 class Parted(LayerSlots):
@@ -43,7 +44,8 @@ class Parted(LayerSlots):
     def positions(self, *, newest_last: bool = False) -> Tensor:
         if not self.storage.parts:
             return torch.empty(0, 1, 0, dtype=torch.int32)
-        return (self.storage.newest_last() if newest_last else self.storage.read())[POSITION]
+        split = self.storage
+        return Padded(split.parts, split.batch, before=newest_last)[POSITION]
 
     def spans(self) -> tuple[Span, ...]:
         """One span of all slots: `positions()` pads the parts to one length."""
@@ -61,7 +63,10 @@ class Parted(LayerSlots):
         self.storage.write_plane(name, plane)
 
     def surplus(self, budget: int) -> int:
-        return self.storage.surplus(budget)
+        longest: dict[int | None, int] = {}
+        for part in self.storage.parts:
+            longest[part.head] = max(longest.get(part.head, 0), part.storage.length)
+        return sum(length - budget for length in longest.values())
 
     def evict(self, victims: Tensor) -> None:
         if victims.dtype != torch.bool:
@@ -86,7 +91,7 @@ class Parted(LayerSlots):
         """As `LayerSlots.pack`. Slots of differentiable storage must not move, because gradients
         need their order."""
         split = self.storage
-        if split.differentiable or not split.length or not split.loose:
+        if split.differentiable or not split.length or not loose(split.storages):
             return None
         found = parted(split.read(), self._blank, by_head=split.by_head)
         return None if found is None else self._holding(found)
@@ -121,7 +126,7 @@ class ByHead(Parted):
     """
 
     def __init__(self, codecs: Codecs, storage: Storage) -> None:
-        if storage.limited:
+        if storage.limit is not None:
             raise SpecError(
                 f"heads of different lengths need storage that grows, but {storage.name} does not; "
                 "use @growing"
@@ -129,12 +134,16 @@ class ByHead(Parted):
         super().__init__(codecs, Split(storage, by_head=True), storage.empty_copy())
 
     def parts(self) -> dict[str, Planes]:
-        return {f"head.{i}": self.storage.resting_head(i) for i in self.storage.heads}
+        heads = dict.fromkeys(part.head for part in self.storage.parts)
+        return {f"head.{head}": _resting_head(self.storage, head) for head in heads}
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> ByHead:
         self.storage.reset()
         self.hidden = 0
-        self.storage.load([on_one_device(parts[f"head.{i}"]) for i in range(len(parts))])
+        own = tuple(Part(self._blank.empty_copy(), None, i) for i in range(len(parts)))
+        for part in own:
+            part.storage.append(on_one_device(parts[f"head.{part.head}"]))
+        self.storage.parts, self.storage.batch = own, rows
         return self
 
     def adopt_frozen(self, runs: Sequence[Run], history: History) -> None:
@@ -143,6 +152,15 @@ class ByHead(Parted):
         for planes in FrozenRuns(runs, dtype).placed(self.codecs.key):
             rows = {n: planes[n].expand(history.rows, *planes[n].shape[1:]) for n in planes}
             self.storage.append(rows)
+
+
+def _resting_head(split: Split, head: int | None) -> Planes:
+    """`Split.resting` for one head; without a copy if a single part holds all its rows."""
+    own = [part for part in split.parts if part.head == head]
+    if len(own) == 1 and own[0].rows is None:
+        return own[0].storage.resting()
+    alone = [part._replace(head=None) for part in own]
+    return Padded(alone, split.batch, before=True, resting=True)
 
 
 @final

@@ -8,12 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvkeep.errors import StateError
 from kvkeep.layer.centring import Centring
 from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.setup import Setup
 from kvkeep.layer.slots import Codecs, Decode
 from kvkeep.planes import POSITION, Planes, positions_of
-from kvkeep.policy import Observation
+from kvkeep.policy import Need, Observation, Policy
 
 
 class Settler:
@@ -29,7 +30,7 @@ class Settler:
         if there are many."""
         cursor = self._cursor
         if observation is not None:
-            self.policy.require_shown(observation)
+            _require_shown(self.policy, observation)
         if not cursor.tentative:
             self.fit(observation)
         elif self.journals and cursor.chunk is not None and cursor.chunk.shape[-1] == 1:
@@ -137,3 +138,13 @@ class Settler:
         with cursor.moved():
             if cursor.pack():
                 cursor.history.floor = cursor.history.columns
+
+
+def _require_shown(policy: Policy, step: Observation) -> None:
+    """Raise StateError if a step lacks the mass or queries that its policy needs."""
+    for need in policy.needs & {Need.MASS, Need.QUERIES}:
+        if getattr(step, need.value) is None:
+            raise StateError(
+                f"policy {policy.name} needs the {need.value} of the step; give "
+                f"settle(Observation({need.value}=...)), or use step()"
+            )

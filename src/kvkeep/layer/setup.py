@@ -85,13 +85,11 @@ class Setup:
                 "as int8/int4"
             )
         # The most slots that stay after a step; 0: a number that changes; None: all slots stay.
-        storage.bound = (
-            policy.budget + policy.room if policy.budget else 0 if policy.evicts else None
-        )
+        storage.bound = policy.most_slots or (0 if policy.evicts else None)
         if policy.ragged:
             storage.bound = None if storage.bound is None else 0  # a head's share changes
             return ByHead(codecs, storage)
-        late = has_tail(policy, key, value) and storage.lasting and not storage.limited
+        late = has_tail(policy, key, value) and storage.lasting and storage.limit is None
         if key.block > 1 or late:
             return BlockEncoded(codecs, storage, self.own)
         return Undivided(codecs, self.own, storage)

@@ -130,7 +130,7 @@ class Undivided(LayerSlots):
             fewer -= gone
         if fewer:
             left = self.frozen.length - fewer
-            self.storage = self._blank.behind(left)
+            self.storage = self._blank.empty_copy(left)
             self.frozen = self.frozen.head(left)
 
     def pack(self) -> LayerSlots | None:
@@ -181,7 +181,7 @@ class Undivided(LayerSlots):
         self.load({}, history.rows)
         self.frozen = FrozenRuns(runs, None if history.geometry is None else history.geometry.dtype)
         if self._blank.lasting:
-            self.storage = self._blank.behind(self.frozen.length)
+            self.storage = self._blank.empty_copy(self.frozen.length)
         else:
             self.thaw()
 
@@ -194,7 +194,7 @@ class Undivided(LayerSlots):
         """Freeze the storage, unless its slots are on the host. A chunk set aside is not frozen."""
         if self.storage.length and self.storage.lasting:
             self.frozen = self.frozen.followed_by(self.storage.read(), self._own)
-            self.storage = self._blank.behind(self.frozen.length)
+            self.storage = self._blank.empty_copy(self.frozen.length)
 
     def fork(self) -> Undivided:
         other = copy(self)

@@ -146,19 +146,10 @@ class LitGPTHost(Host):
     def forward(
         self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
     ) -> Tensor:
-        return logits(self.model, self._fed(ids, cache, position)[:, -last:])
+        return logits(self.model, _fed(self.model, ids, cache, position)[:, -last:])
 
     def feed(self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None) -> None:
-        self._fed(ids, cache, position)
-
-    def _fed(self, ids: Tensor, cache: ModelCache, position: Tensor | None) -> Tensor:
-        """Feed ids (B, n) to a cache; return the output of `ln_f`, (B, n, width)."""
-        last = cache.fed + ids.shape[1] if position is None else int(position[-1]) + 1
-        require_positions(self.model, last)
-        cache.begin(ids.shape[1])
-        if position is None:
-            position = cache.layers[0].next_positions(ids.shape[1], ids.device)
-        return run(self.model, ids, Forward(cache.layers, position.to(torch.int32)))
+        _fed(self.model, ids, cache, position)
 
     # -- several sequences in one forward ---------------------------------------------------
 
@@ -200,6 +191,16 @@ class LitGPTHost(Host):
             layers=self.model.transformer.h,
             vocabulary=self.vocabulary,
         )
+
+
+def _fed(model: GPT, ids: Tensor, cache: ModelCache, position: Tensor | None) -> Tensor:
+    """Feed ids (B, n) to a cache; return the output of `ln_f`, (B, n, width)."""
+    last = cache.fed + ids.shape[1] if position is None else int(position[-1]) + 1
+    require_positions(model, last)
+    cache.begin(ids.shape[1])
+    if position is None:
+        position = cache.layers[0].next_positions(ids.shape[1], ids.device)
+    return run(model, ids, Forward(cache.layers, position.to(torch.int32)))
 
 
 class _Layerwise(Layerwise):

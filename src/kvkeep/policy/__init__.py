@@ -12,10 +12,10 @@ from kvkeep.registry import Part, exports
 if TYPE_CHECKING:
     from kvkeep.policy.adakv import AdaKV as AdaKV
     from kvkeep.policy.base import Arrivals as Arrivals
-    from kvkeep.policy.base import Compression as Compression
     from kvkeep.policy.base import Need as Need
     from kvkeep.policy.base import Observation as Observation
     from kvkeep.policy.base import Policy as Policy
+    from kvkeep.policy.compression import Compression as Compression
     from kvkeep.policy.expected_attention import ExpectedAttention as ExpectedAttention
     from kvkeep.policy.h2o import H2O as H2O
     from kvkeep.policy.keep_all import KeepAll as KeepAll
@@ -65,7 +65,8 @@ ALIASES = {"streaming": ("window", {"sinks": 4})}
 four sinks."""
 
 _OTHERS = {
-    "base": ["Arrivals", "Compression", "Need", "Observation", "Policy"],
+    "base": ["Arrivals", "Need", "Observation", "Policy"],
+    "compression": ["Compression"],
     "replay": ["ReplayPolicy"],
     "scored": ["Scored"],
     "share": ["Share"],

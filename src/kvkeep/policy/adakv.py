@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.planes import POSITION, Planes
 from kvkeep.policy.base import Observation, Policy
-from kvkeep.policy.ranking import lowest
+from kvkeep.policy.ranking import lowest, worth
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.scored import Scored
 from kvkeep.policy.wrapper import Wrapper
@@ -55,14 +55,14 @@ class AdaKV(Wrapper):
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         budget = self.budget
         assert budget is not None  # `at` has made it a number
-        position = planes[POSITION]
-        worth = self.inner.worth(planes, seen)
-        rows, heads, slots = worth.shape
+        inner, position = self.inner, planes[POSITION]
+        ranks = worth(inner.score(planes, seen), planes, seen, inner.protection)
+        rows, heads, slots = ranks.shape
         safe = min(slots, int(self.floor * budget))
-        best = lowest(worth, position, slots)[..., slots - safe :]
-        guarded = worth.scatter(2, best, torch.inf).masked_fill(worth == -torch.inf, -torch.inf)
+        best = lowest(ranks, position, slots)[..., slots - safe :]
+        guarded = ranks.scatter(2, best, torch.inf).masked_fill(ranks == -torch.inf, -torch.inf)
         # Heads shorter than the longest are padded with empty slots, which are victims first.
         many = heads * (slots - budget)
         order = lowest(guarded.flatten(1), position.flatten(1), many)
-        dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=worth.device)
+        dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=ranks.device)
         return dropped.scatter_(1, order, True).view(rows, heads, slots)

@@ -11,15 +11,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.errors import SpecError, StateError
+from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import OwnWindow, Planes, PlaneSpec, Reach
+from kvkeep.policy.compression import Compression
 from kvkeep.policy.protection import Protection
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
+from kvkeep.renamed import Renamed, require_new_names
 from kvkeep.rotary import Rotary
-
-_OBSERVED_AGAIN = 64  # queries, for policies that observe all queries
 
 
 class Need(Enum):
@@ -90,28 +90,6 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=dtype, device=device)
 
 
-class Compression(NamedTuple):
-    """How a text is compressed after a second reading; see `KVzip`.
-
-    Args:
-        tokens: the share of the slots to keep.
-        sinks: number of first tokens that are kept.
-        chunk: number of tokens that are read again at once.
-        recent: number of newest tokens that are kept, at most.
-        uniform: whether all heads keep the same number of slots.
-    """
-
-    tokens: Share
-    sinks: int
-    chunk: int
-    recent: int
-    uniform: bool
-
-    def slots(self, tokens: int) -> int:
-        """Average slots kept per head for a text of `tokens` tokens."""
-        return max(self.tokens.of(tokens), min(self.sinks, tokens))
-
-
 @dataclass(frozen=True)
 class Policy:
     """Chooses the slots of a layer to evict. The dataclass fields are the options of its spec."""
@@ -129,19 +107,21 @@ class Policy:
     """Whether heads may keep different numbers of tokens. `victims` then returns a bool mask
     (B, H, S) of the slots to evict, and the budget is the average over heads."""
 
-    weighs_values: ClassVar[bool] = False
-    """Whether its scores depend on values. A cache of latents has no separate values."""
-
     counts_empty: ClassVar[bool] = False
-    """Whether its evictions count empty slots, so that the layer must not free them separately."""
+    """Whether its evictions count empty slots, so that the layer must not free them separately. A
+    wrapper does not forward it."""
 
     wraps: ClassVar[bool] = False
     """Whether its first field is another policy: `name:options(other)` in a spec."""
 
-    @property
-    def planes(self) -> dict[str, PlaneSpec]:
-        """The policy's own planes, such as scores, which the storage keeps for each slot."""
-        return {}
+    budget_at = Renamed("at")
+    protected = Renamed("protection")
+    room = Renamed("most_slots")
+
+    def __init_subclass__(cls) -> None:
+        require_new_names(cls)
+
+    # -- the budget -----------------------------------------------------------------------
 
     @property
     def budget(self) -> int | None:
@@ -152,6 +132,112 @@ class Policy:
     def share(self) -> Share | None:
         """The budget, if it is a share of the tokens fed."""
         return None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether steps evict slots."""
+        return self.budget is not None or self.share is not None
+
+    def at(self, fed: int) -> Policy:
+        """The policy once `fed` tokens have been fed. A budget that is a share becomes a number of
+        tokens."""
+        return self
+
+    @property
+    def most_slots(self) -> int | None:
+        """The most slots during a step of one token: those of the budget and the new token, unless
+        `reach` lets the layer free a slot before the step. None: there is no budget."""
+        return None if self.budget is None else self.budget + (self.reach is None)
+
+    def with_budget(self, tokens: int | Share) -> Policy:
+        """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
+        raise SpecError(f"policy {self.name} has no budget to change")
+
+    @property
+    def protection(self) -> Protection:
+        """The positions that are never evicted."""
+        return Protection()
+
+    def keeping(self, stop: int) -> Policy:
+        """This policy with the first `stop` positions protected; a budget in tokens stays the same.
+        Raises SpecError if that is not possible."""
+        raise SpecError(
+            f"policy {self.name} cannot be told which positions to keep; use a policy with the "
+            "option keep_to, such as window:1024 or h2o:1024"
+        )
+
+    # -- the layer ------------------------------------------------------------------------
+
+    def within(self, window: int) -> Policy:
+        """The policy to use on a layer with a sliding window of `window` tokens."""
+        return self
+
+    def in_layer(self, index: int, count: int) -> Policy:
+        """The policy to use in layer `index` of `count`."""
+        return self
+
+    @property
+    def reach(self) -> Reach | None:
+        """The positions a query may see, if the policy limits them; the layer then evicts slots
+        that no later query can see."""
+        return None
+
+    # -- a step ---------------------------------------------------------------------------
+
+    @property
+    def planes(self) -> dict[str, PlaneSpec]:
+        """The policy's own planes, such as scores, which the storage keeps for each slot."""
+        return {}
+
+    @property
+    def step(self) -> int | None:
+        """The most tokens of a step; a larger chunk is divided into steps. None: a chunk is one
+        step."""
+        return None
+
+    @property
+    def observed(self) -> int | None:
+        """Number of a chunk's newest queries that the mass counts; None: all."""
+        return None
+
+    @property
+    def shows_padding(self) -> bool:
+        """Whether queries of padding attend to earlier slots. They must not if the policy needs the
+        mass, because it would count them."""
+        return Need.MASS not in self.needs
+
+    def enter(self, tokens: Arrivals) -> Planes:
+        """The policy's planes for new tokens, (B, H|1, n, ...); zeros by default."""
+        rows, heads, n, _ = tokens.keys.shape
+        device = tokens.keys.device
+        return {
+            name: _zero(spec.dtype, device).expand(
+                rows, 1 if spec.shared else heads, n, *spec.shape
+            )
+            for name, spec in self.planes.items()
+        }
+
+    def observe(self, planes: Planes, seen: Observation) -> None:
+        """Update the policy's own planes in place, and `seen.state`, after a step."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy overrides `observe`."""
+        return type(self).observe is not Policy.observe
+
+    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
+        """The `count` slots to evict, empty slots first: int64 (B, 1, count), or (B, H, count) if
+        `per_head`. Never called without a budget."""
+        raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
+
+    @property
+    def rule(self) -> Rule | None:
+        """Its decode step as data for the native library; None: it runs in Python. A class that
+        overrides a method described by the rule, such as `score`, must also override the rule, or
+        the rule is not used."""
+        return None
+
+    # -- files and whole texts ------------------------------------------------------------
 
     @property
     def compression(self) -> Compression | None:
@@ -176,120 +262,6 @@ class Policy:
         """The policy with another path for `file`."""
         return self
 
-    @property
-    def evicts(self) -> bool:
-        """Whether steps evict slots."""
-        return self.budget is not None or self.share is not None
-
-    def at(self, fed: int) -> Policy:
-        """The policy once `fed` tokens have been fed. A budget that is a share becomes a number of
-        tokens."""
-        return self
-
-    def budget_at(self, fed: int) -> int | None:
-        """The budget in tokens once `fed` tokens have been fed."""
-        return self.at(fed).budget
-
-    @property
-    def rule(self) -> Rule | None:
-        """Its decode step as data for the native library; None: it runs in Python. A class that
-        overrides a method described by the rule, such as `score`, must also override the rule, or
-        the rule is not used."""
-        return None
-
-    @property
-    def protection(self) -> Protection:
-        """The positions that are never evicted."""
-        return Protection()
-
-    @property
-    def protected(self) -> int:
-        """The most slots that are kept regardless of their score."""
-        return self.protection.recent + self.protection.fixed
-
-    @property
-    def room(self) -> int:
-        """Slots beyond the budget that a single-token step needs before eviction."""
-        return 0
-
-    @property
-    def reach(self) -> Reach | None:
-        """The positions a query may see, if the policy limits them; the layer then evicts slots
-        that no later query can see."""
-        return None
-
-    @property
-    def shows_padding(self) -> bool:
-        """Whether queries of padding attend to earlier slots. They must not if the policy needs the
-        mass, because it would count them."""
-        return Need.MASS not in self.needs
-
-    @property
-    def observed(self) -> int | None:
-        """Number of a chunk's newest queries that the mass counts; None: all."""
-        return None
-
-    @property
-    def observed_again(self) -> int:
-        """Number of a stored text's last tokens that are fed again to a cache that begins with the
-        text, because the policy needs their queries; 0: it needs no queries."""
-        needs_queries = self.needs & {Need.MASS, Need.QUERIES}
-        return (self.observed or _OBSERVED_AGAIN) if needs_queries else 0
-
-    @property
-    def step(self) -> int | None:
-        """The most tokens of a step; a larger chunk is divided into steps. None: a chunk is one
-        step."""
-        return None
-
-    @property
-    def observes(self) -> bool:
-        """Whether the policy overrides `observe`."""
-        return type(self).observe is not Policy.observe
-
-    def within(self, window: int) -> Policy:
-        """The policy to use on a layer with a sliding window of `window` tokens."""
-        return self
-
-    def in_layer(self, index: int, count: int) -> Policy:
-        """The policy to use in layer `index` of `count`."""
-        return self
-
-    def with_budget(self, tokens: int | Share) -> Policy:
-        """This policy with a budget of `tokens`; raises SpecError if that is not possible."""
-        raise SpecError(f"policy {self.name} has no budget to change")
-
-    def keeping(self, stop: int) -> Policy:
-        """This policy with the first `stop` positions protected; a budget in tokens stays the same.
-        Raises SpecError if that is not possible."""
-        raise SpecError(
-            f"policy {self.name} cannot be told which positions to keep; use a policy with the "
-            "option keep_to, such as window:1024 or h2o:1024"
-        )
-
-    def enter(self, tokens: Arrivals) -> Planes:
-        """The policy's planes for new tokens, (B, H|1, n, ...); zeros by default."""
-        rows, heads, n, _ = tokens.keys.shape
-        device = tokens.keys.device
-        return {
-            name: _zero(spec.dtype, device).expand(
-                rows, 1 if spec.shared else heads, n, *spec.shape
-            )
-            for name, spec in self.planes.items()
-        }
-
-    def require_shown(self, step: Observation) -> None:
-        """Raise StateError if a step lacks the mass or queries that this policy needs."""
-        for need in self.needs & {Need.MASS, Need.QUERIES}:
-            if getattr(step, need.value) is None:
-                raise StateError(
-                    f"policy {self.name} needs the {need.value} of the step; give "
-                    f"settle(Observation({need.value}=...)), or use step()"
-                )
-
-    def observe(self, planes: Planes, seen: Observation) -> None:
-        """Update the policy's own planes in place, and `seen.state`, after a step."""
-
     def why_not_memory(self, memory: Planes, geometry: Geometry) -> str:
         """Why `memory`, read from a file, cannot be a `seen.state` of this policy; empty if it can.
 
@@ -298,13 +270,8 @@ class Policy:
         """
         return f"policy {self.name} keeps no state {sorted(memory)}" if memory else ""
 
-    def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
-        """The `count` slots to evict, empty slots first: int64 (B, 1, count), or (B, H, count) if
-        `per_head`. Never called without a budget."""
-        raise NotImplementedError(f"policy {self.name} has no victims() to choose {count} slots")
 
-
-_RULED = ("enter", "observe", "score", "worth", "victims")
+_RULED = ("enter", "observe", "score", "victims")
 """Methods that a rule describes."""
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from kvkeep.errors import SpecError
-from kvkeep.policy.base import Compression, Policy
+from kvkeep.policy.base import Policy
+from kvkeep.policy.compression import Compression
 from kvkeep.policy.rule import Rule
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window

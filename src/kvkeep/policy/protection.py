@@ -22,6 +22,12 @@ class Protection(NamedTuple):
         """The number of protected positions other than the newest: sinks and kept positions."""
         return Reach(0, *self[1:]).fixed
 
+    @property
+    def slots(self) -> int:
+        """The number of protected positions: the most slots that are kept regardless of their
+        score."""
+        return self.recent + self.fixed
+
     def until(self, stop: int) -> int:
         """The value of `keep_to` that also protects the first `stop` positions.
 

@@ -41,5 +41,6 @@ class Pyramid(Wrapper):
         if inner.share is not None:
             return inner.with_budget(inner.share.times(factor))
         assert budget is not None  # `inner` evicts
-        tokens = inner.protected + round((budget - inner.protected) * factor)
-        return inner.with_budget(max(inner.protected + 1, tokens))
+        protected = inner.protection.slots
+        tokens = protected + round((budget - protected) * factor)
+        return inner.with_budget(max(protected + 1, tokens))

@@ -37,7 +37,6 @@ class ReplayPolicy(Wrapper):
     name: ClassVar[str] = "replay"
     needs: ClassVar[frozenset[Need]] = frozenset()
     rollback: ClassVar[bool] = False
-    weighs_values: ClassVar[bool] = False
     counts_empty: ClassVar[bool] = True
 
     @property

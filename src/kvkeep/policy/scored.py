@@ -12,9 +12,10 @@ from kvkeep.errors import SpecError
 from kvkeep.planes import Planes, PlaneSpec
 from kvkeep.policy.base import Observation, Policy
 from kvkeep.policy.protection import Protection
-from kvkeep.policy.ranking import least_worthy, worth
+from kvkeep.policy.ranking import least_worthy
 from kvkeep.policy.share import Share
 from kvkeep.policy.window import Window
+from kvkeep.renamed import Renamed
 
 SCORE = "score"
 """The name of the plane with the scores, fp32 (B, H, S)."""
@@ -48,6 +49,8 @@ class Scored(Policy):
     newest: ClassVar[int] = 0
     """The number of newest tokens protected by default."""
 
+    worth = Renamed("score")
+
     def __post_init__(self) -> None:
         if isinstance(self.tokens, Share):
             self.at(0)  # checks the other fields
@@ -65,29 +68,26 @@ class Scored(Policy):
                 f"{self.name} step {self.step}: a step takes at least 1 token; use step=1, or "
                 "leave out step, so that each chunk is one step"
             )
-        if self.protected > self.tokens:
+        protected = self.protection.slots
+        if protected > self.tokens:
             raise SpecError(
-                f"{self.name} keeps {self.tokens} tokens, but protects {self.protected} (the "
+                f"{self.name} keeps {self.tokens} tokens, but protects {protected} (the "
                 f"newest {self.protected_recent}, sinks and kept positions); use "
-                f"{self.name}:{self.protected} or more (least={self.protected} if the budget is a "
-                "share), or protect fewer tokens"
+                f"{self.name}:{protected} or more (least={protected} if the budget is a share), or "
+                "protect fewer tokens"
             )
 
     @property
     def protected_recent(self) -> int:
         """Number of newest tokens that are never evicted."""
         if self.recent is None:
-            return max(0, min(self.newest, ((self.budget or 0) - self._fixed) // 2))
+            fixed = Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
+            return max(0, min(self.newest, ((self.budget or 0) - fixed) // 2))
         return self.recent
 
     @property
     def protection(self) -> Protection:
         return Protection(self.protected_recent, self.sinks, self.keep_from, self.keep_to)
-
-    @property
-    def _fixed(self) -> int:
-        """Number of protected positions other than the newest."""
-        return Protection(0, self.sinks, self.keep_from, self.keep_to).fixed
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:
@@ -105,14 +105,6 @@ class Scored(Policy):
         if not isinstance(self.tokens, Share):
             return self
         return replace(self, tokens=self.tokens.budget(fed, self.least))
-
-    def budget_at(self, fed: int) -> int | None:
-        share = self.share
-        return self.budget if share is None else share.budget(fed, self.least)
-
-    @property
-    def room(self) -> int:
-        return 1
 
     def within(self, window: int) -> Policy:
         fits = not isinstance(self.tokens, Share) and self.tokens < window
@@ -132,10 +124,6 @@ class Scored(Policy):
         """The score of each slot, floating point (B, H, S), or (B, 1, S) unless `per_head`; by
         default the plane `score`."""
         return planes[SCORE]
-
-    def worth(self, planes: Planes, seen: Observation) -> Tensor:
-        """The worth of each slot, see `ranking.worth`."""
-        return worth(self.score(planes, seen), planes, seen, self.protection)
 
     def victims(self, count: int, planes: Planes, seen: Observation) -> Tensor:
         return least_worthy(self.score(planes, seen), planes, seen, self.protection, count)

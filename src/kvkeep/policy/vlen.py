@@ -23,7 +23,6 @@ class VLen(H2O):
     """
 
     name: ClassVar[str] = "vlen"
-    weighs_values: ClassVar[bool] = True
 
     @property
     def planes(self) -> dict[str, PlaneSpec]:

@@ -43,7 +43,7 @@ class Window(Policy):
             return
         ordered = 0 <= self.keep_from <= self.keep_to < 2**31
         least = min(self.size - 1, self.sinks)
-        if not (least >= 0 and ordered and self.size + self.protected < 2**31):
+        if not (least >= 0 and ordered and self.size + self.protection.slots < 2**31):
             raise SpecError(
                 f"window of {self.size} tokens, {self.sinks} sinks and positions {self.keep_from} "
                 f"to {self.keep_to}: size must be at least 1, sinks at least 0, positions in "
@@ -52,7 +52,7 @@ class Window(Policy):
 
     @property
     def budget(self) -> int | None:
-        return None if isinstance(self.size, Share) else self.size + self.protected
+        return None if isinstance(self.size, Share) else self.size + self.protection.slots
 
     @property
     def share(self) -> Share | None:
@@ -62,11 +62,6 @@ class Window(Policy):
         if not isinstance(self.size, Share):
             return self
         return self.with_budget(self.size.budget(fed, self.least))
-
-    def budget_at(self, fed: int) -> int | None:
-        if not isinstance(self.size, Share):
-            return self.budget
-        return self.size.budget(fed, self.least)
 
     @property
     def reach(self) -> Reach | None:
@@ -83,11 +78,13 @@ class Window(Policy):
         return Protection(0, self.sinks, self.keep_from, self.keep_to)
 
     def with_budget(self, tokens: int | Share) -> Policy:
-        return replace(self, size=tokens if isinstance(tokens, Share) else tokens - self.protected)
+        return replace(
+            self, size=tokens if isinstance(tokens, Share) else tokens - self.protection.slots
+        )
 
     def keeping(self, stop: int) -> Policy:
         to = self.protection.until(stop)
-        added = Protection(0, self.sinks, 0, to).fixed - self.protected
+        added = Protection(0, self.sinks, 0, to).fixed - self.protection.slots
         if isinstance(self.size, Share):  # early in a text the share may not suffice for them
             return replace(self, keep_from=0, keep_to=to, least=self.least + added)
         return replace(self, size=self.size - added, keep_from=0, keep_to=to)

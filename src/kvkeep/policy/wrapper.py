@@ -34,9 +34,6 @@ class Wrapper(Policy):
     def at(self, fed: int) -> Policy:
         return self.around(self.inner.at(fed))
 
-    def budget_at(self, fed: int) -> int | None:
-        return self.inner.budget_at(fed)
-
     def within(self, window: int) -> Policy:
         return self.around(self.inner.within(window))
 
@@ -67,9 +64,8 @@ class Wrapper(Policy):
 
 
 FORWARDED = (
-    *("needs", "rollback", "per_head", "ragged", "weighs_values", "counts_empty"),
-    *("planes", "budget", "share", "protection", "protected", "room", "reach", "step"),
-    *("shows_padding", "observed", "observed_again", "observes"),
+    *("needs", "rollback", "per_head", "ragged", "planes", "budget", "share", "protection"),
+    *("reach", "step", "shows_padding", "observed", "observes"),
     *("compression", "calibrated_for", "file"),
 )
 """Members of `Policy` that return the inner policy's value."""

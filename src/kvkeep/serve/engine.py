@@ -8,8 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any, TypedDict, Unpack, final
 
+from kvkeep.arguments import suggests
 from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.generate import Answer, Batch, NewToken, WithMedia
 from kvkeep.generate.answer import Likely, Prompt
@@ -183,6 +184,13 @@ def _scored(names: TokenNames, token: int, score: _Score, offset: int) -> Scored
     return Scored(chosen, tuple(top), offset)
 
 
+class Compilation(TypedDict, total=False):
+    """How an engine compiles steps; see `Engine`."""
+
+    compile: bool | None
+    progress: Progress
+
+
 @final
 class Engine:
     """Answers requests in one thread, which steps a `Batch` while there are requests and sleeps
@@ -204,6 +212,7 @@ class Engine:
             attached.
     """
 
+    @suggests(options=Compilation)
     def __init__(
         self,
         model: Any,
@@ -214,14 +223,14 @@ class Engine:
         store: PrefixStore | None = None,
         namespace: str = "",
         limits: Limits | None = None,
-        compile: bool | None = None,
-        progress: Progress = silent,
+        **compilation: Unpack[Compilation],
     ) -> None:
         processor = tokenizer if hasattr(tokenizer, "image_processor") else None
         tokenizer = tokenizer if processor is None else tokenizer.tokenizer
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
+        compile, progress = compilation.get("compile"), compilation.get("progress", silent)
         self._host.attach(cache, compile=compile)
         if compile:
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ class Storage(ABC):
     keep = Renamed("write_plane")
     left = Renamed("remaining")
     another = Renamed("empty_copy")
+    behind = Renamed("empty_copy")
+    limited = Renamed("limit")
 
     def __init_subclass__(cls) -> None:
         require_new_names(cls)
@@ -68,24 +70,7 @@ class Storage(ABC):
     def __init__(self) -> None:
         self._planes: dict[str, Tensor] = {}  # (B, H|1, capacity, ...)
 
-    def require(self, slots: int) -> None:
-        """Raise CapacityError when `slots` slots can never fit."""
-        require_within(self.limit, slots)
-
-    def described(self) -> bytes | None:
-        """The addresses and strides of the planes, as KvSlots of native/abi.h; the same object
-        until the planes move. The native library may then write allocated slots from `length` on,
-        followed by a call of `extend_to`. None: it may not."""
-        return None
-
-    def extend_to(self, length: int) -> None:
-        """Count the slots up to `length`, which were written in place, as slots in use."""
-        raise NotImplementedError(f"{self.name} storage is not written in place")
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a `limit`."""
-        return self.limit is not None
+    # -- size -----------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -96,6 +81,22 @@ class Storage(ABC):
     def capacity(self) -> int:
         """Slots allocated."""
         return slot_count(self._planes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return self.length * plane_bytes(self._planes) // max(1, self.capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, including slots not in use."""
+        return plane_bytes(self._planes)
+
+    def require(self, slots: int) -> None:
+        """Raise CapacityError when `slots` slots can never fit."""
+        require_within(self.limit, slots)
+
+    # -- writing and reading --------------------------------------------------------------
 
     @abstractmethod
     def append(self, planes: Planes) -> slice:
@@ -117,19 +118,21 @@ class Storage(ABC):
     def write(self, slots: Tensor, planes: Planes) -> None:
         """Overwrite slots, int64 indices (B|1, H|1, n) below `length`."""
 
-    @abstractmethod
-    def read(self) -> Planes:
-        """All slots in use, (B, H|1, length, ...), as views that the next change may overwrite."""
-
     def write_plane(self, name: str, plane: Tensor) -> None:
         """Overwrite one plane (B, H|1, length, ...) of the slots in use."""
         with torch.inference_mode():  # allows in-place changes of tensors made in any mode
             self.read()[name].copy_(plane)
 
+    @abstractmethod
+    def read(self) -> Planes:
+        """All slots in use, (B, H|1, length, ...), as views that the next change may overwrite."""
+
     def resting(self) -> Planes:
         """Like `read`, but on the device that holds the slots between steps (the CPU for `host`
         storage), for copying or saving. Valid until this storage changes."""
         return self.read()
+
+    # -- freeing --------------------------------------------------------------------------
 
     @abstractmethod
     def evict(self, victims: Tensor) -> None:
@@ -179,27 +182,44 @@ class Storage(ABC):
         """Free the slots from `length` on."""
 
     @abstractmethod
+    def reset(self) -> None:
+        """Free every slot."""
+
+    @abstractmethod
     def rows(self, index: Tensor) -> None:
         """Make row i a copy of the former row index[i]; int64 (new B,)."""
 
-    @final
-    def empty_copy(self) -> Storage:
-        """A new, empty storage with the same options and bound."""
+    # -- other storages -------------------------------------------------------------------
+
+    def empty_copy(self, behind: int = 0) -> Self:
+        """A new, empty storage with the same options, for the slots that follow `behind` frozen
+        slots: limit and bound are lower by `behind`."""
         fresh = self._alike()
-        fresh.bound = self.bound
+        if self.bound is not None:
+            fresh.bound = max(0, self.bound - behind)
+        if self.limit is not None:
+            fresh.limit = max(1, self.limit - behind)
         return fresh
 
-    def _alike(self) -> Storage:
+    def _alike(self) -> Self:
         """A new, empty storage with the same options."""
         return type(self)()
-
-    def behind(self, slots: int) -> Storage:
-        """A new, empty storage for the slots that follow `slots` frozen slots."""
-        return self.empty_copy()
 
     def share(self, common: dict[str, Any]) -> None:  # noqa: B027
         """Share resources with the other storages of a cache. `common` holds the resources by name
         of storage. By default nothing is shared."""
+
+    # -- steps of the native library and on a device --------------------------------------
+
+    def described(self) -> bytes | None:
+        """The addresses and strides of the planes, as KvSlots of native/abi.h; the same object
+        until the planes move. The native library may then write allocated slots from `length` on,
+        followed by a call of `extend_to`. None: it may not."""
+        return None
+
+    def extend_to(self, length: int) -> None:
+        """Count the slots up to `length`, which were written in place, as slots in use."""
+        raise NotImplementedError(f"{self.name} storage is not written in place")
 
     def reserve(self, slots: int) -> None:
         """Allocate at least `slots` slots, in a storage that is not empty. The slots keep their
@@ -215,25 +235,6 @@ class Storage(ABC):
         """Use `planes` (B, H|1, capacity, ...), which were read after `reserve`; the first `length`
         slots are in use."""
         raise NotImplementedError(f"{self.name} storage cannot adopt planes: it moves its slots")
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Free every slot."""
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot in all rows, heads and planes; 0 before the first append."""
-        return plane_bytes(self._planes) // max(1, self.capacity)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the slots in use."""
-        return self.length * self.slot_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated, including slots not in use."""
-        return plane_bytes(self._planes)
 
 
 def require_within(limit: int | None, slots: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from struct import Struct
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,14 +20,25 @@ _MOST_VIEWS = 8  # views made at once; each takes about a kilobyte
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h
 
 
-class _SlotViews(NamedTuple):
-    """Views of the single slots from `first` on."""
+class _SlotViews:
+    """Views of single slots. Decoding asks for consecutive slots, so the views of several slots are
+    made at once, which takes little more time than one."""
 
-    views: Sequence[Planes]
-    first: int
+    def __init__(self) -> None:
+        self._made: tuple[int, Sequence[Planes]] = (0, ())  # the first slot, and views from it on
 
-
-_NO_VIEWS = _SlotViews([], 0)
+    def of(self, slot: int, planes: Planes) -> Planes:
+        """Views (B, H|1, 1, ...) of a slot of `planes`, which are the same in all calls."""
+        first, views = self._made
+        if not first <= slot < first + len(views):
+            count = min(_MOST_VIEWS, slot_count(planes) - slot)
+            with torch.inference_mode(False), torch.no_grad():
+                split = [
+                    torch.split(plane.narrow(2, slot, count), 1, dim=2) for plane in planes.values()
+                ]
+            views = [dict(zip(planes, slots, strict=True)) for slots in zip(*split, strict=True)]
+            first, self._made = slot, (slot, views)
+        return views[slot - first]
 
 
 class Buffer(Storage):
@@ -41,7 +52,7 @@ class Buffer(Storage):
     def __init__(self) -> None:
         super().__init__()
         self._length = 0
-        self._views = _NO_VIEWS
+        self._views = _SlotViews()
         self._addresses: bytes | None = None  # the result of `described`
 
     @abstractmethod
@@ -70,13 +81,12 @@ class Buffer(Storage):
     def adopt(self, planes: Planes, length: int) -> None:
         self._length = length
         if any(self._planes.get(name) is not plane for name, plane in planes.items()):
-            self._planes = dict(planes)
-            self._moved()
+            self._hold(dict(planes))
 
     def append(self, planes: Planes) -> slice:
         start = self._length
-        if not start and not self._fits(planes):
-            self._drop_planes()
+        if not start and not _alike(self._planes, planes):
+            self._hold({})
         stop = start + slot_count(planes)
         slots = self._spare(stop, planes)
         for name, plane in planes.items():
@@ -102,7 +112,7 @@ class Buffer(Storage):
 
     def evict(self, victims: Tensor) -> None:
         if self.described() is not None:
-            self._evict_in_one_call(victims, self._length)
+            _evict_in_one_call(self, victims, self._length)
             return
         holes, movers = moves(victims, self._length)
         # Gather from all planes before changing any, because a gather may run out of memory.
@@ -120,42 +130,14 @@ class Buffer(Storage):
         if kept > self.capacity:
             self._reallocate(self._capacity_for(kept, device_of(planes)), self._planes)
         behind = slots_record({name: planes[name] for name in self._planes})
-        self._evict_in_one_call(victims, slots, behind)
-
-    def _evict_in_one_call(self, victims: Tensor, slots: int, behind: bytes | None = None) -> None:
-        """Evict from `slots` slots, of which the slots from `length` on lie in the planes that
-        `behind` describes. The storage is `described`."""
-        assert LIBRARY is not None
-        heads = max(plane.shape[1] for plane in self._planes.values())
-        rows = next(iter(self._planes.values())).shape[0]
-        if (
-            victims.dtype != torch.int64
-            or not victims.is_cpu
-            or victims.shape[0] not in (1, rows)
-            or victims.shape[1] not in (1, heads)
-        ):
-            raise ShapeError(
-                f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy "
-                f"must give int64 ({rows} or 1, {heads} or 1, count) on the slots' device"
-            )
-        victims = victims.contiguous()
-        place, own = victims.data_ptr(), self._length
-        failed = LIBRARY.kv_evict(
-            self.described(), len(self._planes), rows, place, *victims.shape, slots, behind, own
-        )
-        if failed == 1:
-            raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
-        if failed:
-            self.remaining(victims, slots)  # raises the error that says which are wrong
-        self._length = slots - victims.shape[2]
+        _evict_in_one_call(self, victims, slots, behind)
 
     def truncate(self, length: int) -> None:
         self._length = length
 
     def rows(self, index: Tensor) -> None:
-        self._moved()
         planes = dict(self._planes)
-        for name, plane in planes.items():
+        for name, plane in self._planes.items():
             live = plane.narrow(2, 0, self._length)
             if len(index) == plane.shape[0]:
                 live.copy_(live.index_select(0, index))
@@ -167,16 +149,16 @@ class Buffer(Storage):
                 rows = len(index) * (self.nbytes // max(1, plane.shape[0]))
                 raise out_of_memory(self.capacity, rows, self.live_bytes, plane.device) from error
             fresh.narrow(2, 0, self._length).copy_(live.index_select(0, index))
-        self._planes = planes  # after all are copied, so that an error changes nothing
+        self._hold(planes)  # after all are copied, so that an error changes nothing
 
     def reset(self) -> None:
-        self._drop_planes()
+        self._hold({})
         self._length = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the slots in use, without spare slots."""
         live = {name: plane.clone() for name, plane in self.read().items()}
-        volatile = {"_planes": live, "_views": _NO_VIEWS, "_addresses": None}
+        volatile = {"_planes": live, "_views": _SlotViews(), "_addresses": None}
         return self.__dict__ | volatile | {"capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,42 +175,13 @@ class Buffer(Storage):
             like = self._planes or like
             self._reallocate(self._capacity_for(stop, device_of(like)), like)
         if stop - start == 1:
-            return self._slot(start)
+            return self._views.of(start, self._planes)
         return {name: p.narrow(2, start, stop - start) for name, p in self._planes.items()}
 
-    def _slot(self, slot: int) -> Planes:
-        """Views (B, H|1, 1, ...) of one slot. Decoding asks for consecutive slots, so the views of
-        several slots are made at once, which takes little more time than one."""
-        made = self._views
-        if not made.first <= slot < made.first + len(made.views):
-            count = min(_MOST_VIEWS, self.capacity - slot)
-            with torch.inference_mode(False), torch.no_grad():
-                split = [
-                    torch.split(plane.narrow(2, slot, count), 1, dim=2)
-                    for plane in self._planes.values()
-                ]
-            views = [
-                dict(zip(self._planes, slots, strict=True)) for slots in zip(*split, strict=True)
-            ]
-            made = self._views = _SlotViews(views, slot)
-        return made.views[slot - made.first]
-
-    def _drop_planes(self) -> None:
-        self._planes = {}
-        self._moved()
-
-    def _moved(self) -> None:
-        """Forget views and addresses of the planes, after the planes were replaced."""
-        self._views = _NO_VIEWS
-        self._addresses = None
-
-    def _fits(self, planes: Planes) -> bool:
-        """Whether the buffers match these planes in names, rows, heads, widths, dtype, device."""
-        return self._planes.keys() == planes.keys() and all(
-            (p.shape[:2], p.shape[3:], p.dtype, p.device)
-            == (q.shape[:2], q.shape[3:], q.dtype, q.device)
-            for p, q in ((plane, planes[name]) for name, plane in self._planes.items())
-        )
+    def _hold(self, planes: dict[str, Tensor]) -> None:
+        """Use other planes. Views and addresses of the former planes are forgotten."""
+        self._views, self._addresses = _SlotViews(), None
+        self._planes = planes
 
     def _reallocate(self, capacity: int, like: Planes) -> None:
         """Move the slots in use to new buffers of `capacity` slots, with the planes of `like`.
@@ -236,36 +189,78 @@ class Buffer(Storage):
         Raises:
             OutOfMemoryError: there is not enough memory; the slots in use are unchanged.
         """
-        before = self.capacity
-        self._moved()
+        before, live, planes = self.capacity, self._length, self._planes
+        self._hold(planes)
         try:
             for name, plane in like.items():  # one by one: only one plane exists twice at a time
-                self._move(name, plane, capacity)
+                planes[name] = _resized(plane, capacity, live if name in planes else 0)
         except BaseException as error:
-            self._level(min(before, capacity))
+            if before:
+                _level(planes, min(before, capacity), live)
+            else:
+                self._hold({})
             if not isinstance(error, SHORTAGE):
                 raise
             needed = sum(p[:, :, :1].numel() * p.element_size() for p in like.values()) * capacity
             raise out_of_memory(capacity, needed, self.live_bytes, device_of(like)) from error
         self.reallocations += bool(before)
 
-    def _move(self, name: str, plane: Tensor, capacity: int) -> None:
-        shape = (*plane.shape[:2], capacity, *plane.shape[3:])
-        fresh = reserve(shape, plane.dtype, plane.device)
-        if name in self._planes:
-            fresh.narrow(2, 0, self._length).copy_(plane.narrow(2, 0, self._length))
-        self._planes[name] = fresh
 
-    def _level(self, capacity: int) -> None:
-        """After a failed `_reallocate`, cut planes that were already enlarged to `capacity`."""
-        if not capacity:
-            self._drop_planes()
-        for name, plane in self._planes.items():
-            if plane.shape[2] > capacity:
-                try:
-                    self._move(name, plane, capacity)
-                except SHORTAGE:  # keep the larger buffer
-                    self._planes[name] = plane.narrow(2, 0, capacity)
+def _alike(planes: Planes, others: Planes) -> bool:
+    """Whether planes agree in names, rows, heads, widths, dtypes and devices."""
+    return planes.keys() == others.keys() and all(
+        (p.shape[:2], p.shape[3:], p.dtype, p.device)
+        == (q.shape[:2], q.shape[3:], q.dtype, q.device)
+        for p, q in ((plane, others[name]) for name, plane in planes.items())
+    )
+
+
+def _resized(plane: Tensor, capacity: int, live: int) -> Tensor:
+    """A buffer of `capacity` slots, with copies of the first `live` slots of `plane`."""
+    fresh = reserve((*plane.shape[:2], capacity, *plane.shape[3:]), plane.dtype, plane.device)
+    fresh.narrow(2, 0, live).copy_(plane.narrow(2, 0, live))
+    return fresh
+
+
+def _level(planes: dict[str, Tensor], capacity: int, live: int) -> None:
+    """After a failed reallocation, cut planes that were already enlarged to `capacity`."""
+    for name, plane in planes.items():
+        if plane.shape[2] > capacity:
+            try:
+                planes[name] = _resized(plane, capacity, live)
+            except SHORTAGE:  # keep the larger buffer
+                planes[name] = plane.narrow(2, 0, capacity)
+
+
+def _evict_in_one_call(
+    storage: Buffer, victims: Tensor, slots: int, behind: bytes | None = None
+) -> None:
+    """Evict from `slots` slots, of which the slots from `storage.length` on lie in the planes that
+    `behind` describes. The storage is `described`."""
+    assert LIBRARY is not None
+    planes = storage.read()
+    heads = max(plane.shape[1] for plane in planes.values())
+    rows = next(iter(planes.values())).shape[0]
+    if (
+        victims.dtype != torch.int64
+        or not victims.is_cpu
+        or victims.shape[0] not in (1, rows)
+        or victims.shape[1] not in (1, heads)
+    ):
+        raise ShapeError(
+            f"victims {tuple(victims.shape)} {victims.dtype} on {victims.device}: a policy must "
+            f"give int64 ({rows} or 1, {heads} or 1, count) on the slots' device"
+        )
+    victims = victims.contiguous()
+    place, own, described = victims.data_ptr(), storage.length, storage.described()
+    failed = LIBRARY.kv_evict(
+        described, len(planes), rows, place, *victims.shape, slots, behind, own
+    )
+    if failed == 1:
+        raise MemoryError(f"no scratch memory to evict {victims.shape[2]} slots")
+    if failed:
+        storage.remaining(victims, slots)  # raises the error that says which are wrong
+    storage.extend_to(slots - victims.shape[2])
 
 
 def slots_record(planes: Planes) -> bytes:

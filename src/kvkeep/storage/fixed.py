@@ -32,9 +32,6 @@ class Fixed(Buffer):
     def _alike(self) -> Fixed:
         return Fixed(self.limit or 1)
 
-    def behind(self, slots: int) -> Fixed:
-        return Fixed(max(1, (self.limit or 1) - slots))
-
     def _capacity_for(self, slots: int, device: torch.device) -> int:
         self.require(slots)
         assert self.limit is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -113,11 +113,13 @@ class Growing(Buffer):
     def _alike(self) -> Growing:
         return Growing(self.factor)
 
-    def behind(self, slots: int) -> Growing:
-        """See `Storage.behind`. It grows in small steps, because there may be many forks."""
-        storage = Growing(min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH))
-        storage.bound = None if self.bound is None else max(0, self.bound - slots)
-        return storage
+    def empty_copy(self, behind: int = 0) -> Self:
+        """See `Storage.empty_copy`. Behind frozen slots it grows in small steps, because there may
+        be many forks."""
+        fresh = super().empty_copy(behind)
+        if behind:
+            fresh.factor = min(self.factor or _SMALL_GROWTH, _SMALL_GROWTH)
+        return fresh
 
     def _capacity_for(self, slots: int, device: torch.device) -> int:
         if self.bound is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,6 +14,9 @@ from kvkeep.errors import OutOfMemoryError
 from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.copy_stream import CopyStream
 from kvkeep.storage.growing import Growth
+
+if TYPE_CHECKING:
+    from kvkeep.storage.host_planes import HostPlanes
 
 _ALIGNED = 256  # a plane begins at a multiple of this many bytes
 
@@ -31,25 +34,11 @@ class HostPlane(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Prefetched(Protocol):
-    """A storage whose planes are in host memory, slots first: (capacity, B, H, ...)."""
-
-    layout: tuple[HostPlane, ...]
-    host: dict[str, Tensor]
-
-    @property
-    def length(self) -> int:
-        """Slots in use."""
-
-    def write_pending(self) -> None:
-        """Write single slots that are still being copied from the device to `host`."""
-
-
 class _StagingBuffer:
     """Device memory for the planes of one storage at a time."""
 
     def __init__(self) -> None:
-        self.owner: ref[Prefetched] | None = None
+        self.owner: ref[HostPlanes] | None = None
         self.arena: Tensor | None = None
         self.layout: tuple[HostPlane, ...] = ()
         self.room = 0  # slots that fit
@@ -57,7 +46,7 @@ class _StagingBuffer:
         self.planes: dict[str, Tensor] = {}  # (B, H, room, ...): views of `slots`
         self.copied: Any = None  # the event after the copy of the owner's planes
 
-    def holds(self, storage: Prefetched) -> bool:
+    def holds(self, storage: HostPlanes) -> bool:
         return self.owner is not None and self.owner() is storage
 
     @property
@@ -103,10 +92,10 @@ class StagingBuffers:
         self.copies = CopyStream(device)
         self._device = device
         self._current, self._other = _StagingBuffer(), _StagingBuffer()
-        self._after: WeakKeyDictionary[Prefetched, ref[Prefetched]] = WeakKeyDictionary()
-        self._needs: WeakKeyDictionary[Prefetched, int] = WeakKeyDictionary()  # bytes
+        self._after: WeakKeyDictionary[HostPlanes, ref[HostPlanes]] = WeakKeyDictionary()
+        self._needs: WeakKeyDictionary[HostPlanes, int] = WeakKeyDictionary()  # bytes
 
-    def planes(self, storage: Prefetched) -> dict[str, Tensor]:
+    def planes(self, storage: HostPlanes) -> dict[str, Tensor]:
         """Device copies of a storage's planes, (B, H, room, ...), with its slots in use. Valid
         until another storage is requested.
 
@@ -117,12 +106,12 @@ class StagingBuffers:
             self._enter(storage)
         return self._current.planes
 
-    def slots(self, storage: Prefetched) -> dict[str, Tensor]:
+    def slots(self, storage: HostPlanes) -> dict[str, Tensor]:
         """The copies of `planes`, slots first: (room, B, H, ...)."""
         self.planes(storage)
         return self._current.slots
 
-    def widened(self, storage: Prefetched, slots: int) -> dict[str, Tensor]:
+    def widened(self, storage: HostPlanes, slots: int) -> dict[str, Tensor]:
         """`planes`, with room for at least `slots` slots.
 
         Raises:
@@ -137,17 +126,17 @@ class StagingBuffers:
             wider.owner, self._current = former.owner, wider
         return self._current.planes
 
-    def forget(self, storage: Prefetched) -> None:
+    def forget(self, storage: HostPlanes) -> None:
         """Drop the copies of a storage, because its contents were replaced."""
         for buffer in (self._current, self._other):
             if buffer.holds(storage):
                 buffer.owner = None
 
-    def nbytes(self, storage: Prefetched) -> int:
+    def nbytes(self, storage: HostPlanes) -> int:
         """Bytes of the staging buffers that currently hold a storage."""
         return sum(s.nbytes for s in (self._current, self._other) if s.holds(storage))
 
-    def _enter(self, storage: Prefetched) -> None:
+    def _enter(self, storage: HostPlanes) -> None:
         if not self._other.holds(storage):
             self._fetch(storage, self._other)
         last = _alive(self._current.owner)
@@ -160,7 +149,7 @@ class StagingBuffers:
             with suppress(OutOfMemoryError):  # then fetch it when it is requested
                 self._fetch(following, self._other)
 
-    def _fetch(self, storage: Prefetched, buffer: _StagingBuffer) -> None:
+    def _fetch(self, storage: HostPlanes, buffer: _StagingBuffer) -> None:
         buffer.owner = None
         storage.write_pending()
         self._fit(buffer, storage, storage.length + 1)
@@ -169,7 +158,7 @@ class StagingBuffers:
             self.copies.copy(buffer.slots[name][: storage.length], plane[: storage.length])
         buffer.copied, buffer.owner = self.copies.record_event(), ref(storage)
 
-    def _fit(self, buffer: _StagingBuffer, storage: Prefetched, slots: int) -> None:
+    def _fit(self, buffer: _StagingBuffer, storage: HostPlanes, slots: int) -> None:
         """Give a buffer room for `slots` slots of a storage. A new buffer is large enough for the
         largest storage."""
         least = slots * sum(p.slot_bytes for p in storage.layout) + _ALIGNED * len(storage.layout)
@@ -221,5 +210,5 @@ class Prefetcher:
         return Prefetcher, ()
 
 
-def _alive(storage: ref[Prefetched] | None) -> Prefetched | None:
+def _alive(storage: ref[HostPlanes] | None) -> HostPlanes | None:
     return None if storage is None else storage()

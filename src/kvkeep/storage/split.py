@@ -154,33 +154,9 @@ class Split(Storage):
         """Copies of all parts, shorter parts padded at the end."""
         return Padded(self.parts, self.batch)
 
-    def newest_last(self) -> Planes:
-        """Copies of all parts, shorter parts padded in front, so that the newest slots are last."""
-        return Padded(self.parts, self.batch, before=True)
-
     def resting(self) -> Planes:
-        """Like `newest_last`, copied from `Storage.resting` of each part."""
+        """Copies of all parts, shorter parts padded in front, so that the newest slots are last."""
         return Padded(self.parts, self.batch, before=True, resting=True)
-
-    def resting_head(self, head: int) -> Planes:
-        """`resting` for one head; without a copy if a single part holds all its rows."""
-        own = [part for part in self.parts if part.head == head]
-        if len(own) == 1 and own[0].rows is None:
-            return own[0].storage.resting()
-        own = [part._replace(head=None) for part in own]
-        return Padded(own, self.batch, before=True, resting=True)
-
-    @property
-    def heads(self) -> range:
-        """The heads with separate parts."""
-        return range(max((part.head or 0 for part in self.parts), default=-1) + 1)
-
-    def load(self, heads: Sequence[Planes]) -> None:
-        """Replace the contents by copies of `heads`, one set of planes for each head."""
-        self.parts = tuple(Part(self._each.empty_copy(), None, i) for i in range(len(heads)))
-        for storage, planes in zip(self.storages, heads, strict=True):
-            storage.append(planes)
-            self.batch = planes[POSITION].shape[0]
 
     def copied_to(self, each: Storage) -> Split:
         """A copy of all parts in empty copies of `each`. If `each` is differentiable, gradients
@@ -213,25 +189,10 @@ class Split(Storage):
         self.torn = False
 
     @property
-    def loose(self) -> bool:
-        """Whether there are more than `MOST_EMPTY` slots per token."""
-        places = [storage.read()[POSITION] for storage in self.storages]
-        live = sum(int((place >= 0).sum()) for place in places)
-        return sum(place.numel() for place in places) > MOST_EMPTY * live
-
-    @property
     def whole(self) -> Storage | None:
         """The storage of the only part, if that part holds all rows and heads; otherwise None."""
         one = len(self.parts) == 1 and not self.by_head
         return self.parts[0].storage if one else None
-
-    def surplus(self, budget: int) -> int:
-        """Slots over a `budget` per head, counted in each head's longest part; if heads have
-        separate parts, summed over heads."""
-        longest: dict[int | None, int] = {}
-        for part in self.parts:
-            longest[part.head] = max(longest.get(part.head, 0), part.storage.length)
-        return sum(length - budget for length in longest.values())
 
     def evict(self, victims: Tensor) -> None:
         for part in self.parts:
@@ -321,6 +282,13 @@ def _parted(planes: Planes, each: Storage, by_head: bool) -> Split | None:
             parts.append(part)
     split.parts, split.batch = tuple(parts), rows
     return split
+
+
+def loose(storages: Sequence[Storage]) -> bool:
+    """Whether storages have more than `MOST_EMPTY` slots per token."""
+    places = [storage.read()[POSITION] for storage in storages]
+    live = sum(int((place >= 0).sum()) for place in places)
+    return sum(place.numel() for place in places) > MOST_EMPTY * live
 
 
 def alike(counts: Sequence[int]) -> list[list[int]]:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from kvkeep.host import ModelCache
 from kvkeep.layer.beginning import begin_with
-from kvkeep.policy import KeepAll
+from kvkeep.policy import KeepAll, Need
 from kvkeep.spec import CacheSpec, StorageSpec
 from kvkeep.storage import STORAGES
+
+_OBSERVED_AGAIN = 64  # queries, for policies that observe all queries
 
 
 def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
@@ -45,7 +47,9 @@ def encodes_alike(specs: Sequence[CacheSpec], others: Sequence[CacheSpec]) -> bo
 def observed_again(cache: ModelCache) -> int:
     """Number of a text's last tokens that must be fed again to a cache that begins with the text,
     because its policies need their queries."""
-    return max((layer.policy.observed_again for layer in cache.layers), default=0)
+    policies = [layer.policy for layer in cache.layers]
+    needing = [one for one in policies if one.needs & {Need.MASS, Need.QUERIES}]
+    return max((one.observed or _OBSERVED_AGAIN for one in needing), default=0)
 
 
 def beginning_of(cache: ModelCache, tokens: Tensor) -> tuple[list[CacheSpec], Tensor]:

@@ -120,8 +120,8 @@ class PrefixStore(TextStore):
         (without any prompt's last token). The beginning is read once, see `read`, and shared by the
         rows. None if it has fewer than 16 tokens, or does not fit in the store.
 
-        For a policy that needs queries, the beginning is shorter; see
-        `kvkeep.policy.Policy.observed_again`.
+        For a policy that needs queries, the beginning is shorter by the tokens whose queries it
+        observes, or by 64 if it observes all.
 
         Args:
             prompts: int64 (n,) each.

@@ -28,6 +28,7 @@ class Way(TypedDict, total=False):
     attention_mask: Tensor | None
     on_layer: OnLayer | None
     offload: Offload | None
+    group: Group | None
 
 
 def backward(
@@ -35,17 +36,12 @@ def backward(
     input_ids: Tensor,
     labels: Tensor | None = None,
     *,
-    cache: Specs = "keep_all",
-    chunk: int | None = None,
-    attention_mask: Tensor | None = None,
     loss_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
     head: HiddenLoss | None = None,
     scale: float = 1.0,
-    on_layer: OnLayer | None = None,
     decisions: Decisions | None = None,
-    offload: Offload | None = None,
-    group: Group | None = None,
+    **way: Unpack[Way],
 ) -> Tensor:
     """Add the gradients of a loss to `.grad` of all parameters that require them; return the loss.
 
@@ -64,16 +60,16 @@ def backward(
         model: a model of any library with a kvkeep host, with or without adapters, attached or not.
         input_ids: token ids (B, T), any T.
         labels: (B, T); see `TokenHead`.
-        cache: cache spec; see `kvkeep.Cache`.
-        chunk: tokens computed at once; None: 1,024, but at most the budget and the policy's step.
-        attention_mask: (B, T), 0 for padding.
         loss_weights: (B, T), the weight of each label.
         num_items: divisor of the summed losses; None: the sum of the weights.
         head: a loss of hidden states, instead of labels.
         scale: factor on the gradients, such as a GradScaler's; the returned loss is not scaled.
-        on_layer: called before each layer runs on a chunk.
         decisions: a list to which each layer's evictions are appended; see `replaying`. With a
             group, only the evictions of this process's chunks.
+        cache: cache spec; see `kvkeep.Cache`.
+        chunk: tokens computed at once; None: 1,024, but at most the budget and the policy's step.
+        attention_mask: (B, T), 0 for padding.
+        on_layer: called before each layer runs on a chunk.
         offload: where layer inputs are kept; None: `Offload()`.
         group: processes that share these texts (context parallelism). Each process calls this
             function with the same arguments and computes some of the chunks: only for these it
@@ -96,8 +92,7 @@ def backward(
     """
     if torch.is_inference_mode_enabled():
         raise StateError("there are no gradients in torch.inference_mode(); call backward outside")
-    way = cache, chunk, attention_mask, on_layer, offload
-    with _walk(model, input_ids, *way, group=group) as (decoder, walk, store):
+    with _walk(model, input_ids, **way) as (decoder, walk, store):
         objective = head_for(decoder, labels, loss_weights, num_items, head)
         own = list(head.parameters()) if isinstance(head, nn.Module) else []
         # Collected before FSDP2 gathers any parameter, so these are the shards.
@@ -127,11 +122,10 @@ def loss(
     loss_weights: Tensor | None = None,
     num_items: float | Tensor | None = None,
     head: HiddenLoss | None = None,
-    group: Group | None = None,
     **way: Unpack[Way],
 ) -> Tensor:
     """The loss that `backward` would return, without computing gradients."""
-    with _walk(model, input_ids, **way, group=group) as (decoder, walk, store):
+    with _walk(model, input_ids, **way) as (decoder, walk, store):
         objective = head_for(decoder, labels, loss_weights, num_items, head)
         walk.forward(trained=False)
         with walk.chain.together():
@@ -140,8 +134,8 @@ def loss(
 
 
 def hidden_states(model: Any, input_ids: Tensor, **way: Unpack[Way]) -> Tensor:
-    """The hidden states of the texts after the final norm, (B, T, width). No logits and no
-    gradients are computed."""
+    """The hidden states of the texts after the final norm, (B, T, width); with a group, of this
+    process's chunks. No logits and no gradients are computed."""
     with _walk(model, input_ids, **way) as (decoder, walk, store), torch.no_grad():
         walk.forward(trained=False)
         outputs = zip(walk.chunks, walk.outputs, strict=True)
@@ -157,7 +151,6 @@ def _walk(
     attention_mask: Tensor | None = None,
     on_layer: OnLayer | None = None,
     offload: Offload | None = None,
-    *,
     group: Group | None = None,
 ) -> Iterator[tuple[Layerwise, Walk, Offload]]:
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():

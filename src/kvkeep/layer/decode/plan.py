@@ -197,8 +197,8 @@ class StepPlan:
         length, columns = slots.length, history.columns
         if length != columns and not (history.floor or history.joined):
             return False
-        policy = self._policy
-        budget = policy.budget_at(columns + 1) if policy.evicts else None
+        policy = self._policy.at(columns + 1)
+        budget = policy.budget
         if self._behind is not None:
             self._before = self._behind.part.storage.length
         elif self._in_blocks:
@@ -213,10 +213,9 @@ class StepPlan:
         self._mark = slots.mark()
         if budget is not None:
             self._safe = int((self._rule.floor or 0.0) * budget)
-            if policy.share is not None:
-                resolved = policy.at(columns + 1)
-                self._recent = resolved.protection.recent
-                self._interval = (rule_of(resolved) or self._rule).interval
+            if policy is not self._policy:  # the budget is a share
+                self._recent = policy.protection.recent
+                self._interval = (rule_of(policy) or self._rule).interval
         drops = 0 if policy.reach is None else max(0, length - self._sight.reachable(cursor))
         return self._decides(length, drops, budget)
 
