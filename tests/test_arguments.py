@@ -28,7 +28,6 @@ def model():
         (lambda m: kvkeep.Cache(m, capacty=9), r"Cache\(\) .*; did you mean 'capacity'"),
         (lambda m: kvkeep.Cache(m, zz=9), "there is model, spec, capacity$"),
         (lambda m: kvkeep.PrefixStore(bugdet=9), "did you mean 'budget'"),
-        (lambda m: kvkeep.attend(None, None, scal=1), r"attend\(\) .*; did you mean 'scale'"),
         (
             lambda m: kvkeep.generate_many(m, [[5]], max_token=9),
             r"'max_new_tokens' of kvkeep.generate.SamplingParams",

@@ -14,21 +14,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def suggests(
-    *others: Callable[..., object], options: type | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function: an unknown keyword argument raises `ArgumentError`.
 
     Args:
         others: functions and classes whose arguments the error may also suggest.
-        options: the TypedDict of the function's `**` argument; None: it has none.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        named = list(inspect.signature(function).parameters)
-        own = dict.fromkeys(
-            named if options is None else [*named[:-1], *options.__annotations__], ""
-        )
+        own = dict.fromkeys(inspect.signature(function).parameters, "")
         name = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from kvkeep import native_library
-from kvkeep.arguments import suggests
 from kvkeep.attention import explicit, native, reference, sdpa, triton, triton_packed
 from kvkeep.attention.centre import Centre
 from kvkeep.attention.fitting import check_call, in_memory
-from kvkeep.attention.options import AttendOptions, Options
+from kvkeep.attention.options import Options
 from kvkeep.attention.rotation import Rotation
 from kvkeep.attention.view import Held, Segment, View, joined_parts, unbounded
 from kvkeep.errors import UnsupportedError
@@ -143,27 +141,32 @@ def register_backend(backend: Backend, *, before: str | None = None) -> None:
     _TABLE = (*others[:place], backend, *others[place:])
 
 
-@suggests(options=AttendOptions)
 def attend(
     q: Tensor,
     view: View,
     *,
+    scale: float,
     window: int | None = None,
     causal: bool = True,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    centre: Centre | None = None,
+    need_mass: bool = False,
+    observed: int | None = None,
+    peak: bool = False,
     backend: str | None = None,
-    **options: Unpack[AttendOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """Grouped-query attention of a chunk over the slots of a view, without copying them.
 
     Args:
         q: queries (B, Hq, n, Dk); Hq a multiple of the view's H. Any strides.
         view: the slots, with the positions that determine which slots each query sees.
+        scale: factor on q.k, usually Dk ** -0.5.
         window: a query sees no slot `window` or more positions before its own.
         causal: a query sees no slot after its own position. False: it sees later slots too, as in
             an encoder, and the view need not hold the queries' own slots, as in cross attention. A
             query at position -1 sees nothing in either case.
-        backend: a name from `backends()`; None: the first backend that supports the call.
-        scale: factor on q.k, usually Dk ** -0.5; required.
         softcap: scores x become softcap * tanh(x / softcap); above 0, or None.
         sinks: logits (Hq,) added to the softmax's denominator; they have no value vector.
         slopes: bias (Hq,) of each query head: a slot at position p adds slope * (p - t) to its
@@ -174,6 +177,7 @@ def attend(
             row in the chunk; None: all.
         peak: return as mass the largest probability that each slot received from any counted query
             and any query head of the group, instead of the sum.
+        backend: a name from `backends()`; None: the first backend that supports the call.
 
     Returns:
         out (B, Hq, n, Dv) in q's dtype, zero for padding; and the mass, fp32 (B, H, S): the
@@ -181,7 +185,6 @@ def attend(
         group, or its `peak`; or None.
 
     Raises:
-        ArgumentError: there is no such argument.
         ShapeError: q does not fit the view, a segment is malformed, or a number is out of range.
         UnsupportedError: the named backend does not support this call.
     """
@@ -189,9 +192,9 @@ def attend(
         view = view._replace(bounds=unbounded(view.position))
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    given = Options(**options)
-    check_call(q, view, given)
-    return dispatch(*in_memory(q, view, given), backend)
+    options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes, centre)
+    check_call(q, view, options)
+    return dispatch(*in_memory(q, view, options), backend)
 
 
 def dispatch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Required, TypedDict
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,16 +28,3 @@ class Options(NamedTuple):
     peak: bool = False
     slopes: Tensor | None = None
     centre: Centre | None = None
-
-
-class AttendOptions(TypedDict, total=False):
-    """`Options` as keyword arguments of `attend`."""
-
-    scale: Required[float]
-    softcap: float | None
-    sinks: Tensor | None
-    need_mass: bool
-    observed: int | None
-    peak: bool
-    slopes: Tensor | None
-    centre: Centre | None

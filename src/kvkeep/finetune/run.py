@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 
-from kvkeep.arguments import suggests
 from kvkeep.finetune.checkpoint import Checkpoints
 from kvkeep.finetune.classify import Classes
 from kvkeep.finetune.data import digest
@@ -17,14 +16,13 @@ from kvkeep.finetune.full import Full
 from kvkeep.finetune.lora import Lora
 from kvkeep.finetune.options import OptionError, Options
 from kvkeep.finetune.processes import Processes
-from kvkeep.finetune.task import HeldOut, NextToken, divided
+from kvkeep.finetune.task import NextToken, divided
 from kvkeep.finetune.trained import Trained
 from kvkeep.finetune.trainer import FineTuner
 from kvkeep.host import Host, host_of
 from kvkeep.host.progress import Progress, silent
 
 
-@suggests(options=HeldOut)
 def finetune(
     model: Any,
     tokenizer: Any,
@@ -32,10 +30,11 @@ def finetune(
     out: Path,
     options: Options,
     *,
+    evaluation: Path | None = None,
+    holdout: int | None = None,
     resume: bool = False,
     device: torch.device | None = None,
     progress: Progress = silent,
-    **held_out: Unpack[HeldOut],
 ) -> dict[str, Any]:
     """Train a LoRA adapter, or all weights, on long texts, through the cache that will serve the
     model.
@@ -55,13 +54,13 @@ def finetune(
         tokenizer: the model's tokenizer.
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
         out: the directory of the result and of the checkpoints, `checkpoint-STEP`.
+        evaluation: a file like `data`, to evaluate on.
+        holdout: without `evaluation`, the number of last documents of `data` that are used for
+            evaluation instead of training; None: one if there are several. 0: no evaluation.
         resume: resume from the newest checkpoint in `out`, if there is one.
         device: where to compute; None: the model's device. A model that will be sharded may be in
             host memory.
         progress: called during and after each step, in the first process.
-        evaluation: a file like `data`, to evaluate on.
-        holdout: without `evaluation`, the number of last documents of `data` that are used for
-            evaluation instead of training; None: one if there are several. 0: no evaluation.
 
     Returns:
         `cache`, `steps`, `tokens` trained on, `seconds`, `train_loss` and `eval_loss` (a list of
@@ -85,13 +84,15 @@ def finetune(
     processes = Processes(place, options)
     with processes.together():
         options = options.for_model(host)
+        if evaluation is not None and holdout is not None:
+            raise OptionError("an evaluation file and a holdout are both given; give one of them")
         if any(p.dtype == torch.float16 for p in model.parameters()):
             what = "the model is in float16, in which gradients underflow"
             raise OptionError(f"{what}; load it in bfloat16 or float32")
         assert options.length is not None
         kind_of_task = Classes if options.task == "classify" else NextToken
         task = kind_of_task(model, tokenizer, options.length)
-        texts = divided(task, data, **held_out)
+        texts = divided(task, data, evaluation, holdout)
         options = options.for_data(len(texts[0]))
         matter = options.that_matter()
         matter |= {"data": digest(texts[0]), "evaluation": digest(texts[1])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from kvkeep.finetune.data import Batch, DataError, Tokens, pieces, read
 from kvkeep.finetune.options import OptionError
@@ -52,25 +52,16 @@ class Task(ABC):
         """
 
 
-class HeldOut(TypedDict, total=False):
-    """The texts that are not trained on; see `kvkeep.finetune.finetune`."""
-
-    evaluation: Path | None
-    holdout: int | None
-
-
 def divided(
-    task: Task, data: Path, evaluation: Path | None = None, holdout: int | None = None
+    task: Task, data: Path, evaluation: Path | None, holdout: int | None
 ) -> tuple[list[Tokens], list[Tokens]]:
     """The pieces for training and the pieces for evaluation. Evaluation uses another file, or the
     last `holdout` documents (default: one if there are several).
 
     Raises:
         DataError: a file cannot be read, or has no label to learn.
-        OptionError: there are not more documents than `holdout`, or both are given.
+        OptionError: there are not more documents than `holdout`.
     """
-    if evaluation is not None and holdout is not None:
-        raise OptionError("an evaluation file and a holdout are both given; give one of them")
     documents = task.read(data)
     if evaluation is not None:
         held = task.read(evaluation)

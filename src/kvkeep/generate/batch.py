@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import count
 from threading import RLock
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from kvkeep.arguments import suggests
 from kvkeep.errors import OutOfMemoryError, SpecError, StateError
 from kvkeep.files.offload import Offload
 from kvkeep.generate.answer import LENGTH, STOP, Answer, Prompt, promised
-from kvkeep.generate.intake import Intake, Limits
+from kvkeep.generate.intake import Intake
 from kvkeep.generate.preemption import Preemption
 from kvkeep.generate.reuse import Reuse
 from kvkeep.generate.sampling import SamplingParams
@@ -62,10 +62,10 @@ class Batch:
             steps are the model's own forwards.
         max_bytes: most bytes that running answers may hold, in slots (by their specs) and in
             recurrent states with their copies; None: no limit.
-        chunk: tokens of a prompt that are read at once (256); a long prompt delays other answers by
-            one chunk. It does not depend on the load, because evictions depend on it. None: the
-            whole prompt.
-        step_tokens: most tokens of a step (512); a step always has one token of each answer that
+        chunk: tokens of a prompt that are read at once; a long prompt delays other answers by one
+            chunk. It does not depend on the load, because evictions depend on it. None: the whole
+            prompt.
+        step_tokens: most tokens of a step; a step always has one token of each answer that
             generates, and one chunk.
         offload: memory for the caches of preempted answers; it must hold nothing else. None: host
             memory.
@@ -78,7 +78,7 @@ class Batch:
             the spec's policy is `kvzip`.
     """
 
-    @suggests(SamplingParams, options=Limits)
+    @suggests(SamplingParams)
     def __init__(
         self,
         model: Any,
@@ -86,13 +86,14 @@ class Batch:
         *,
         spec: Specs = DEFAULT_SPEC,
         store: PrefixStore | None = None,
+        sequences: int | None = None,
+        max_bytes: int | None = None,
+        chunk: int | None = 256,
+        step_tokens: int = 512,
         offload: Offload | None = None,
         on_end: Callable[[Answer], None] | None = None,
-        **limits: Unpack[Limits],
     ) -> None:
         self._model, self._host, self._tokenizer = model, host_of(model), tokenizer
-        sequences, max_bytes = limits.get("sequences"), limits.get("max_bytes")
-        chunk, step_tokens = limits.get("chunk", 256), limits.get("step_tokens", 512)
         given = {"sequences": sequences, "max_bytes": max_bytes}
         for name, value in {**given, "chunk": chunk, "step_tokens": step_tokens}.items():
             if value is not None and value < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,15 +14,6 @@ from kvkeep.geometry import Geometry
 from kvkeep.host import Host, ModelCache, Specs
 from kvkeep.host.compress import compresses
 from kvkeep.policy import Share
-
-
-class Limits(TypedDict, total=False):
-    """Limits of a `Batch`."""
-
-    sequences: int | None
-    max_bytes: int | None
-    chunk: int | None
-    step_tokens: int
 
 
 @final

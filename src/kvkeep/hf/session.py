@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeep.arguments import suggests
 from kvkeep.cache import Frozen
 from kvkeep.errors import (
     CapacityError,
@@ -195,13 +194,6 @@ class _Mark(NamedTuple):
     frozen: Frozen[Cache] | None
 
 
-class LoadedFrom(TypedDict, total=False):
-    """The names of a model and an adapter for `kvkeep.hf.models.load`."""
-
-    model_name: str
-    adapter: str
-
-
 class Session:
     """A conversation with a model. Each turn feeds only the new tokens.
 
@@ -211,18 +203,17 @@ class Session:
             keeps its spec; with policy kvzap, the scorer's path is taken from `cache`, because
             paths in files are never opened.
         name: name of the session to save to or continue; None: the conversation is not saved.
+        model_name, adapter: names of the model and the adapter for `kvkeep.hf.models.load`, stored
+            in the session's file.
         system: system message of a new conversation.
         reread: compute the cache of a saved conversation again instead of loading it; necessary
             with another model.
-        model_name, adapter: names of the model and the adapter for `kvkeep.hf.models.load`, stored
-            in the session's file; empty by default.
 
     Raises:
         SavedCacheError: the session's file is damaged, or was made with another model.
         StateError: another process has the session open.
     """
 
-    @suggests(options=LoadedFrom)
     def __init__(
         self,
         model: PreTrainedModel,
@@ -230,13 +221,14 @@ class Session:
         *,
         cache: Specs = "keep_all",
         name: str | None = None,
+        model_name: str = "",
+        adapter: str = "",
         system: str | None = None,
         reread: bool = False,
         compile: bool | None = None,
-        **names: Unpack[LoadedFrom],
     ) -> None:
         self.model, self.tokenizer, self._compile = model, tokenizer, compile
-        self.model_name, self.adapter = names.get("model_name", ""), names.get("adapter", "")
+        self.model_name, self.adapter = model_name, adapter
         self.messages: list[Message] = []
         self.name: str | None = None
         self._lock: FileLock | None = None

@@ -8,9 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict, Unpack, final
+from typing import Any, final
 
-from kvkeep.arguments import suggests
 from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.generate import Answer, Batch, NewToken, WithMedia
 from kvkeep.generate.answer import Likely, Prompt
@@ -184,13 +183,6 @@ def _scored(names: TokenNames, token: int, score: _Score, offset: int) -> Scored
     return Scored(chosen, tuple(top), offset)
 
 
-class Compilation(TypedDict, total=False):
-    """How an engine compiles steps; see `Engine`."""
-
-    compile: bool | None
-    progress: Progress
-
-
 @final
 class Engine:
     """Answers requests in one thread, which steps a `Batch` while there are requests and sleeps
@@ -212,7 +204,6 @@ class Engine:
             attached.
     """
 
-    @suggests(options=Compilation)
     def __init__(
         self,
         model: Any,
@@ -223,14 +214,14 @@ class Engine:
         store: PrefixStore | None = None,
         namespace: str = "",
         limits: Limits | None = None,
-        **compilation: Unpack[Compilation],
+        compile: bool | None = None,
+        progress: Progress = silent,
     ) -> None:
         processor = tokenizer if hasattr(tokenizer, "image_processor") else None
         tokenizer = tokenizer if processor is None else tokenizer.tokenizer
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
-        compile, progress = compilation.get("compile"), compilation.get("progress", silent)
         self._host.attach(cache, compile=compile)
         if compile:
             try:
