@@ -20,6 +20,7 @@ from kvkeep.planes import (
     Reach,
     along_slots,
     by_token,
+    narrowed,
     part,
     slot_count,
     unsliced,
@@ -127,16 +128,9 @@ class Segment(NamedTuple):
             centre = centre.of_rows(self.rows)
         return centre if centre is None or self.head is None else centre.of_head(self.head)
 
-    def of_part(self, part: Segment) -> Segment:
-        """The slots of a part's rows and head, in a segment that serves all."""
-
-        def own(plane: Tensor) -> Tensor:
-            if part.rows is not None and plane.shape[0] > 1:
-                plane = plane.index_select(0, part.rows)
-            shared = part.head is None or plane.shape[1] == 1
-            return plane if shared else plane.narrow(1, part.head or 0, 1)
-
-        return self._replace(planes={name: own(self.planes[name]) for name in self.planes})
+    def narrowed(self, rows: Tensor | None, head: int | None) -> Segment:
+        """The slots of some rows and of one head; None: all."""
+        return self._replace(planes=narrowed(self.planes, rows, head))
 
     def placed_keys(self, dtype: torch.dtype, centre: Centre | None = None) -> Tensor:
         """`keys`, rotated for their positions of use."""
@@ -316,7 +310,7 @@ class View(NamedTuple):
             chosen = chosen.index_select(0, rows)
         alone = part._replace(head=None, rows=None, part=False)
         return self._replace(
-            segments=(alone, *(segment.of_part(part) for segment in self.common)),
+            segments=(alone, *(one.narrowed(rows, part.head) for one in self.common)),
             position=position,
             bounds=bounds,
             chosen=chosen,

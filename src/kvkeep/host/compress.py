@@ -16,8 +16,9 @@ from kvkeep.host.cache import ModelCache
 from kvkeep.host.specs import Specs, per_layer
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.parted import of_heads
 from kvkeep.layer.rereading import Rereading
-from kvkeep.planes import POSITION, Planes, take
+from kvkeep.planes import POSITION, Planes
 from kvkeep.policy import Compression
 from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.ranking import lowest, rounded
@@ -222,15 +223,14 @@ def _evict(
             latent=layer.latent,
         )
         history = layer.history
-        planes = _encoded(layer, new, history)
-        if masks is None:
-            most = max(planes[name].shape[1] for name in planes)
-            masks = (planes[POSITION] >= 0).expand(-1, most, -1)
-        heads = {
-            f"head.{head}": _of_head(planes, head, masks[:, head]) for head in range(masks.shape[1])
-        }
+        parts = _parts(layer, new, history)
         history.floor = history.columns
-        new.restore(LayerState(history, heads))
+        new.restore(LayerState(history, parts))
+        new.settle()  # encodes tokens that do not stay in a plain tail
+        with new.cursor.turn, new.cursor.moved():
+            if masks is not None:
+                new.slots.empty(~masks)
+            new.slots.free_empty()
         layers[index] = new
     cache.replace_layers(layers, specs)
 
@@ -260,31 +260,24 @@ def _kept(
     return kept
 
 
-def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
-    """All slots of a layer in the new layer's encoding; the new `history` receives its centre."""
-    late = layer.slots.block > 1  # some tokens are not encoded yet
-    if not late and layer.codecs == new.codecs:
-        planes = layer.slots.evictable()
-        return {name: planes[name] for name in planes if name[0] in "kv" or name == POSITION}
+def _parts(layer: LayerCache, new: LayerCache, history: History) -> dict[str, Planes]:
+    """All slots of a layer as parts of the new layer; the new `history` receives its centre."""
+    assert history.geometry is not None  # it holds tokens
+    late, heads = new.slots.block > 1, history.geometry.heads
+    if layer.codecs == new.codecs and late == (layer.slots.block > 1):
+        found: dict[str, Planes] = {}
+        for name, planes in layer.slots.parts().items():
+            own = {x: planes[x] for x in planes if x[0] in "kv" or x == POSITION}
+            whole = name.startswith("head.") or (late and name == "slots")
+            found |= {name: own} if whole else of_heads(own, heads)
+        return found
     held = layer.held()
     assert held is not None
     k, v, position = held[:3]
     centre = new.centre_for(k, position[:, 0])
     k = k if centre is None else centre.without(k, position)
     history.centre = None if centre is None else centre.mean
-    return {POSITION: position} | new.codecs.encode(k, v)
-
-
-def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:
-    """The kept slots, bool (B, n), of one head; shorter rows are filled with empty slots."""
-    own = {
-        name: plane[:, head : head + 1] if plane.shape[1] > 1 else plane
-        for name, plane in ((name, planes[name]) for name in planes)
-    }
-    counts = kept.sum(dim=1, keepdim=True)
-    order = kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    index = order[:, : int(counts.max())]
-    found = take(own, index[:, None].to(own[POSITION].device))
-    empty = torch.arange(index.shape[1]) >= counts
-    found[POSITION] = found[POSITION].masked_fill(empty[:, None].to(found[POSITION].device), -1)
-    return found
+    if not late:
+        return of_heads({POSITION: position} | new.codecs.encode(k, v), heads)
+    plain = new.slots.codecs.encode(k.to(v.dtype), v)
+    return {"slots": {POSITION: position.expand(-1, heads, -1)} | plain}

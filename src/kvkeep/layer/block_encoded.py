@@ -14,6 +14,7 @@ from kvkeep.codec import Codec, encoded_count, plain_count
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
+from kvkeep.layer.parted import ByHead
 from kvkeep.layer.slots import Codecs, Decode, LayerSlots, Span, StepPart
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.undivided import Undivided
@@ -41,7 +42,14 @@ class BlockEncoded(LayerSlots):
             or only one storage of this kind can be read at a time.
     """
 
-    def __init__(self, codecs: Codecs, storage: Storage, own: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        codecs: Codecs,
+        storage: Storage,
+        own: Collection[str] = (),
+        *,
+        ragged: bool = False,
+    ) -> None:
         names = f"{codecs.key.name}/{codecs.value.name}"
         if storage.limited:
             raise SpecError(
@@ -57,12 +65,15 @@ class BlockEncoded(LayerSlots):
         self._evicts = bound is not None
         if bound:
             storage.bound = bound - plain_count(*codecs, budget=bound)
-        self.blocks = Undivided(codecs, own, storage.empty_copy())
+        blocks = storage.empty_copy()
+        self.blocks: Undivided | ByHead = (
+            ByHead(codecs, blocks) if ragged else Undivided(codecs, own, blocks)
+        )
         storage.bound = plain_count(*codecs) + codecs.key.together
         self.tail = Undivided(codecs.unencoded, own, storage)
         self.codecs = self.tail.codecs
         self.block, self._each = codecs.key.together, codecs.key.block
-        self._own, self._torn = own, False
+        self._own, self._torn, self._ragged = own, False, ragged
 
     @property
     def storage(self) -> Storage:
@@ -70,7 +81,7 @@ class BlockEncoded(LayerSlots):
 
     @property
     def length(self) -> int:
-        return self.blocks.length * self._each + self.tail.length - self.tail.hidden
+        return self.blocks.length * self._each + self.plain
 
     @property
     def capacity(self) -> int:
@@ -123,9 +134,11 @@ class BlockEncoded(LayerSlots):
         return self.blocks.evictable()
 
     @property
-    def _observed(self) -> list[Undivided]:
+    def _observed(self) -> list[Undivided | ByHead]:
         """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
-        some = [self.blocks, self.tail] if self._evicts else [self.tail]
+        some: list[Undivided | ByHead] = [self.tail]
+        if self._evicts:
+            some = [self.blocks, self.tail]
         return [slots for slots in some if slots.length] or [self.tail]
 
     def observed(self) -> Planes:
@@ -148,6 +161,14 @@ class BlockEncoded(LayerSlots):
         for slots, piece in zip(some, pieces, strict=True):
             slots.write_plane(name, piece)
 
+    def surplus(self, budget: int) -> int:
+        return self.blocks.surplus(budget - self.plain)
+
+    @property
+    def plain(self) -> int:
+        """See `LayerSlots.plain`."""
+        return self.tail.length - self.tail.hidden
+
     def evict(self, victims: Tensor) -> None:
         self.blocks.evict(victims)
 
@@ -155,14 +176,27 @@ class BlockEncoded(LayerSlots):
         self.blocks.hide(victims, count)
 
     def step_parts(self) -> tuple[StepPart, ...]:
-        before, behind = self.blocks.segments(), None
-        if self._evicts and before:
-            behind = next(iter(self.blocks.step_parts()), None)
-            if behind is None or behind.before:
+        coded, behind = self.blocks.segments(), None
+        if self._evicts and coded:
+            behind = self.blocks.step_parts()
+            if not behind or behind[0].before:
                 return ()
-        return tuple(
-            x._replace(before=before + x.before, behind=behind) for x in self.tail.step_parts()
-        )
+        for tail in self.tail.step_parts():
+            if not self._ragged:
+                before = coded + tail.before
+                return (tail._replace(before=before, behind=behind[0] if behind else None),)
+            found = []
+            for head in range(tail.planes["k"].shape[1]):
+                before = tuple(x.narrowed(None, head) for x in tail.before)
+                own = tail._replace(before=before, row=0, head=head)
+                if coded:
+                    first = coded[head]._replace(head=None, rows=None, part=False)
+                    own = own._replace(before=(first, *before))
+                if behind:
+                    own = own._replace(behind=behind[head]._replace(row=None, head=None))
+                found.append(own)
+            return tuple(found)
+        return ()
 
     def step_state(self) -> tuple[object, ...]:
         length = self.blocks.length
@@ -170,7 +204,7 @@ class BlockEncoded(LayerSlots):
         return fixed, self.blocks.step_state(), self.tail.step_state()
 
     def waiting(self, budget: int | None, more: int = 0) -> int:
-        tokens = self.tail.length - self.tail.hidden + more
+        tokens = self.plain + more
         return encoded_count(tokens, *self.blocks.codecs, budget=budget)
 
     def encode_waiting(self, count: int, *, hide: bool = False) -> bool:
@@ -205,6 +239,15 @@ class BlockEncoded(LayerSlots):
         kept, self.tail.hidden = order[:, :, self.tail.hidden :], 0
         return self._keep(kept) and exact
 
+    def empty(self, gone: Tensor) -> None:
+        self.blocks.empty(gone)
+        self.tail.empty(gone)
+
+    def free_empty(self) -> None:
+        self.blocks.free_empty()
+        self.tail.hidden = self.tail.fewest_empty
+        self.free_hidden()
+
     def _keep(self, index: Tensor) -> bool:
         """Keep only the slots of the tail at `index`, in the order of their positions. Return
         whether all of them hold tokens."""
@@ -221,11 +264,11 @@ class BlockEncoded(LayerSlots):
         encoded = 0
         if self._each == 1:
             encoded = min(self.blocks.length, max(0, fewer - max(0, self.tail.length - sinks)))
-        return self.blocks.length - encoded, self.tail.length - (fewer - encoded)
+        return self.blocks.mark(encoded) + self.tail.mark(fewer - encoded)
 
     def cut(self, mark: tuple[int, ...]) -> None:
-        self.blocks.cut(mark[:1])
-        self.tail.cut(mark[1:])
+        self.blocks.cut(mark[:-1])
+        self.tail.cut(mark[-1:])
 
     def take_rows(self, index: Tensor) -> BlockEncoded:
         self.blocks.take_rows(index)
@@ -241,13 +284,17 @@ class BlockEncoded(LayerSlots):
         return self
 
     def parts(self) -> dict[str, Planes]:
-        blocks, tail = self.blocks.parts(), self.tail.parts()
-        return {_BLOCKS: blocks["slots"], **tail} if blocks else tail
+        blocks = self.blocks.parts()
+        if "slots" in blocks:
+            blocks[_BLOCKS] = blocks.pop("slots")
+        return blocks | self.tail.parts()
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> BlockEncoded:
-        tail = dict(parts)
-        blocks = tail.pop(_BLOCKS, None)
-        self.blocks.load({} if blocks is None else {"slots": blocks}, rows)
+        tail = {name: parts[name] for name in ("slots", "aside") if name in parts}
+        blocks = {name: parts[name] for name in parts.keys() - tail.keys()}
+        if _BLOCKS in blocks:
+            blocks["slots"] = blocks.pop(_BLOCKS)
+        self.blocks.load(blocks, rows)
         self.tail.load(tail, rows)
         return self
 

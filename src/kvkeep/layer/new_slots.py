@@ -44,10 +44,8 @@ def new_slots(
             f"{value_codec.block} tokens together; use one codec for both, or two that encode "
             "each token separately, such as int8/int4"
         )
-    if ragged:
-        storage.bound = None if budget is None else 0  # a head's share of the budget changes
-        return ByHead(codecs, storage)
-    storage.bound = budget
+    # A head's share of a budget changes.
+    storage.bound = 0 if ragged and budget is not None else budget
     if key_codec.block > 1 or (tail and storage.lasting and not storage.limited):
-        return BlockEncoded(codecs, storage, own)
-    return Undivided(codecs, own, storage)
+        return BlockEncoded(codecs, storage, own, ragged=ragged)
+    return ByHead(codecs, storage) if ragged else Undivided(codecs, own, storage)

@@ -15,7 +15,7 @@ from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.slots import Codecs, LayerSlots, Span, StepPart, on_one_device
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Planes, marked
+from kvkeep.planes import POSITION, Planes, marked, narrowed
 from kvkeep.storage import Split, Storage, parted
 
 
@@ -53,15 +53,19 @@ class Parted(LayerSlots):
 
     def spans(self) -> tuple[Span, ...]:
         """One span of all slots: `positions()` pads the parts to one length."""
-        plain = all(codec.layout == PLAIN for codec in self.codecs)
-        return (Span(self._split.length, False, not plain),)
+        plain, length = all(codec.layout == PLAIN for codec in self.codecs), self._split.length
+        return (Span(length, False, not plain),) if length else ()
 
     def _newest(self, count: int) -> Tensor:
         positions = self._split.newest_last()[POSITION]
         return positions[:, :, max(0, positions.shape[2] - count) :]
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
-        self._split.append(self.codecs.encode(k, v) | dict(own))
+        self.append(self.codecs.encode(k, v) | dict(own))
+
+    def append(self, planes: Planes) -> None:
+        """Append encoded tokens to all parts."""
+        self._split.append(planes)
 
     def step_parts(self) -> tuple[StepPart, ...]:
         return tuple(
@@ -79,8 +83,11 @@ class Parted(LayerSlots):
         """The planes of all parts, padded to one length; a copy."""
         return self._split.read()
 
-    def keep(self, name: str, plane: Tensor) -> None:
+    def write_plane(self, name: str, plane: Tensor) -> None:
+        """Write plane `name` of all slots."""
         self._split.write_plane(name, plane)
+
+    keep = write_plane
 
     def surplus(self, budget: int) -> int:
         return self._split.surplus(budget)
@@ -211,3 +218,8 @@ class ByRows(Parted):
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
         return self.reset().load(parts, rows)
+
+
+def of_heads(planes: Planes, heads: int) -> dict[str, Planes]:
+    """Slots of all heads as the parts of `ByHead`."""
+    return {f"head.{i}": narrowed(planes, None, i) for i in range(heads)}

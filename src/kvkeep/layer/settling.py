@@ -92,6 +92,7 @@ class Settling:
             window=self.window,
             rotary=self.rotary,
             state=cursor.history.memory,
+            plain=cursor.slots.plain,
             keys=keys,
             values=partial(decoded, Codecs.values),
         )

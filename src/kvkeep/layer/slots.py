@@ -15,7 +15,7 @@ from kvkeep.codec.plain import Plain
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
-from kvkeep.planes import HOLE, POSITION, Planes, joined, marked, norms, part, unsliced
+from kvkeep.planes import HOLE, POSITION, Planes, joined, marked, narrowed, norms, part, unsliced
 from kvkeep.storage import Storage
 
 
@@ -75,8 +75,8 @@ class StepPart(NamedTuple):
     it, after the segments `before`, which steps do not change.
 
     `row`, `head`: index of the part's only row or head; None: all. `place`: the row's index in the
-    storage. `behind`: the slots, the last of `before`, to which this part's tokens move, if the
-    part is a plain tail.
+    storage; the storage may hold all heads. `behind`: the slots, the last of `before`, to which
+    this part's tokens move, if the part is a plain tail.
     """
 
     codecs: Codecs
@@ -91,9 +91,9 @@ class StepPart(NamedTuple):
     def planes(self) -> Planes:
         """The planes of the part, with spare slots: (b, h, capacity, ...)."""
         planes = unsliced(self.storage.read())
-        if self.row is None:
-            return planes
-        return {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
+        if self.row is not None:
+            planes = {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
+        return planes if self.head is None else narrowed(planes, None, self.head)
 
     def segments(self) -> tuple[Segment, ...]:
         """The segments that its queries attend to; the last has spare slots."""
@@ -159,6 +159,12 @@ class LayerSlots(ABC):
     def capacity(self) -> int:
         """Number of tokens for which slots are allocated."""
         return self.storage.capacity
+
+    @property
+    def plain(self) -> int:
+        """Number of tokens of each row and head that cannot be evicted, because they are in a plain
+        tail."""
+        return 0
 
     @property
     def aside(self) -> Planes | None:
@@ -265,14 +271,26 @@ class LayerSlots(ABC):
             self.keep(POSITION, position.masked_fill_(gone, -1))
 
     def empty(self, gone: Tensor) -> None:
-        """Empty the slots at each position p where `gone[:, p]` is True, and free none. `gone`:
-        bool (B, P)."""
+        """Empty the slots at each position p where `gone[:, :, p]` is True, and free none. `gone`:
+        bool (B, 1|H, P)."""
+        if not self.length:
+            return
         self.thaw()
         position = self.evictable()[POSITION]
-        at = position.flatten(1).to(torch.int64)
-        goes = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
+        at, gone = position.to(torch.int64), gone.to(position.device)
+        goes = gone.expand(-1, at.shape[1], -1).gather(2, at.clamp(min=0)) & (at >= 0)
         with torch.inference_mode():
-            self.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
+            self.keep(POSITION, position.masked_fill_(goes, HOLE))
+
+    @property
+    def fewest_empty(self) -> int:
+        """Number of empty slots of the row and head that has the fewest."""
+        return int((self.evictable()[POSITION] < 0).sum(dim=2).amin()) if self.length else 0
+
+    def free_empty(self) -> None:
+        """Free as many empty slots as each row and head has."""
+        self.hidden = self.fewest_empty
+        self.free_hidden()
 
     def free_hidden(self) -> bool:
         """Free the hidden slots. Return whether `cut` can still remove any number of the newest

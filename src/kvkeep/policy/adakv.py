@@ -58,11 +58,11 @@ class AdaKV(Wrapper):
         position = planes[POSITION]
         worth = self.inner.worth(planes, seen)
         rows, heads, slots = worth.shape
-        safe = min(slots, int(self.floor * budget))
+        safe = min(slots, max(0, int(self.floor * budget) - seen.plain))
         best = lowest(worth, position, slots)[..., slots - safe :]
         guarded = worth.scatter(2, best, torch.inf).masked_fill(worth == -torch.inf, -torch.inf)
         # Heads shorter than the longest are padded with empty slots, which are victims first.
-        many = heads * (slots - budget)
+        many = heads * (slots - (budget - seen.plain))
         order = lowest(guarded.flatten(1), position.flatten(1), many)
         dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=worth.device)
         return dropped.scatter_(1, order, True).view(rows, heads, slots)

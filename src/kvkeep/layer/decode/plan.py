@@ -68,8 +68,7 @@ class StepPlan:
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
-        behind = parts[0].behind is not None
-        self._left = torch.zeros(len(parts) + behind, dtype=torch.int64)
+        self._left = torch.zeros(2 * len(parts), dtype=torch.int64)
         centre, self._mean = layer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
@@ -90,8 +89,10 @@ class StepPlan:
             (one.addresses, one.part.row or 0, one.part.head or 0, place)
             for one, place in zip(self.parts, self._place, strict=True)
         ]
-        self._before = sum(segment.slots for segment in parts[0].before)
-        self._behind, self._sequence = self.parts[0].behind, b""
+        self._coded = [sum(segment.slots for segment in part.before) for part in parts]
+        self._before = max(self._coded)
+        self._behind = [one.behind for one in self.parts if one.behind is not None]
+        self._sequence = b""
         self._sinks = layer.key_codec.sinks
         self._slots, self._state = slots, slots.step_state()
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
@@ -194,8 +195,9 @@ class StepPlan:
             return False
         policy = self._policy
         budget = policy.budget_at(columns + 1) if policy.evicts else None
-        if self._behind is not None:
-            self._before = self._behind.part.storage.length
+        if self._behind:
+            self._coded = [one.part.storage.length for one in self._behind]
+            self._before = max(self._coded)
         elif self._in_blocks:
             self._free = next(n for n in count() if slots.waiting(budget, n + 1))
             if not self._free:
@@ -237,9 +239,12 @@ class StepPlan:
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
         if drops > 1 or columns >= self._most:
             return False
-        if self._behind is not None:
+        if self._behind:
             self.leaves = self._slots.waiting(budget, 1)
-            if self.leaves > 1 or self._before >= self._behind.capacity:
+            room = all(
+                held < one.capacity for held, one in zip(self._coded, self._behind, strict=True)
+            )
+            if self.leaves > 1 or not room:
                 return False
         elif self._before and (drops or self.evicts):
             return False
@@ -254,7 +259,8 @@ class StepPlan:
     def _surplus(self, budget: int) -> int:
         """Number of slots over the budget once the token is written."""
         if self._rule.floor is not None:
-            return sum(self._lengths) - (budget - 1) * len(self._lengths)
+            held = sum(self._coded) + sum(self._lengths[place] for place in self._place)
+            return held - (budget - 1) * len(self.parts)
         return self._before + max(self._lengths) + 1 - self.drops - budget
 
     def takes(self, inputs: StepInputs) -> bool:
@@ -335,7 +341,7 @@ class StepPlan:
         """
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
-            behind = 0 if self._behind is None else self._pack_behind(self._behind)
+            behind = self._pack_behind(0, 0) if self._behind else 0
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
@@ -343,7 +349,10 @@ class StepPlan:
             )
         competes, given, fields = self._rule.floor is not None, 0, list[int]()
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
-        for addresses, row, head, place in self._fixed:
+        if self._behind:  # heads evict from the slots behind their tail
+            plain = longest + 1 - self.leaves
+            behind = self._pack_behind(contest if competes else 0, max(0, self._safe - plain))
+        for index, (addresses, row, head, place) in enumerate(self._fixed):
             held = self._lengths[place]
             # A shorter part frees fewer slots, by the difference in length.
             spare = longest - held
@@ -353,15 +362,17 @@ class StepPlan:
             fields += (token + row, head, self.column - self._shifts[row], held)
             fields += (max(0, drops - spare), evicts if competes else max(0, evicts - spare))
             fields += (self._recent, self._dense, contest if competes else 0, self._safe, given)
-            fields += (0, 0, 0)
+            fields += (behind + index * SEQUENCE.size if self._behind else 0, 0, 0)
         return pack(f"={len(fields)}q", *fields)
 
-    def _pack_behind(self, behind: PartRecords) -> int:
-        """The address of the packed KvSequence of the slots behind a tail."""
-        self._sequence = SEQUENCE.pack(
-            *behind.addresses,
-            *(0, 0, self.column, self._before, 0, self.evicts, self._recent),
-            *(self._dense, 0, 0, 0, 0, self.leaves, self._sinks),
+    def _pack_behind(self, contest: int, safe: int) -> int:
+        """The address of the packed KvSequences of the slots behind a tail, one for each part."""
+        fixed = self.evicts, self._recent, self._dense, contest, safe, 0, 0, self.leaves
+        self._sequence = b"".join(
+            [
+                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks)
+                for one, held in zip(self._behind, self._coded, strict=True)
+            ]
         )
         return address_of(self._sequence)
 
@@ -423,13 +434,17 @@ class StepPlan:
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
         follows = self._follows
-        if self._behind is not None:
+        left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
+        if self._behind:
             lengths[0] += 1 - self.leaves
-            self._before += self.leaves - evicts
             self._storages[0].extend_to(lengths[0])
-            self._behind.part.storage.extend_to(self._before)
-        elif evicts > 1 or len(self.parts) > 1:
-            follows &= self._count_parts()
+            behind = [one.part.storage for one in self._behind]
+            capacities = [one.capacity for one in self._behind]
+            follows &= _count(behind, self._coded, capacities, left[len(self.parts) :])
+            self._before = max(self._coded)
+        elif left:
+            own = dict(zip(self._place, left, strict=False))  # parts may share a storage
+            follows &= _count(self._storages, lengths, self._capacities, [*own.values()])
         else:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
@@ -441,13 +456,13 @@ class StepPlan:
         if not follows:
             return
         self.column = column + 1
-        if self._behind is not None:
-            self._mark = (self._before, lengths[0])
+        if self._behind:
+            self._mark = (*self._coded, lengths[0])
         elif self._in_blocks:
             self._free -= 1
             if not self._free:
                 return
-            self._mark = (self._mark[0], self._mark[1] + 1)
+            self._mark = (*self._mark[:-1], self._mark[-1] + 1)
         else:
             self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
         length, reach = self._before + max(lengths), self._reach
@@ -455,18 +470,20 @@ class StepPlan:
         if self._decides(length, drops, self._budget):
             self._entries = entries
 
-    def _count_parts(self) -> bool:
-        """Set each storage's length after the step, and free spare capacity. Return whether all
-        slots kept their addresses."""
-        stay = True
-        for index, length in zip(self._place, self._left.tolist(), strict=True):
-            storage = self._storages[index]
-            storage.extend_to(length)
-            if length < self._lengths[index]:
-                storage.truncate(length)
-                stay &= storage.capacity == self._capacities[index]
-            self._lengths[index] = length
-        return stay
+
+def _count(
+    storages: Sequence[Storage], lengths: list[int], capacities: Sequence[int], left: Sequence[int]
+) -> bool:
+    """Set the lengths of storages to those `left` by a step, and free spare capacity. Return
+    whether all slots kept their addresses."""
+    stay = True
+    for index, length in enumerate(left):
+        storages[index].extend_to(length)
+        if length < lengths[index]:
+            storages[index].truncate(length)
+            stay &= storages[index].capacity == capacities[index]
+        lengths[index] = length
+    return stay
 
 
 def _no_plan() -> None:

@@ -81,7 +81,8 @@ class PartRecords(NamedTuple):
 class LayerRecords(NamedTuple):
     """The values that the records of all parts of a layer share.
 
-    The library writes the number of slots in use after a step to `left`, int64 (parts,).
+    The library writes the number of slots in use after a step to `left`, int64 (2 * parts,): of the
+    parts, then of the slots behind them.
     """
 
     policy: Policy
@@ -107,7 +108,8 @@ class LayerRecords(NamedTuple):
         behind = None
         if part.behind is not None:  # it takes its tokens from the tail
             k, v = (planes[name].narrow(2, 0, 1) for name in ("k", part.segments()[-1].value_name))
-            behind = self.of(index + 1, part.behind, inputs._replace(k=k, v=v))
+            index_behind = index + len(self.left) // 2
+            behind = self.of(index_behind, part.behind, inputs._replace(k=k, v=v))
             k = inputs.k
         segments = pack_segments(part.segments(), q, tensors)
         memory = self._memory(planes, k.shape[3])
@@ -220,7 +222,8 @@ def possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:
             return False
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
-    if part.behind is not None and (rule.by_keys or not possible(part.behind, inputs, rule)):
+    own = inputs._replace(q=q, k=k, v=v)
+    if part.behind is not None and (rule.by_keys or not possible(part.behind, own, rule)):
         return False
     planes, codecs = part.planes, part.codecs
     tail = ((codecs.key, k, "k"), (codecs.value, v, "k" if codecs.value.of_keys else "v"))
