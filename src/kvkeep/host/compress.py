@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.attention import Held
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.host.cache import ModelCache
+from kvkeep.host.cache import ModelCache, needed_rotaries
 from kvkeep.host.specs import Specs, per_layer
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
@@ -23,6 +23,7 @@ from kvkeep.policy import Compression
 from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.policy.share import Share
+from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def compress(
     policies = _chosen(cache, specs, host, ids)
     of_rows = [reread(host, cache, row, ids[row], policies, tick) for row in range(len(ids))]
     kept = [_kept(scores, policies, ids.shape[1]) for scores in of_rows]
-    _evict(cache, specs, {i: torch.cat([one[i] for one in kept]) for i in policies})
+    masks = {i: torch.cat([one[i] for one in kept]) for i in policies}
+    _evict(cache, specs, masks, needed_rotaries(specs, host.rotaries))
 
 
 def compresses(cache: ModelCache) -> bool:
@@ -95,7 +97,7 @@ def stop_evicting(cache: ModelCache) -> None:
     ]
     for index in some:
         specs[index] = replace(specs[index], policy=KVzip(Share(1)))
-    _evict(cache, specs, dict.fromkeys(some))
+    _evict(cache, specs, dict.fromkeys(some), [layer.rotary for layer in cache.layers])
 
 
 @torch.inference_mode()
@@ -208,15 +210,18 @@ def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[
 
 
 def _evict(
-    cache: ModelCache, specs: Sequence[CacheSpec], kept: Mapping[int, Tensor | None]
+    cache: ModelCache,
+    specs: Sequence[CacheSpec],
+    kept: Mapping[int, Tensor | None],
+    rotaries: Sequence[Rotary | None],
 ) -> None:
-    """Replace layers by layers of `specs` with the kept slots, bool (B, H, n) for each layer; None:
-    all slots that are not empty."""
+    """Replace layers by layers of `specs` with the kept tokens, bool (B, H, n) for each layer;
+    None: all. `rotaries`: of all layers."""
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
         new = one.layer(
-            rotary=layer.rotary,
+            rotary=rotaries[index],
             index=index,
             count=len(layers),
             slopes=layer.slopes,
@@ -227,10 +232,10 @@ def _evict(
         history.floor = history.columns
         new.restore(LayerState(history, parts))
         new.settle()  # encodes tokens that do not stay in a plain tail
+        if masks is None:
+            masks = torch.ones(history.rows, _heads(history), history.columns, dtype=torch.bool)
         with new.cursor.turn, new.cursor.moved():
-            if masks is not None:
-                new.slots.empty(~masks)
-            new.slots.free_empty()
+            new.slots.free(~masks)
         layers[index] = new
     cache.replace_layers(layers, specs)
 
@@ -262,14 +267,17 @@ def _kept(
 
 def _parts(layer: LayerCache, new: LayerCache, history: History) -> dict[str, Planes]:
     """All slots of a layer as parts of the new layer; the new `history` receives its centre."""
-    assert history.geometry is not None  # it holds tokens
-    late, heads = new.slots.block > 1, history.geometry.heads
+    late, heads = new.slots.block > 1, _heads(history)
     if layer.codecs == new.codecs and late == (layer.slots.block > 1):
         found: dict[str, Planes] = {}
         for name, planes in layer.slots.parts().items():
             own = {x: planes[x] for x in planes if x[0] in "kv" or x == POSITION}
-            whole = name.startswith("head.") or (late and name == "slots")
-            found |= {name: own} if whole else of_heads(own, heads)
+            if name.startswith("head."):
+                found[name] = own
+            elif late and name == "slots":
+                found[name] = own | {POSITION: own[POSITION].expand(-1, heads, -1)}
+            else:
+                found |= of_heads(own, heads)
         return found
     held = layer.held()
     assert held is not None
@@ -281,3 +289,8 @@ def _parts(layer: LayerCache, new: LayerCache, history: History) -> dict[str, Pl
         return of_heads({POSITION: position} | new.codecs.encode(k, v), heads)
     plain = new.slots.codecs.encode(k.to(v.dtype), v)
     return {"slots": {POSITION: position.expand(-1, heads, -1)} | plain}
+
+
+def _heads(history: History) -> int:
+    assert history.geometry is not None  # `_chosen`
+    return history.geometry.heads

@@ -239,14 +239,14 @@ class BlockEncoded(LayerSlots):
         kept, self.tail.hidden = order[:, :, self.tail.hidden :], 0
         return self._keep(kept) and exact
 
-    def empty(self, gone: Tensor) -> None:
-        self.blocks.empty(gone)
-        self.tail.empty(gone)
-
-    def free_empty(self) -> None:
-        self.blocks.free_empty()
-        self.tail.hidden = self.tail.fewest_empty
-        self.free_hidden()
+    def free(self, gone: Tensor) -> None:
+        # The tail has all heads' tokens, so it ends before the newest token that a head frees.
+        position = self.tail.evictable()[POSITION].to(torch.int64)
+        at = position.gather(2, order_of_encoding(position, *self.blocks.codecs))
+        goes = gone.to(at.device).gather(2, at.clamp(min=0)) & (at >= 0)
+        if bool(goes.any()):
+            self.encode_waiting(1 + int(goes.nonzero()[:, 2].max()))
+        self.blocks.free(gone)
 
     def _keep(self, index: Tensor) -> bool:
         """Keep only the slots of the tail at `index`, in the order of their positions. Return

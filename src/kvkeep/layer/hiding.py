@@ -61,5 +61,5 @@ def hide(layer: LayerCache, shown: Tensor) -> None:
     place = (kinds != -1).cumsum(dim=1) - 1
     at = torch.zeros_like(gone).scatter_(1, place.clamp(min=0), gone)
     with cursor.turn, cursor.moved():
-        cursor.slots.empty(at[:, None])
+        cursor.slots.empty(at)
         cursor.history.hide(kinds.masked_fill(gone, HOLE))

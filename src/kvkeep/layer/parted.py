@@ -97,6 +97,13 @@ class Parted(LayerSlots):
             victims = marked(victims, self._split.length)
         self._split.drop(victims)
 
+    def free(self, gone: Tensor) -> None:
+        if not self.length:
+            return
+        position = self._split.read()[POSITION]
+        at = position.clamp(min=0).to(torch.int64)
+        self._split.drop(gone.to(at.device).gather(2, at) | (position < 0))
+
     def free_hidden(self) -> bool:
         self._split.drop(self._split.read()[POSITION] < 0)
         self.hidden = 0

@@ -271,26 +271,19 @@ class LayerSlots(ABC):
             self.keep(POSITION, position.masked_fill_(gone, -1))
 
     def empty(self, gone: Tensor) -> None:
-        """Empty the slots at each position p where `gone[:, :, p]` is True, and free none. `gone`:
-        bool (B, 1|H, P)."""
-        if not self.length:
-            return
+        """Empty the slots at each position p where `gone[:, p]` is True, and free none. `gone`:
+        bool (B, P)."""
         self.thaw()
         position = self.evictable()[POSITION]
-        at, gone = position.to(torch.int64), gone.to(position.device)
-        goes = gone.expand(-1, at.shape[1], -1).gather(2, at.clamp(min=0)) & (at >= 0)
+        at = position.flatten(1).to(torch.int64)
+        goes = gone.to(at.device).gather(1, at.clamp(min=0)) & (at >= 0)
         with torch.inference_mode():
-            self.keep(POSITION, position.masked_fill_(goes, HOLE))
+            self.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
 
-    @property
-    def fewest_empty(self) -> int:
-        """Number of empty slots of the row and head that has the fewest."""
-        return int((self.evictable()[POSITION] < 0).sum(dim=2).amin()) if self.length else 0
-
-    def free_empty(self) -> None:
-        """Free as many empty slots as each row and head has."""
-        self.hidden = self.fewest_empty
-        self.free_hidden()
+    def free(self, gone: Tensor) -> None:
+        """Free the empty slots, and the slots at each position p where `gone[:, :, p]` is True.
+        `gone`: bool (B, H, P)."""
+        raise NotImplementedError("heads of equal lengths free equally many slots")
 
     def free_hidden(self) -> bool:
         """Free the hidden slots. Return whether `cut` can still remove any number of the newest
