@@ -256,6 +256,7 @@ class BlockEncoded(LayerSlots):
         kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
         self.tail.reset()
         self.tail.append(kept)
+        self.tail.storage.reserve(self.tail.storage.bound or 0)  # else it grows every few steps
         return bool((place >= 0).all())
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
