@@ -137,6 +137,22 @@ def test_later_steps_are_one_native_call(model, ids, spec, monkeypatch):
     torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("spec", ["kvzip:30%", f"kvzip:30%+{TAIL}"])
+def test_empty_slots_of_a_row_that_was_shorter_are_not_seen(model, spec):
+    rows = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    cache = filled(model, rows, spec)
+    cache.compress(model, rows)
+    cache.select([0])
+    assert any(bool((x.position < 0).any()) for x in cache.layers[0].slots.segments())
+    other = deepcopy(cache)
+    for layer in other.layers:
+        layer.plans = False
+    with torch.no_grad():
+        for token in torch.arange(3, 8).view(-1, 1, 1):
+            a, b = (model(token, past_key_values=x).logits for x in (cache, other))
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.skipif(not native_library.available, reason="the step is the native library's")
 def test_a_native_step_that_fails_is_taken_back(model, ids, monkeypatch):
     cache = filled(model, ids)

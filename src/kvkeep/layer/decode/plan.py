@@ -21,10 +21,12 @@ from kvkeep.layer.decode.records import (
     TOKENS,
     LayerRecords,
     PartRecords,
+    exactly,
     is_read,
     kind_of,
     packed_kind,
     possible,
+    strides_of,
 )
 from kvkeep.layer.slots import StepPart
 from kvkeep.layer.step import StepInputs, slopes_on
@@ -107,10 +109,10 @@ class StepPlan:
         self._threads = torch.get_num_threads()
         self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
         self._policy, self._sight, self._rotary = policy, layer.sight, layer.rotary
-        self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
+        self.kind, self._exactly = kind_of(inputs), exactly(inputs)
         self.packed_kind = packed_kind(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
-        self._strides = _strides(inputs, self.out_shape)
+        self._strides = strides_of(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
         self._frees_now = False  # whether the next step frees or moves slots
         self._safe = 0  # slots that a competing head cannot lose
@@ -119,6 +121,8 @@ class StepPlan:
         self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
         self._mark: tuple[int, ...] = ()  # the slots' mark to return to after an interrupt
+        # A row that had longer rows beside it may have empty slots.
+        self._gaps = policy.ragged and any(bool((x.position < 0).any()) for x in slots.segments())
         self._dense = True
         self._first: Tensor | None = None  # the policy's values for the new token
 
@@ -231,7 +235,7 @@ class StepPlan:
         if self._interval and any((columns + 1 - n) % self._interval == 0 for n in self._shifts):
             return False
         self.drops = drops
-        self._dense = self._pads is None
+        self._dense = self._pads is None and not self._gaps
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
@@ -267,12 +271,12 @@ class StepPlan:
         """Whether the plan accepts inputs of one token a row."""
         if inputs.sinks is not None or inputs.until is not None:
             return False
-        if _exactly(inputs) != self._exactly and not self._takes_like(inputs):
+        if exactly(inputs) != self._exactly and not self._takes_like(inputs):
             return False
         return not wants_gradients(*inputs[:3])
 
     def _takes_like(self, inputs: StepInputs) -> bool:
-        """Whether the inputs are of the plan's kind although `_exactly` differs."""
+        """Whether the inputs are of the plan's kind although `exactly` differs."""
         plain = all(
             type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
             for x in inputs[:3]
@@ -302,7 +306,7 @@ class StepPlan:
         if inputs.sinks is not None or inputs.until is not None or gradients:
             if not self.takes(inputs):
                 return None
-        elif _exactly(inputs) != self._exactly and not self._takes_like(inputs):
+        elif exactly(inputs) != self._exactly and not self._takes_like(inputs):
             return None
         places = given = 0
         if position is not None:
@@ -489,22 +493,3 @@ def _count(
 def _no_plan() -> None:
     """Takes the place of the plan in copies of a layer."""
     return None
-
-
-def _exactly(inputs: StepInputs) -> tuple[object, ...]:
-    """A key that is equal only for inputs with the same packed records."""
-    q, k, v = inputs[:3]
-    return (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v)),
-        *(q.is_neg(), k.is_neg(), v.is_neg(), inputs.scale, inputs.softcap),
-    )
-
-
-def _strides(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of KvTokens, in bytes: by row for q, k, v and the output, then by kv head."""
-    q, k, v = inputs[:3]
-    size, group = q.element_size(), q.shape[1] // k.shape[1]
-    rows = (*(x.stride(0) for x in (q, k, v)), out[1] * out[3])
-    heads = (group * q.stride(1), k.stride(1), v.stride(1), group * out[3])
-    return tuple(size * stride for stride in (*rows, *heads))

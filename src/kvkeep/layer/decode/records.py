@@ -282,3 +282,22 @@ def packed_kind(kind: Kind) -> bytes:
     """A kind packed as a KvKind of native/abi.h."""
     layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
     return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
+
+
+def exactly(inputs: StepInputs) -> tuple[object, ...]:
+    """A key that is equal only for inputs with the same packed records."""
+    q, k, v = inputs[:3]
+    return (
+        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v)),
+        *(q.is_neg(), k.is_neg(), v.is_neg(), inputs.scale, inputs.softcap),
+    )
+
+
+def strides_of(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of KvTokens, in bytes: by row for q, k, v and the output, then by kv head."""
+    q, k, v = inputs[:3]
+    size, group = q.element_size(), q.shape[1] // k.shape[1]
+    rows = (*(x.stride(0) for x in (q, k, v)), out[1] * out[3])
+    heads = (group * q.stride(1), k.stride(1), v.stride(1), group * out[3])
+    return tuple(size * stride for stride in (*rows, *heads))
