@@ -136,9 +136,7 @@ class BlockEncoded(LayerSlots):
     @property
     def _observed(self) -> list[Undivided | ByHead]:
         """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
-        some: list[Undivided | ByHead] = [self.tail]
-        if self._evicts:
-            some = [self.blocks, self.tail]
+        some = (self.blocks, self.tail) if self._evicts else (self.tail,)
         return [slots for slots in some if slots.length] or [self.tail]
 
     def observed(self) -> Planes:
@@ -240,8 +238,8 @@ class BlockEncoded(LayerSlots):
         return self._keep(kept) and exact
 
     def free(self, gone: Tensor) -> None:
-        # The tail has all heads' tokens, so it ends before the newest token that a head frees.
-        position = self.tail.evictable()[POSITION].to(torch.int64)
+        # All heads share the tail, so all tokens up to the newest that some head frees leave it.
+        position = self.tail.positions().to(torch.int64)
         at = position.gather(2, order_of_encoding(position, *self.blocks.codecs))
         goes = gone.to(at.device).gather(2, at.clamp(min=0)) & (at >= 0)
         if bool(goes.any()):
