@@ -9,15 +9,6 @@
 
 namespace {
 
-struct I8 {
-    typedef int8_t Element;
-    KV_INLINE vf widen_bytes(const int8_t* x) {
-        typedef int8_t bytes __attribute__((vector_size(W)));
-        return __builtin_convertvector(__builtin_convertvector(load<bytes>(x), vi), vf);
-    }
-    KV_INLINE Pair widen(const int8_t* x) { return {widen_bytes(x), widen_bytes(x + W)}; }
-};
-
 // Slots of a head: T's elements, `stride` apart. `scales`: null, or what a slot's elements are to
 // be multiplied by. It is above 0 or NaN, so it only decides whether there is a direction.
 template <class T>

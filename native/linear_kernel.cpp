@@ -80,10 +80,6 @@ struct Wide {
     }
 };
 
-struct I8 {
-    typedef int8_t Element;
-};
-
 // int8 widened to float, with x in order.
 template <class Input_>
 struct Coded {
@@ -92,17 +88,9 @@ struct Coded {
     typedef vf Vector;
     typedef float Element;
     static constexpr int PARTS = 2;
-    typedef int8_t Codes __attribute__((vector_size(W)));
     template <int PART>
     KV_INLINE vf part(const int8_t* weight) {
-        const Codes codes = load<Codes>(weight + PART * W);
-#if defined(__AVX512F__)
-        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
-#elif defined(__AVX2__) && KV_LANES == 8
-        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&codes)));
-#else
-        return __builtin_convertvector(codes, vf);
-#endif
+        return I8::widen_bytes(weight + PART * W);
     }
     KV_INLINE void add(vf& sum, vf weight, vf x) { add_product(sum, weight, x); }
     KV_INLINE void load_step(const typename Input::Element* from, float* to) {

@@ -390,6 +390,22 @@ struct F16 {
     }
 };
 
+struct I8 {
+    typedef int8_t Element;
+    KV_INLINE vf widen_bytes(const int8_t* x) {
+        typedef int8_t Bytes __attribute__((vector_size(W)));
+        const Bytes bytes = load<Bytes>(x);
+#if defined(__AVX512F__)
+        return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__) && KV_LANES == 8
+        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&bytes)));
+#else
+        return __builtin_convertvector(bytes, vf);
+#endif
+    }
+    KV_INLINE Pair widen(const int8_t* x) { return {widen_bytes(x), widen_bytes(x + W)}; }
+};
+
 // -- rotating --------------------------------------------------------------------------------
 
 // Rotates by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two that
