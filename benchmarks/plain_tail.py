@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -41,6 +42,11 @@ def log_probabilities(host, spec, ids, context):
     return torch.stack(found).double().log_softmax(-1), held
 
 
+def say(line):
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 @torch.inference_mode()
 def measure(args):
     model, tokenizer = load_model(args.model, args.dtype)
@@ -50,23 +56,23 @@ def measure(args):
         for place in args.only or range(args.places):
             ids = texts[place : place + 1]
             full, held = log_probabilities(host, "keep_all", ids, args.context)
-            print(json.dumps({"spec": "keep_all", "place": place, "kl": [0.0], "bytes": held}))
+            say(json.dumps({"spec": "keep_all", "place": place, "kl": [0.0], "bytes": held}))
             for spec in args.specs:
                 other, held = log_probabilities(host, spec, ids, args.context)
-                kl = (full.exp() * (full - other)).sum(dim=-1).tolist()
-                row = {"spec": spec, "place": place, "kl": kl, "bytes": held}
-                print(json.dumps(row), flush=True)
+                kl = [round(x, 6) for x in (full.exp() * (full - other)).sum(dim=-1).tolist()]
+                say(json.dumps({"spec": spec, "place": place, "kl": kl, "bytes": held}))
 
 
 def figures(files):
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    rows = {(row["spec"], row["place"]): row for row in found}.values()
     for spec in dict.fromkeys(row["spec"] for row in rows):
         own = [row for row in rows if row["spec"] == spec]
         kl = torch.tensor([row["kl"] for row in own])
         low, high = of_mean(kl) if kl.shape[1] > 1 else (0, 0)
         held = sum(row["bytes"] for row in own) / len(own) / 1e6
         mean = float(kl.mean())
-        print(f"{spec:40} {len(own):3} places  {mean:.4f} ({low:.4f} to {high:.4f})  {held:.2f} MB")
+        say(f"{spec:40} {len(own):3} places  {mean:.4f} ({low:.4f} to {high:.4f})  {held:.2f} MB")
 
 
 def main():
