@@ -61,6 +61,15 @@ def test_first_and_newest_tokens_stay_plain(text: list[Tensor]) -> None:
         assert sorted(layer.positions()[0, 0].tolist()) == list(range(stop))
 
 
+@pytest.mark.parametrize("policy", ["keep_all", "h2o:64", "adakv(h2o:64)"])
+def test_storage_that_moves_its_slots_holds_the_same(text: list[Tensor], policy: str) -> None:
+    layers = [made(f"{policy}+int4:recent=16@{storage}") for storage in ("growing", "concat")]
+    for layer in layers:
+        fed(layer, text, 150, 150)
+        fed(layer, text, 200, 1)
+    assert alike(*layers)
+
+
 @pytest.mark.parametrize("back", [10, 60, 100, 229])
 def test_a_crop_reaches_encoded_tokens(text: list[Tensor], back: int) -> None:
     layer, exact = made("keep_all+int4:recent=32,sinks=4"), made("keep_all")

@@ -254,7 +254,8 @@ class BlockEncoded(LayerSlots):
         kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
         self.tail.reset()
         self.tail.append(kept)
-        self.tail.storage.reserve(self.tail.storage.bound or 0)  # else it grows every few steps
+        if self.tail.storage.reserves:  # else it grows every few steps
+            self.tail.storage.reserve(self.tail.storage.bound or 0)
         return bool((place >= 0).all())
 
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
