@@ -237,7 +237,7 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
         std::vector<float> made, worth;
         for (int64_t head = 0; head < count; ++head) {
             const KvSequence& step = *steps[head];
-            const int64_t slots = step.slots + 1 - step.drops;
+            const int64_t slots = *step.step->left;
             const KvRanking ranking = after(step, slots);
             const int32_t* position = positions_of(ranking, 0, 0);
             const int64_t newest = kv_position(step, 0);
@@ -285,11 +285,10 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             victims.clear();
             for (auto one = found.begin(); one != end; ++one)
                 if (one->head == head) victims.push_back(one->slot);
-            *step.step->left = step.slots + 1 - step.drops - (int64_t)victims.size();
+            const int64_t slots = *step.step->left;
+            *step.step->left = slots - (int64_t)victims.size();
             if (victims.empty()) continue;
-            if (evict(step, victims.data(), 1, 1, (int64_t)victims.size(),
-                      step.slots + 1 - step.drops))
-                return 1;
+            if (evict(step, victims.data(), 1, 1, (int64_t)victims.size(), slots)) return 1;
         }
         return 0;
     } catch (const std::bad_alloc&) {

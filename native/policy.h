@@ -18,7 +18,8 @@ void kv_learn(const KvSequence& step, const float* mass, int64_t slots, int64_t 
 // Returns 0, or 1 if memory cannot be allocated.
 int kv_free(const KvSequence& step, int64_t slots);
 
-// Like kv_free, for the heads of a contest: `count` steps of one row and one head each.
+// Like kv_free, for the heads of a contest: `count` steps of one row and one head each, with their
+// slots in use in `left`.
 int kv_free_contest(const KvSequence* const* steps, int64_t count);
 
 // The position of a row's new token.

@@ -517,16 +517,21 @@ bool settle(const KvSequence& step, float* mass) {
     const KvSequence& behind = *step.behind;
     if (mass) learn(step, mass);
     if (behind.leaves && !leave(step)) return false;
-    return !behind.evicts || !kv_free(behind, behind.slots + behind.leaves);
+    const int64_t coded = *behind.step->left = behind.slots + behind.leaves;
+    return !behind.evicts || behind.contest || !kv_free(behind, coded);
 }
+
+// The slots from which a step evicts.
+const KvSequence& freed(const KvSequence& step) { return step.behind ? *step.behind : step; }
 
 // Frees the slots of the heads of each contest.
 bool settle_contests(const KvSequence* steps, int64_t count) {
     std::vector<const KvSequence*> heads;
     for (int64_t i = 0; i < count; ++i) {
-        if (!steps[i].contest || !steps[i].evicts) continue;
-        heads.push_back(steps + i);
-        if (i + 1 < count && steps[i + 1].contest == steps[i].contest) continue;
+        const KvSequence& head = freed(steps[i]);
+        if (!head.contest || !head.evicts) continue;
+        heads.push_back(&head);
+        if (i + 1 < count && freed(steps[i + 1]).contest == head.contest) continue;
         if (kv_free_contest(heads.data(), (int64_t)heads.size())) return false;
         heads.clear();
     }

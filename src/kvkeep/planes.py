@@ -236,6 +236,18 @@ def take(planes: Planes, index: Tensor) -> dict[str, Tensor]:
     return {name: plane.gather(2, along_slots(index, plane)) for name, plane in planes.items()}
 
 
+def narrowed(planes: Planes, rows: Tensor | None, head: int | None) -> dict[str, Tensor]:
+    """The planes of some rows, int64 (b,), and of one head; None: all. Planes that all rows or
+    heads share stay whole; only rows are copied."""
+
+    def own(plane: Tensor) -> Tensor:
+        if rows is not None and plane.shape[0] > 1:
+            plane = plane.index_select(0, rows)
+        return plane if head is None or plane.shape[1] == 1 else plane.narrow(1, head, 1)
+
+    return {name: own(planes[name]) for name in planes}
+
+
 def concatenated(first: Planes, second: Planes) -> dict[str, Tensor]:
     """Both sets of slots, `first` before `second`, as new tensors."""
     return {name: torch.cat([plane, second[name]], dim=2) for name, plane in first.items()}

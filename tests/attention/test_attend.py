@@ -296,6 +296,48 @@ def test_any_strides(backend, n, window):
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("peak", [True, False])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_parts_of_different_lengths_and_a_segment_of_all_heads(causal, peak, by_row):
+    """Against one segment of all slots, in which shorter parts have empty slots behind."""
+    q, k, v = qkv(rows=3, heads=2, slots=40, n=5)
+    place = torch.arange(40, dtype=torch.int32).expand(3, 2, 40).clone()
+    lengths = {(row, head): 30 - 7 * row * by_row - 4 * head for row in range(3) for head in (0, 1)}
+    for (row, head), length in lengths.items():
+        place[row, head, length:30] = -1
+
+    def held_in(*planes):
+        return Segment(dict(zip(("k", "v", POSITION), planes, strict=True)), Plain(), Plain())
+
+    parts = []
+    for head in (0, 1):
+        for rows in torch.arange(3).split(1) if by_row else (None,):
+            n = lengths[0 if rows is None else int(rows), head]
+            at = slice(None) if rows is None else rows
+            own = [x[at, head : head + 1, :n] for x in (k, v, place)]
+            parts.append(held_in(*own)._replace(head=head, rows=rows, part=True))
+    common = held_in(*(x[:, :, 30:] for x in (k, v, place)))
+    options = {"scale": 0.3, "causal": causal, "need_mass": True, "peak": peak}
+    options |= {"sinks": torch.randn(4), "slopes": torch.rand(4), "backend": None}
+    view = View((*parts, common), torch.arange(35, 40))
+    whole = View((held_in(k, v, place),), view.position)
+    found, expected = (attend(q[:, :, :5], one, **options) for one in (view, whole))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert view.slots == 40
+    held = view.in_order(torch.float32, torch.float32, moved=True)
+    assert held.position.equal(place.sort(dim=2).values)
+    assert held.as_slots(held.position).equal(place)
+    for keys, positions, own in zip(
+        held.keys.flatten(0, 1), held.position.flatten(0, 1), k.flatten(0, 1), strict=True
+    ):
+        assert keys[positions >= 0].equal(own[positions[positions >= 0].long()])
+    for wrong in ((common, *parts), (*parts[1:], common), (*parts, common._replace(head=0))):
+        with pytest.raises(ShapeError, match="before them parts"):
+            attend(q[:, :, :5], view._replace(segments=wrong), scale=0.3)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_sees_nothing_gets_zero(backend):
     q, k, v = qkv(slots=3, n=3)

@@ -22,6 +22,8 @@ from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
 
 TOKENS = 50
+TAIL = "int4:recent=8,sinks=2"
+"""8 to 39 newest tokens are plain."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,9 @@ def test_the_newest_tokens_stay_in_every_head(model, ids):
     assert sum(len(head) for x in cache.layers for head in kept(x)) == 40
 
 
-@pytest.mark.parametrize("spec", ["kvzip:30%", "kvzip:30%+int8", "kvzip:30%+int8/int4"])
+@pytest.mark.parametrize(
+    "spec", ["kvzip:30%", "kvzip:30%+int8", "kvzip:30%+int8/int4", f"kvzip:30%+{TAIL}"]
+)
 def test_later_steps_are_one_native_call(model, ids, spec, monkeypatch):
     """Logits of the call for all heads, and of one call for each; over a growth of the storages."""
     whole = filled(model, ids)
@@ -131,6 +135,22 @@ def test_later_steps_are_one_native_call(model, ids, spec, monkeypatch):
     other = steps(other)
     assert not runs
     torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("spec", ["kvzip:30%", f"kvzip:30%+{TAIL}"])
+def test_empty_slots_of_a_row_that_was_shorter_are_not_seen(model, spec):
+    rows = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    cache = filled(model, rows, spec)
+    cache.compress(model, rows)
+    cache.select([0])
+    assert any(bool((x.position < 0).any()) for x in cache.layers[0].slots.segments())
+    other = deepcopy(cache)
+    for layer in other.layers:
+        layer.plans = False
+    with torch.no_grad():
+        for token in torch.arange(3, 8).view(-1, 1, 1):
+            a, b = (model(token, past_key_values=x).logits for x in (cache, other))
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.skipif(not native_library.available, reason="the step is the native library's")
@@ -260,8 +280,58 @@ def test_slots_that_stay_are_not_encoded_again_and_the_others_are_freed(model, i
     assert (cache.fed, cache.seen.tolist()) == (TOKENS, [TOKENS])
 
 
-def test_a_compressed_cache_goes_on_and_is_saved_forked_and_rewound(model, ids, tmp_path):
-    cache = filled(model, ids, "kvzip:40%")
+def codes(layer, head):
+    """Position -> the planes of an encoded slot of a layer of one row, and of its plain tail."""
+    coded = layer.slots.blocks.evictable()
+    names = [name for name in coded if name != POSITION]
+    place = coded[POSITION][0, -1 if coded[POSITION].shape[1] == 1 else head].tolist()
+    return {p: [coded[x][0, head, i].clone() for x in names] for i, p in enumerate(place) if p >= 0}
+
+
+def same(planes, others):
+    return all(map(torch.equal, planes, others))
+
+
+def plain(layer):
+    """Position -> the keys and values of all heads of a token in the plain tail."""
+    tail = layer.slots.tail.evictable()
+    place = tail[POSITION][0, 0].tolist()
+    return {p: torch.cat([tail["k"][0, :, i], tail["v"][0, :, i]]) for i, p in enumerate(place)}
+
+
+@pytest.mark.parametrize("before", ["keep_all", "kvzip:40%"])
+def test_codes_are_not_encoded_again_and_the_newest_tokens_stay_plain(model, ids, before):
+    cache = filled(model, ids, f"{before}+{TAIL}")
+    coded = [[codes(layer, head) for head in range(2)] for layer in cache.layers]
+    tails = [plain(layer) for layer in cache.layers]
+    assert len(coded[0][0]) == 32
+    cache.compress(model, ids, f"kvzip:40%,recent=12+{TAIL}")
+    assert sum(len(head) for x in cache.layers for head in kept(x)) == 4 * int(0.4 * TOKENS)
+    for layer, heads, tail in zip(cache.layers, coded, tails, strict=True):
+        now = plain(layer)
+        assert {0, 1, *range(42, 50)} <= set(now)
+        assert all(x.equal(tail[p]) for p, x in now.items())
+        for head, was in enumerate(heads):
+            found = codes(layer, head)
+            assert not set(found) & set(now)
+            assert all(same(found[p], was[p]) for p in set(found) & set(was))
+
+
+@pytest.mark.parametrize("share", [20, 50])
+def test_tokens_are_encoded_before_a_plain_tail_as_if_they_had_been_fed(model, ids, share):
+    cache, other = filled(model, ids), filled(model, ids, f"keep_all+{TAIL}")
+    was = codes(other.layers[0], 0)
+    cache.compress(model, ids, f"kvzip:{share}%,recent=0+{TAIL}")
+    found = codes(cache.layers[0], 0)
+    assert len(set(found) & set(was)) > 2
+    assert all(same(found[p], was[p]) for p in set(found) & set(was))
+    assert sum(len(head) for x in cache.layers for head in kept(x)) == 4 * TOKENS * share // 100
+    assert model_goes_on(model, cache)
+
+
+@pytest.mark.parametrize("spec", ["kvzip:40%", f"kvzip:40%,recent=0+{TAIL}"])
+def test_a_compressed_cache_goes_on_and_is_saved_forked_and_rewound(model, ids, tmp_path, spec):
+    cache = filled(model, ids, spec)
     assert cache.length == TOKENS
     cache.compress(model, ids)
     held = [kept(layer) for layer in cache.layers]
@@ -281,7 +351,11 @@ def test_a_compressed_cache_goes_on_and_is_saved_forked_and_rewound(model, ids, 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "spec", ["snapkv:12,window=4", "adakv(h2o:14)", "h2o:12+int8", "window:9,sinks=2"]
+    "spec",
+    [
+        *("snapkv:12,window=4", "adakv(h2o:14)", "h2o:12+int8", "window:9,sinks=2"),
+        *(f"h2o:14+{TAIL}", f"adakv(h2o:24)+{TAIL}"),
+    ],
 )
 def test_a_cache_that_stops_evicting_keeps_what_comes(model, ids, spec):
     """Attention precedes eviction, so the next chunk is computed as without; but with a window,

@@ -26,6 +26,8 @@ MIXED = [
     "keep_all+kivi",
     "h2o:9",
     "h2o:40+int4:recent=8,sinks=2",
+    "adakv(h2o:40)+int4:recent=8,sinks=2",
+    "kvzip:50%+int4:recent=8,sinks=2",
     "expected_attention:9",
     "keep_all@concat",
 ]

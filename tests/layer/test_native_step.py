@@ -55,6 +55,10 @@ SPECS = [
     "adakv:0.5(h2o:25%,least=6)",
     "keep_all+kivi",
     "kvzip:50%",
+    "kvzip:50%+int4:recent=6,sinks=2",
+    "h2o:20+int4:recent=6,sinks=2",
+    "adakv(h2o:20)+int4:recent=6,sinks=2",
+    "adakv:0.7(qvlen:25%,least=12)+int4:recent=3,sinks=1",
 ]
 
 SLOPES = (0.5, 0.1, -0.2, 0.0, 0.03, 1.0)

@@ -61,6 +61,15 @@ def test_first_and_newest_tokens_stay_plain(text: list[Tensor]) -> None:
         assert sorted(layer.positions()[0, 0].tolist()) == list(range(stop))
 
 
+@pytest.mark.parametrize("policy", ["keep_all", "h2o:64", "adakv(h2o:64)"])
+def test_storage_that_moves_its_slots_holds_the_same(text: list[Tensor], policy: str) -> None:
+    layers = [made(f"{policy}+int4:recent=16@{storage}") for storage in ("growing", "concat")]
+    for layer in layers:
+        fed(layer, text, 150, 150)
+        fed(layer, text, 200, 1)
+    assert alike(*layers)
+
+
 @pytest.mark.parametrize("back", [10, 60, 100, 229])
 def test_a_crop_reaches_encoded_tokens(text: list[Tensor], back: int) -> None:
     layer, exact = made("keep_all+int4:recent=32,sinks=4"), made("keep_all")
@@ -79,7 +88,13 @@ def test_a_crop_reaches_encoded_tokens(text: list[Tensor], back: int) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["adakv(h2o:64)+{}", "window:64+{}", "h2o:64+{}@fixed", "keep_all+{}@fixed", "h2o:64+{}@host"],
+    [
+        "adakv(h2o:64)+{}@host",
+        "window:64+{}",
+        "h2o:64+{}@fixed",
+        "keep_all+{}@fixed",
+        "h2o:64+{}@host",
+    ],
 )
 def test_other_layers_encode_tokens_as_they_arrive(text: list[Tensor], spec: str) -> None:
     late, once = made(spec.format("int4:recent=64")), made(spec.format("int4:recent=0,sinks=0"))
@@ -108,7 +123,10 @@ def test_drafts_taken_back_change_nothing(text: list[Tensor]) -> None:
     torch.testing.assert_close(out, expected)
 
 
-BUDGETS = ["h2o:64", "h2o:25%", "knorm:64", "tova:64", "random:40", "snapkv:64,window=8", "vlen:64"]
+BUDGETS = [
+    *("h2o:64", "h2o:25%", "knorm:64", "tova:64", "random:40", "snapkv:64,window=8", "vlen:64"),
+    *("adakv(h2o:64)", "adakv:0.6(h2o:25%)", "adakv:0(knorm:64)"),
+]
 """Policies whose evicted slots are encoded, all with a tail of 16 and 4 tokens."""
 
 
@@ -141,7 +159,7 @@ def test_under_a_budget_the_first_and_the_newest_tokens_are_plain(
     for stop in (151, 152, 190, TEXT):
         fed(layer, text, stop, 1)
         assert plain_positions(layer) == [*range(4), *range(stop - 16, stop)]
-        assert layer.length == layer.policy.at(stop).budget
+        assert layer.slots.surplus(layer.policy.at(stop).budget) == 0
         geometry = layer.history.geometry
         codecs = layer.key_codec, layer.value_codec
         assert layer.live_bytes == promised_bytes(layer.policy, *codecs, stop, geometry)
@@ -150,16 +168,29 @@ def test_under_a_budget_the_first_and_the_newest_tokens_are_plain(
         assert all(now[p].equal(earlier[p]) for p in coded if p in earlier and p in now)
 
 
+@pytest.mark.parametrize("policy", ["h2o:{}", "adakv(h2o:{})"])
 @pytest.mark.parametrize("budget", [2, 9, 20])
-def test_at_most_half_of_a_budget_is_plain(text: list[Tensor], budget: int) -> None:
-    layer = budgeted(f"h2o:{budget}")
+def test_at_most_half_of_a_budget_is_plain(text: list[Tensor], policy: str, budget: int) -> None:
+    layer = budgeted(policy.format(budget))
     fed(layer, text, 60, 7)
     fed(layer, text, 90, 1)
     assert len(plain_positions(layer)) == budget // 2
-    assert layer.length == budget
+    assert layer.slots.surplus(budget) == 0
 
 
-@pytest.mark.parametrize("policy", ["knorm:64", "random:40"])
+@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+def test_each_head_keeps_its_floor_besides_plain_tokens(text: list[Tensor], floor: float) -> None:
+    layer = budgeted(f"adakv:{floor}(knorm:64,recent=0)")
+    layer.plans = False
+    text[1][:, 0] *= 3  # knorm evicts keys of large norms first
+    fed(layer, text, 150, 150)
+    fed(layer, text, TEXT, 1)
+    heads = [len(head) for head in holding(layer)[0]]
+    assert sum(heads) == 2 * 64
+    assert heads[0] == max(20, int(64 * floor))
+
+
+@pytest.mark.parametrize("policy", ["knorm:64", "random:40", "adakv(knorm:64)"])
 def test_chunks_keep_what_single_tokens_keep(text: list[Tensor], policy: str) -> None:
     layers = [budgeted(policy, centre=0) for _ in range(3)]
     for layer, chunk in zip(layers, (1, 7, TEXT), strict=True):
@@ -168,7 +199,7 @@ def test_chunks_keep_what_single_tokens_keep(text: list[Tensor], policy: str) ->
     assert alike(layers[0], layers[2])
 
 
-@pytest.mark.parametrize("policy", [*BUDGETS, "qh2o:64", "qvlen:64"])
+@pytest.mark.parametrize("policy", [*BUDGETS, "qh2o:64", "qvlen:64", "adakv(qh2o:64)", "kvzip:50%"])
 def test_native_steps_are_those_of_the_reference(text: list[Tensor], policy: str) -> None:
     native, plain = budgeted(policy), budgeted(policy)
     plain.plans = False
@@ -199,7 +230,7 @@ def test_chunks_beyond_a_budget_need_no_room_of_their_own(
 
 
 @pytest.mark.parametrize("plans", [True, False])
-@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64", "snapkv:64,window=8"])
+@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64", "snapkv:64,window=8", "adakv(h2o:64)"])
 def test_rows_with_padding_are_as_alone(text: list[Tensor], policy: str, plans: bool) -> None:
     starts = (0, 37, 190)
     alone, together = [budgeted(policy, centre=0) for _ in starts], budgeted(policy, centre=0)
@@ -228,7 +259,7 @@ def test_under_a_budget_drafts_taken_back_change_nothing(text: list[Tensor], pol
     torch.testing.assert_close(fed(layer, text, TEXT, 1), fed(alone, text, TEXT, 1))
 
 
-@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64"])
+@pytest.mark.parametrize("policy", ["h2o:64", "knorm:64", "adakv(h2o:64)", "kvzip:50%"])
 def test_under_a_budget_forks_and_copies_go_on_alike(text: list[Tensor], policy: str) -> None:
     layer = budgeted(policy)
     fed(layer, text, 150, 150)
@@ -257,9 +288,10 @@ def test_a_crop_before_the_first_eviction_is_exact(text: list[Tensor], back: int
     assert layer.length == alone.length == 200
 
 
-def test_a_layer_begins_with_a_text_as_with_a_chunk(text: list[Tensor]) -> None:
+@pytest.mark.parametrize("policy", ["knorm:64", "adakv(knorm:64)", "kvzip:50%"])
+def test_a_layer_begins_with_a_text_as_with_a_chunk(text: list[Tensor], policy: str) -> None:
     stored = made("keep_all")
-    layer, chunk = (budgeted("knorm:64", centre=0) for _ in range(2))
+    layer, chunk = (budgeted(policy, centre=0) for _ in range(2))
     fed(stored, text, 100, 100)
     begin_with(layer, stored)
     fed(chunk, text, 110, 110)

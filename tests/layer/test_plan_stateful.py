@@ -51,6 +51,10 @@ SPECS = [
     "adakv(h2o:8)",
     "adakv:0.5(h2o:25%,least=6)",
     "kvzip:50%",
+    "keep_all+int4:recent=4,sinks=1",
+    "kvzip:50%+int4:recent=4,sinks=1",
+    "h2o:12+int4:recent=4,sinks=1",
+    "adakv(h2o:12)+int4:recent=4,sinks=1",
 ]
 OPTIONS: list[dict[str, Any]] = [{}, {}, {"window": 9}, {"window": 12, "chunked": True}]
 DIM, HEADS, GROUP = 16, 2, 2

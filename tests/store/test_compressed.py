@@ -18,6 +18,7 @@ from kvkeep.store.compressed import Compressed
 from kvkeep.store.memory import Memory
 
 SPEC = "kvzip:40%"
+TAIL = "kvzip:40%,recent=2+int4:recent=3,sinks=1"
 TEXT, MORE = 40, 9
 
 
@@ -51,7 +52,10 @@ def nothing_is_compressed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("spec", "dtype"),
-    [(SPEC, torch.float32), (SPEC + "+int8", torch.bfloat16), (SPEC + "+int8/int4", torch.float32)],
+    [
+        *[(SPEC, torch.float32), (SPEC + "+int8", torch.bfloat16)],
+        *[(SPEC + "+int8/int4", torch.float32), (TAIL, torch.bfloat16)],
+    ],
 )
 @pytest.mark.parametrize("where", ["memory", "disk", "a store opened again"])
 def test_a_text_is_compressed_once(model, spec, where, dtype, tmp_path, monkeypatch):
@@ -214,7 +218,8 @@ def changed(block, what):
     layers = [dict(layer) for layer in block.content.layers]
     first = layers[0]
     if what == "a head is missing":
-        del first["head.1.k"], first["head.1.v"], first["head.1.position"]
+        for name in [name for name in first if name.startswith("head.1.")]:
+            del first[name]
     if what == "a head is empty":
         for name in ("head.0.k", "head.0.v", "head.0.position"):
             first[name] = first[name][:, :, :0]
@@ -223,6 +228,15 @@ def changed(block, what):
         first["head.0.position"][..., 1] = first["head.0.position"][..., 0]
     if what == "a position behind the text":
         first["head.0.position"] = first["head.0.position"] + TEXT
+    if what == "a token in both parts":
+        own = first["slots.position"] = first["slots.position"].clone()
+        own[0, 1, -1] = first["head.1.position"][0, 0, 0]
+    if what == "a tail of one head":
+        first["slots.k"] = first["slots.k"][:, :1]
+    if what == "an encoded tail":
+        first["slots.k"] = first["slots.k"].to(torch.uint8)
+    if what == "a part of no head":
+        first["more.position"] = first["slots.position"]
     if what == "narrow keys":
         first["head.0.k"] = first["head.0.k"][..., :2]
     if what == "another dtype":
@@ -253,6 +267,23 @@ def test_what_does_not_fit_the_model_is_put_aside(model, what):
     (key,) = backend.scan()
     backend._blocks[key] = changed(backend._blocks[key], what)
     found = PrefixStore(backend=backend).read(model, text, spec=SPEC).found
+    assert found == (TEXT if what == "nothing" else 0)
+    assert backend.damaged == (what != "nothing")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("nothing", "a head is missing", "a token twice", "a position behind the text"),
+        *("a token in both parts", "a tail of one head", "an encoded tail", "a part of no head"),
+    ],
+)
+def test_a_plain_tail_that_does_not_fit_is_put_aside(model, what):
+    backend, text = Memory(), ids(TEXT)
+    PrefixStore(backend=backend).read(model, text, spec=TAIL)
+    (key,) = backend.scan()
+    backend._blocks[key] = changed(backend._blocks[key], what)
+    found = PrefixStore(backend=backend).read(model, text, spec=TAIL).found
     assert found == (TEXT if what == "nothing" else 0)
     assert backend.damaged == (what != "nothing")
 

@@ -251,34 +251,26 @@ def _each_part(
     q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with one call for each part of the view."""
-    first = view.segments[0]
-    kv_heads = unsliced(first.planes)["k"].shape[1]
-    if first.head is not None:
-        kv_heads = 1 + max(segment.head or 0 for segment in view.segments)
-    group = q.shape[1] // kv_heads
+    parts = view.parts
+    kv_heads = unsliced(parts[0].planes)["k"].shape[1]
+    if parts[0].head is not None:
+        kv_heads = 1 + max(part.head or 0 for part in parts)
+    group, longest = q.shape[1] // kv_heads, max(part.slots for part in parts)
     outs: list[Tensor] = []
     masses: list[Tensor] = []
-    for segment in view.segments:
-        rows, head = segment.rows, segment.head
+    for part in parts:
+        rows, head = part.rows, part.head
         own = slice(None) if head is None else slice(head * group, (head + 1) * group)
-        position, bounds, chosen = view.position, view.bounds, view.chosen
-        if rows is not None and position.dim() == 2 and position.shape[0] > 1:
-            position = position.index_select(0, rows)
-        if rows is not None and bounds is not None and bounds.dim() == 3 and bounds.shape[0] > 1:
-            bounds = bounds.index_select(0, rows)
-        if rows is not None and chosen is not None:
-            chosen = chosen.index_select(0, rows)
-        if head is not None and chosen is not None and chosen.shape[1] > 1:
-            chosen = chosen[:, head : head + 1]
         sinks = None if options.sinks is None else options.sinks[own]
         slopes = None if options.slopes is None else options.slopes[own]
-        alone = segment._replace(head=None, rows=None, part=False)
-        part = view._replace(segments=(alone,), position=position, bounds=bounds, chosen=chosen)
         queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
-        asked = options._replace(sinks=sinks, slopes=slopes, centre=segment.own(options.centre))
-        out, mass = dispatch(queries, part, asked, backend, differentiable=differentiable)
+        asked = options._replace(sinks=sinks, slopes=slopes, centre=part.own(options.centre))
+        call = queries, view.of_part(part), asked, backend
+        out, mass = dispatch(*call, differentiable=differentiable)
         outs.append(out)
         if mass is not None:
-            masses.append(torch.nn.functional.pad(mass, (0, view.slots - mass.shape[2])))
-    out = joined_parts(outs, view.segments)
-    return out, joined_parts(masses, view.segments) if masses else None
+            first, others = mass[:, :, : part.slots], mass[:, :, part.slots :]
+            padded = torch.nn.functional.pad(first, (0, longest - part.slots))
+            masses.append(torch.cat([padded, others], dim=2))
+    out = joined_parts(outs, parts)
+    return out, joined_parts(masses, parts) if masses else None

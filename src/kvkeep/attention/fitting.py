@@ -56,15 +56,6 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     for name, x in (("sinks", options.sinks), ("slopes", options.slopes)):
         if x is not None:
             check_memory(name, x, q.device)
-    if options.centre is not None:
-        mean, heads = options.centre.mean, _tensor(view.segments[-1], "k").shape[1]
-        fits = (q.shape[0], heads, q.shape[3])
-        if tuple(mean.shape) != fits or mean.dtype is not torch.float32:
-            raise ShapeError(
-                f"a centre of {tuple(mean.shape)} {mean.dtype}; give float32 {fits}: rows, kv "
-                "heads and the width of keys"
-            )
-        check_memory("centre", mean, q.device)
     for reach in view.reaches:
         _check_reach(reach)
     if not view.segments:
@@ -78,46 +69,55 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
         check_places("bounds of queries", view.bounds, rows, n, 2)
         _check_values("bounds of queries", view.bounds, q)
     first = view.segments[0]
-    own_heads = len({segment.head for segment in view.segments}) if in_parts else 1
+    own_heads = len({part.head for part in view.parts}) if in_parts else 1
     heads = _tensor(first, "k").shape[1]
+    all_heads = own_heads * heads
     _tensor(first, first.value_name)
-    if heads < 1 or query_heads % (own_heads * heads):
+    if heads < 1 or query_heads % all_heads:
         raise ShapeError(
-            f"{query_heads} query heads on {own_heads * heads} kv heads: give a positive "
-            "multiple of the kv heads, and at least one kv head"
+            f"{query_heads} query heads on {all_heads} kv heads: give a positive multiple of the "
+            "kv heads, and at least one kv head"
         )
+    if options.centre is not None:
+        mean, fits = options.centre.mean, (rows, all_heads, width)
+        if tuple(mean.shape) != fits or mean.dtype is not torch.float32:
+            raise ShapeError(
+                f"a centre of {tuple(mean.shape)} {mean.dtype}; give float32 {fits}: rows, kv "
+                "heads and the width of keys"
+            )
+        check_memory("centre", mean, q.device)
     value_width = first.value_width
     if value_width < 1:
         shape = tuple(first.planes[first.value_name].shape)
         raise ShapeError(f"values {shape}; give a width of at least 1")
     for index, segment in enumerate(view.segments):
-        last = view.bounds is None and (in_parts or index == len(view.segments) - 1)
-        own = rows if segment.rows is None else len(segment.rows)
-        what = f"segment {index}"
-        _check_segment(what, segment, q, own, heads, width, value_width, n if last else 0)
+        last = index == len(view.segments) - 1 or not view.common
+        some = rows if segment.rows is None else len(segment.rows)
+        held = heads if segment.part else all_heads
+        own = n if last and view.bounds is None else 0
+        _check_segment(f"segment {index}", segment, q, some, held, width, value_width, own)
 
 
 def _check_parts(view: View, rows: int) -> None:
-    """Check that either all segments are parts or none is, and that parts hold each row of each
-    head exactly once."""
-    segments = view.segments
+    """Check that parts come first and hold each row of each head exactly once."""
+    segments, parts = view.segments, view.parts
     held: dict[int | None, list[int]] = {}
     for segment in segments:
         if (segment.head or 0) < 0:
             raise ShapeError(f"a segment of head {segment.head}; heads are counted from 0")
         if segment.rows is not None and segment.rows.dtype not in (torch.int32, torch.int64):
             raise ShapeError(f"a segment of rows {segment.rows}; give integers (b,)")
-        own = range(rows) if segment.rows is None else segment.rows.tolist()
-        held.setdefault(segment.head, []).extend(own)
+        if segment.part:
+            own = range(rows) if segment.rows is None else segment.rows.tolist()
+            held.setdefault(segment.head, []).extend(own)
     heads = sorted(-1 if head is None else head for head in held)
-    parts = [segment.part for segment in segments]
-    whole = view.in_parts and all(sorted(own) == list(range(rows)) for own in held.values())
-    if not any(parts):
-        whole = all(s.head is None and s.rows is None for s in segments)
-    if len(set(parts)) > 1 or not whole or heads not in ([-1], list(range(len(heads)))):
+    whole = all(sorted(own) == list(range(rows)) for own in held.values())
+    first = all(segment.part for segment in segments[: len(parts)])
+    served = all(s.head is None and s.rows is None for s in view.common)
+    if not (whole and first and served and heads in ([], [-1], list(range(len(heads))))):
         raise ShapeError(
             f"segments of heads {[s.head for s in segments]}: give segments of all heads and rows, "
-            "or parts (part=True) that hold each row of each head once"
+            "and before them parts (part=True) that hold each row of each head once"
         )
 
 

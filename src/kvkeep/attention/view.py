@@ -20,6 +20,7 @@ from kvkeep.planes import (
     Reach,
     along_slots,
     by_token,
+    narrowed,
     part,
     slot_count,
     unsliced,
@@ -74,8 +75,8 @@ class Segment(NamedTuple):
     rows: Tensor | None = None
     """The segment's rows, int64 (b,), if rows have different lengths; None: all rows."""
     part: bool = False
-    """Whether the segment serves only its own rows and head; other segments serve other rows or
-    heads."""
+    """Whether the segment serves only its own rows and head; other parts serve other rows or heads.
+    Segments behind all parts serve all rows and heads."""
     used: Tensor | None = None
     """Upper bound of the slots in use, int32 () on the slots' device: slots from this index on are
     empty and need not be read. None: unknown."""
@@ -126,6 +127,10 @@ class Segment(NamedTuple):
         if centre is not None and self.rows is not None:
             centre = centre.of_rows(self.rows)
         return centre if centre is None or self.head is None else centre.of_head(self.head)
+
+    def narrowed(self, rows: Tensor | None, head: int | None) -> Segment:
+        """The slots of some rows and of one head; None: all."""
+        return self._replace(planes=narrowed(self.planes, rows, head))
 
     def placed_keys(self, dtype: torch.dtype, centre: Centre | None = None) -> Tensor:
         """`keys`, rotated for their positions of use."""
@@ -193,33 +198,28 @@ class Held(NamedTuple):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Held], segments: Sequence[Segment]) -> Held:
-        """Merge parts, which hold some rows or one head each; shorter parts are padded with empty
-        slots in front."""
+        """Merge parts, which hold some rows or one head each, in slot order; shorter parts are
+        padded with empty slots behind."""
         longest = max(part.position.shape[2] for part in parts)
-        wide = [part.widened(longest) for part in parts]
-        orders = [part.order for part in wide if part.order is not None]
+        wide = [part.widened(longest, behind=True) for part in parts]
         return cls(
             joined_parts([part.keys for part in wide], segments),
             joined_parts([part.values for part in wide], segments),
             joined_parts([part.position for part in wide], segments),
-            joined_parts(orders, segments),
         )
 
-    def widened(self, slots: int) -> Held:
-        """The same tokens in `slots` slots, with empty slots added in front."""
-        own = self.position.shape[2]
-        if own == slots:
+    def widened(self, slots: int, *, behind: bool = False) -> Held:
+        """The same tokens in `slots` slots, with empty slots added in front, or `behind`."""
+        more = slots - self.position.shape[2]
+        if not more:
             return self
+        sides = (0, more) if behind else (more, 0)
 
-        def front(x: Tensor, empty: int = 0) -> Tensor:
+        def added(x: Tensor, empty: int = 0) -> Tensor:
             beside = (0, 0) * (x.dim() - 3)
-            return torch.nn.functional.pad(x, (*beside, slots - own, 0), value=empty)
+            return torch.nn.functional.pad(x, (*beside, *sides), value=empty)
 
-        order = self.order
-        if order is not None:  # in slot order, the added slots come last
-            added = torch.arange(own, slots, device=order.device)
-            order = torch.cat([added.expand(*order.shape[:2], slots - own), order], dim=2)
-        return Held(front(self.keys), front(self.values), front(self.position, -1), order)
+        return Held(added(self.keys), added(self.values), added(self.position, -1))
 
     def as_slots(self, x: Tensor) -> Tensor:
         """Reorder x (B, H, S), one number per token, to slot order."""
@@ -253,8 +253,9 @@ class View(NamedTuple):
     with last < 0, sees nothing, and its output is zero.
 
     Args:
-        segments: the slots, in any order of positions. Without `bounds`, the last n slots of the
-            last segment must be the chunk's own, in the order of the queries.
+        segments: the slots, in any order of positions; parts come first. Without `bounds`, the last
+            n slots of the last segment, or of each part if there are only parts, must be the
+            chunk's own, in the order of the queries.
         position: the queries' positions, (n,) if all rows share them, else (B, n).
         ragged: whether a slot may be empty or a query may see nothing. False asserts that every
             slot is live and that all slots before the chunk's own are older than all queries.
@@ -280,14 +281,43 @@ class View(NamedTuple):
     @property
     def slots(self) -> int:
         """S over all segments; of the longest part if heads or rows differ in length."""
-        if self.in_parts:
-            return max(segment.slots for segment in self.segments)
-        return sum(segment.slots for segment in self.segments)
+        longest = max((segment.slots for segment in self.parts), default=0)
+        return longest + sum(segment.slots for segment in self.common)
 
     @property
     def in_parts(self) -> bool:
-        """Whether each segment holds one head or some rows."""
+        """Whether the first segments hold one head or some rows each."""
         return self.segments[0].part
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """The segments that hold one head or some rows each."""
+        return tuple(segment for segment in self.segments if segment.part)
+
+    @property
+    def common(self) -> tuple[Segment, ...]:
+        """The segments that hold all heads and rows."""
+        return tuple(segment for segment in self.segments if not segment.part)
+
+    def of_part(self, part: Segment) -> View:
+        """The view of the queries of one part's rows and head."""
+        rows, head = part.rows, part.head
+        position, bounds, chosen = self.position, self.bounds, self.chosen
+        if rows is not None and position.dim() == 2 and position.shape[0] > 1:
+            position = position.index_select(0, rows)
+        if rows is not None and bounds is not None and bounds.dim() == 3 and bounds.shape[0] > 1:
+            bounds = bounds.index_select(0, rows)
+        if rows is not None and chosen is not None:
+            chosen = chosen.index_select(0, rows)
+        if head is not None and chosen is not None and chosen.shape[1] > 1:
+            chosen = chosen[:, head : head + 1]
+        alone = part._replace(head=None, rows=None, part=False)
+        return self._replace(
+            segments=(alone, *(one.narrowed(rows, head) for one in self.common)),
+            position=position,
+            bounds=bounds,
+            chosen=chosen,
+        )
 
     def in_runs(self) -> View:
         """The same view, with encoded segments divided into runs short enough to decode at once.
@@ -323,24 +353,24 @@ class View(NamedTuple):
         Args:
             centre: the mean keys that the slots' keys lack.
         """
-        if self.in_parts:
-            parts = [
-                self._replace(segments=(s._replace(head=None, rows=None, part=False),)).in_order(
-                    key_dtype, value_dtype, moved=True, centre=s.own(centre)
-                )
-                for s in self.segments
-            ]
-            return Held.of_parts(parts, self.segments)
-        rows = self.segments[-1].position.shape[0]
-        keys = [segment.placed_keys(key_dtype, centre) for segment in self.segments]
-        values = [segment.values(value_dtype) for segment in self.segments]
-        k, v = keys[0], values[0]
-        if len(keys) > 1:
-            k = torch.cat([x.expand(rows, -1, -1, -1) for x in keys], dim=2)
-            v = torch.cat([x.expand(rows, -1, -1, -1) for x in values], dim=2)
-        place = [segment.position.expand(rows, -1, -1) for segment in self.segments]
-        position = torch.cat(place, dim=2) if len(place) > 1 else place[0]
-        if not moved:
+        held = [
+            Held(
+                segment.placed_keys(key_dtype, segment.own(centre)),
+                segment.values(value_dtype),
+                segment.position,
+            )
+            for segment in self.segments
+        ]
+        if parts := self.parts:
+            held = [Held.of_parts(held[: len(parts)], parts), *held[len(parts) :]]
+        k, v, position = held[0][:3]
+        if len(held) > 1:
+            rows = held[-1].position.shape[0]
+            heads = max(one.position.shape[1] for one in held)
+            k = torch.cat([one.keys.expand(rows, -1, -1, -1) for one in held], dim=2)
+            v = torch.cat([one.values.expand(rows, -1, -1, -1) for one in held], dim=2)
+            position = torch.cat([x.position.expand(rows, heads, -1) for x in held], dim=2)
+        if not (moved or parts):
             return Held(k, v, position)
         order = position.argsort(dim=2, stable=True)
         return Held(

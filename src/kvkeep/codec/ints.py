@@ -48,8 +48,9 @@ class Ints(Grouped):
     see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` tokens, the newest
     `recent` tokens and up to 31 more stay plain, so a chunk's queries read the chunk's own tokens
     unencoded. A policy with a budget evicts none of the plain tokens: they are at most half of its
-    budget, without the up to 31 more. If the policy has a reach or heads have different lengths,
-    tokens are encoded as they arrive.
+    budget, without the up to 31 more. If the policy has a reach, tokens are encoded as they arrive.
+    Compressing a text (`kvzip`) encodes the plain tokens before the newest one that some head
+    frees.
     """
 
     group: int = 32

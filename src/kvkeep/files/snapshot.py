@@ -36,6 +36,7 @@ from kvkeep.version import __version__
 
 _TOKENS = "tokens"
 _CARRIED = "recurrent"
+_TAIL = {"slots", "aside"}  # parts that hold all heads; with a tail, its plain tokens
 
 
 def save(
@@ -281,10 +282,6 @@ class Saved:
         dtype = DTYPES.get(header.dtype)
         if dtype is None:
             raise SavedCacheError(f"{where}: unknown dtype {header.dtype:.50}")
-        if layer.policy.ragged and header.heads > len(tensors):
-            raise SavedCacheError(
-                f"{where}: {header.heads} heads, but only {len(tensors)} tensors; save it again"
-            )
         geometry = _geometry(header, dtype)
         history = self._history(index, header, tensors)
         history.geometry = geometry
@@ -409,7 +406,7 @@ def _plane_specs(
 ) -> dict[str, PlaneSpec]:
     """The planes that a part of a layer must have, by name."""
     codecs = layer.codecs
-    if layer.slots.block > 1 and part != "bulk":
+    if layer.slots.block > 1 and part in _TAIL:
         codecs = codecs.unencoded
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
 
@@ -418,14 +415,18 @@ def _require_parts(
     parts: Mapping[str, Planes], layer: LayerCache, header: LayerHeader, where: str
 ) -> None:
     """Check a layer's parts against its spec."""
-    known = {f"head.{i}" for i in range(header.heads)} if layer.policy.ragged else {"slots"}
+    late, ragged = layer.slots.block > 1, layer.policy.ragged
+    heads = {f"head.{i}" for i in range(min(header.heads, len(parts)))} if ragged else set()
+    known = heads | ({"bulk"} if late and not ragged else set())
+    known |= _TAIL if late or not ragged else set()
+    own = len(parts.keys() & heads)
+    whole = not ragged or own == header.heads or (late and not own)
     # In chunked attention, a layer holds no slot at the start of a chunk.
-    if (
-        (not parts and not layer.chunked)
-        or parts.keys() - known - {"aside", "bulk"}
-        or known - parts.keys() - {"slots"}
-    ):
-        raise SavedCacheError(f"{where}: parts {sorted(parts)}, but specs have {sorted(known)}")
+    if (not parts and not layer.chunked) or parts.keys() - known or not whole:
+        raise SavedCacheError(
+            f"{where}: parts {sorted(parts)}, but specs have {sorted(known)}, and {header.heads} "
+            "heads; save it again"
+        )
 
 
 def _require_tokens(
@@ -433,8 +434,10 @@ def _require_tokens(
 ) -> None:
     """Check the number of tokens in a layer's parts against the columns fed."""
     block = {"bulk": layer.key_codec.block}
-    counts = [slot_count(planes) * block.get(part, 1) for part, planes in parts.items()]
-    held = counts if layer.policy.ragged else [sum(counts)]
+    counts = {part: slot_count(planes) * block.get(part, 1) for part, planes in parts.items()}
+    heads = [count for part, count in counts.items() if part.startswith("head.")]
+    shared = sum(counts.values()) - sum(heads)
+    held = [shared + count for count in heads] or [shared]
     # If nothing was evicted and no empty slot was freed, all tokens must be present.
     bounded = layer.policy.evicts or layer.policy.ragged  # kvzip has no budget
     whole = not header.floor or not (bounded or padded)

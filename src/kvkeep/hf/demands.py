@@ -72,7 +72,7 @@ def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:
             continue
         before = fed + tokens - 1
         budget = policy.at(before).budget
-        if held != fed or (policy.ragged and layer.contents.moved):
+        if held != fed or (policy.ragged and layer.history.floor):
             why = f"layer {index} holds {held} slots for the {fed} tokens that were fed"
         elif budget is not None and before > budget:
             why = f"layer {index} keeps only {budget} of {before} tokens"

@@ -67,7 +67,7 @@ class ModelCache(Cache):
             index if kind.place is None else kind.place for index, kind in enumerate(kinds)
         ]
         _require_calibrated(self.specs, identity)
-        rotary = _needed_rotaries(self.specs, rotaries)
+        rotary = needed_rotaries(self.specs, rotaries)
         layers = []
         for index, (one, kind) in enumerate(zip(self.specs, kinds, strict=True)):
             try:
@@ -151,7 +151,7 @@ def _require_calibrated(specs: Sequence[CacheSpec], identity: Callable[[], str] 
             )
 
 
-def _needed_rotaries(
+def needed_rotaries(
     specs: Sequence[CacheSpec], rotaries: Callable[[], Sequence[Rotary | None]]
 ) -> Sequence[Rotary | None]:
     """Each layer's rotary embedding, if a policy or a codec uses it. A codec works without an

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from kvkeep.attention import Held
 from kvkeep.errors import ShapeError, SpecError, StateError
-from kvkeep.host.cache import ModelCache
+from kvkeep.host.cache import ModelCache, needed_rotaries
 from kvkeep.host.specs import Specs, per_layer
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.layer import LayerCache
+from kvkeep.layer.parted import of_heads
 from kvkeep.layer.rereading import Rereading
-from kvkeep.planes import POSITION, Planes, take
+from kvkeep.planes import POSITION, Planes
 from kvkeep.policy import Compression
 from kvkeep.policy.kvzip import KVzip
 from kvkeep.policy.ranking import lowest, rounded
 from kvkeep.policy.share import Share
+from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ def compress(
     policies = _chosen(cache, specs, host, ids)
     of_rows = [reread(host, cache, row, ids[row], policies, tick) for row in range(len(ids))]
     kept = [_kept(scores, policies, ids.shape[1]) for scores in of_rows]
-    _evict(cache, specs, {i: torch.cat([one[i] for one in kept]) for i in policies})
+    masks = {i: torch.cat([one[i] for one in kept]) for i in policies}
+    _evict(cache, specs, masks, needed_rotaries(specs, host.rotaries))
 
 
 def compresses(cache: ModelCache) -> bool:
@@ -94,7 +97,7 @@ def stop_evicting(cache: ModelCache) -> None:
     ]
     for index in some:
         specs[index] = replace(specs[index], policy=KVzip(Share(1)))
-    _evict(cache, specs, dict.fromkeys(some))
+    _evict(cache, specs, dict.fromkeys(some), [layer.rotary for layer in cache.layers])
 
 
 @torch.inference_mode()
@@ -207,30 +210,32 @@ def _reached(runs: list[tuple[int, int]], held: int, tokens: int) -> list[tuple[
 
 
 def _evict(
-    cache: ModelCache, specs: Sequence[CacheSpec], kept: Mapping[int, Tensor | None]
+    cache: ModelCache,
+    specs: Sequence[CacheSpec],
+    kept: Mapping[int, Tensor | None],
+    rotaries: Sequence[Rotary | None],
 ) -> None:
-    """Replace layers by layers of `specs` with the kept slots, bool (B, H, n) for each layer; None:
-    all slots that are not empty."""
+    """Replace layers by layers of `specs` with the kept tokens, bool (B, H, n) for each layer;
+    None: all. `rotaries`: of all layers."""
     layers = list(cache.layers)
     for index, masks in kept.items():
         layer, one = layers[index], specs[index]
         new = one.layer(
-            rotary=layer.rotary,
+            rotary=rotaries[index],
             index=index,
             count=len(layers),
             slopes=layer.slopes,
             latent=layer.latent,
         )
         history = layer.history
-        planes = _encoded(layer, new, history)
-        if masks is None:
-            most = max(planes[name].shape[1] for name in planes)
-            masks = (planes[POSITION] >= 0).expand(-1, most, -1)
-        heads = {
-            f"head.{head}": _of_head(planes, head, masks[:, head]) for head in range(masks.shape[1])
-        }
+        parts = _parts(layer, new, history)
         history.floor = history.columns
-        new.restore(LayerState(history, heads))
+        new.restore(LayerState(history, parts))
+        new.settle()  # encodes tokens that do not stay in a plain tail
+        if masks is None:
+            masks = torch.ones(history.rows, _heads(history), history.columns, dtype=torch.bool)
+        with new.cursor.turn, new.cursor.moved():
+            new.slots.free(~masks)
         layers[index] = new
     cache.replace_layers(layers, specs)
 
@@ -260,31 +265,32 @@ def _kept(
     return kept
 
 
-def _encoded(layer: LayerCache, new: LayerCache, history: History) -> Planes:
-    """All slots of a layer in the new layer's encoding; the new `history` receives its centre."""
-    late = layer.slots.block > 1  # some tokens are not encoded yet
-    if not late and layer.codecs == new.codecs:
-        planes = layer.slots.evictable()
-        return {name: planes[name] for name in planes if name[0] in "kv" or name == POSITION}
+def _parts(layer: LayerCache, new: LayerCache, history: History) -> dict[str, Planes]:
+    """All slots of a layer as parts of the new layer; the new `history` receives its centre."""
+    late, heads = new.slots.block > 1, _heads(history)
+    if layer.codecs == new.codecs and late == (layer.slots.block > 1):
+        found: dict[str, Planes] = {}
+        for name, planes in layer.slots.parts().items():
+            own = {x: planes[x] for x in planes if x[0] in "kv" or x == POSITION}
+            if name.startswith("head."):
+                found[name] = own
+            elif late and name == "slots":
+                found[name] = own | {POSITION: own[POSITION].expand(-1, heads, -1)}
+            else:
+                found |= of_heads(own, heads)
+        return found
     held = layer.held()
     assert held is not None
     k, v, position = held[:3]
     centre = new.centring.of_new(k, position[:, 0], History())
     k = k if centre is None else centre.without(k, position)
     history.centre = None if centre is None else centre.mean
-    return {POSITION: position} | new.codecs.encode(k, v)
+    if not late:
+        return of_heads({POSITION: position} | new.codecs.encode(k, v), heads)
+    plain = new.slots.codecs.encode(k.to(v.dtype), v)
+    return {"slots": {POSITION: position.expand(-1, heads, -1)} | plain}
 
 
-def _of_head(planes: Planes, head: int, kept: Tensor) -> Planes:
-    """The kept slots, bool (B, n), of one head; shorter rows are filled with empty slots."""
-    own = {
-        name: plane[:, head : head + 1] if plane.shape[1] > 1 else plane
-        for name, plane in ((name, planes[name]) for name in planes)
-    }
-    counts = kept.sum(dim=1, keepdim=True)
-    order = kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    index = order[:, : int(counts.max())]
-    found = take(own, index[:, None].to(own[POSITION].device))
-    empty = torch.arange(index.shape[1]) >= counts
-    found[POSITION] = found[POSITION].masked_fill(empty[:, None].to(found[POSITION].device), -1)
-    return found
+def _heads(history: History) -> int:
+    assert history.geometry is not None  # `_chosen`
+    return history.geometry.heads

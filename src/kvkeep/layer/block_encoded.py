@@ -14,6 +14,7 @@ from kvkeep.codec import Codec, encoded_count, plain_count
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
+from kvkeep.layer.parted import ByHead
 from kvkeep.layer.slots import Codecs, Decode, LayerSlots, Span
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.undivided import Undivided
@@ -41,7 +42,14 @@ class BlockEncoded(LayerSlots):
             or only one storage of this kind can be read at a time.
     """
 
-    def __init__(self, codecs: Codecs, storage: Storage, own: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        codecs: Codecs,
+        storage: Storage,
+        own: Collection[str] = (),
+        *,
+        ragged: bool = False,
+    ) -> None:
         names = f"{codecs.key.name}/{codecs.value.name}"
         if storage.limit is not None:
             raise SpecError(
@@ -57,17 +65,17 @@ class BlockEncoded(LayerSlots):
         self.evicts = bound is not None
         if bound:
             storage.bound = bound - plain_count(*codecs, budget=bound)
-        self.blocks = Undivided(codecs, own, storage.empty_copy())
-        # Under a budget tokens leave the tail one by one.
-        plain, more = (
-            plain_count(*codecs, budget=bound or None),
-            1 if bound else codecs.key.together,
+        blocks = storage.empty_copy()
+        self.blocks: Undivided | ByHead = (
+            ByHead(codecs, blocks) if ragged else Undivided(codecs, own, blocks)
         )
-        storage.bound = plain + more
+        # Under a budget tokens leave the tail one by one.
+        plain = plain_count(*codecs, budget=bound or None)
+        storage.bound = plain + (1 if bound else codecs.key.together)
         self.tail = Undivided(codecs.unencoded, own, storage)
         self.codecs = self.tail.codecs
         self.block, self._each = codecs.key.together, codecs.key.block
-        self._own = own
+        self.ragged, self._own = ragged, own
 
     @property
     def storage(self) -> Storage:  # type: ignore[override]
@@ -75,7 +83,7 @@ class BlockEncoded(LayerSlots):
 
     @property
     def length(self) -> int:
-        return self.blocks.length * self._each + self.tail.length - self.tail.hidden
+        return self.blocks.length * self._each + self.plain
 
     @property
     def stats(self) -> LayerStats:
@@ -134,6 +142,14 @@ class BlockEncoded(LayerSlots):
         for slots, piece in zip(some, pieces, strict=True):
             slots.write_plane(name, piece)
 
+    def surplus(self, budget: int) -> int:
+        return self.blocks.surplus(budget - self.plain)
+
+    @property
+    def plain(self) -> int:
+        """See `LayerSlots.plain`."""
+        return self.tail.length - self.tail.hidden
+
     def evict(self, victims: Tensor) -> None:
         self.blocks.evict(victims)
 
@@ -141,7 +157,7 @@ class BlockEncoded(LayerSlots):
         self.blocks.hide(victims, count)
 
     def waiting(self, budget: int | None, more: int = 0) -> int:
-        tokens = self.tail.length - self.tail.hidden + more
+        tokens = self.plain + more
         return encoded_count(tokens, *self.blocks.codecs, budget=budget)
 
     def encode_waiting(self, count: int, *, hide: bool = False) -> bool:
@@ -177,17 +193,26 @@ class BlockEncoded(LayerSlots):
         kept, self.tail.hidden = order[:, :, self.tail.hidden :], 0
         return _kept(self.tail, kept) and exact
 
+    def free(self, gone: Tensor) -> None:
+        # All heads share the tail, so all tokens up to the newest that some head frees leave it.
+        position = self.tail.positions().to(torch.int64)
+        at = position.gather(2, order_of_encoding(position, *self.blocks.codecs))
+        goes = gone.to(at.device).gather(2, at.clamp(min=0)) & (at >= 0)
+        if bool(goes.any()):
+            self.encode_waiting(1 + int(goes.nonzero()[:, 2].max()))
+        self.blocks.free(gone)
+
     def mark(self, fewer: int = 0) -> tuple[int, ...]:
         # From the newest on: the tail's tokens except its sinks, then the encoded tokens.
         sinks = max(codec.sinks for codec in self.blocks.codecs)
         encoded = 0
         if self._each == 1:
             encoded = min(self.blocks.length, max(0, fewer - max(0, self.tail.length - sinks)))
-        return self.blocks.length - encoded, self.tail.length - (fewer - encoded)
+        return self.blocks.mark(encoded) + self.tail.mark(fewer - encoded)
 
     def cut(self, mark: tuple[int, ...]) -> None:
-        self.blocks.cut(mark[:1])
-        self.tail.cut(mark[1:])
+        self.blocks.cut(mark[:-1])
+        self.tail.cut(mark[-1:])
 
     def take_rows(self, index: Tensor) -> BlockEncoded:
         self.blocks.take_rows(index)
@@ -197,13 +222,18 @@ class BlockEncoded(LayerSlots):
         return self
 
     def parts(self) -> dict[str, Planes]:
-        blocks, tail = self.blocks.parts(), self.tail.parts()
-        return {_BLOCKS: blocks["slots"], **tail} if blocks else tail
+        blocks = self.blocks.parts()
+        if "slots" in blocks:
+            blocks[_BLOCKS] = blocks.pop("slots")
+        return blocks | self.tail.parts()
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> BlockEncoded:
-        tail, self.torn = dict(parts), False
-        blocks = tail.pop(_BLOCKS, None)
-        self.blocks.load({} if blocks is None else {"slots": blocks}, rows)
+        tail = {name: parts[name] for name in ("slots", "aside") if name in parts}
+        blocks = {name: parts[name] for name in parts.keys() - tail.keys()}
+        if _BLOCKS in blocks:
+            blocks["slots"] = blocks.pop(_BLOCKS)
+        self.torn = False
+        self.blocks.load(blocks, rows)
         self.tail.load(tail, rows)
         return self
 
@@ -222,9 +252,9 @@ class BlockEncoded(LayerSlots):
         return other
 
 
-def _observed(slots: BlockEncoded) -> list[Undivided]:
+def _observed(slots: BlockEncoded) -> list[Undivided | ByHead]:
     """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
-    some = [slots.blocks, slots.tail] if slots.evicts else [slots.tail]
+    some = (slots.blocks, slots.tail) if slots.evicts else (slots.tail,)
     return [one for one in some if one.length] or [slots.tail]
 
 

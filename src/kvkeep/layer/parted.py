@@ -15,7 +15,7 @@ from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.slots import Codecs, LayerSlots, Span, on_one_device
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Planes, marked
+from kvkeep.planes import POSITION, Planes, marked, narrowed
 from kvkeep.storage import Split, Storage, parted
 from kvkeep.storage.split import Padded, Part, loose
 
@@ -49,8 +49,8 @@ class Parted(LayerSlots):
 
     def spans(self) -> tuple[Span, ...]:
         """One span of all slots: `positions()` pads the parts to one length."""
-        plain = all(codec.layout == PLAIN for codec in self.codecs)
-        return (Span(self.storage.length, False, not plain),)
+        plain, length = all(codec.layout == PLAIN for codec in self.codecs), self.storage.length
+        return (Span(length, False, not plain),) if length else ()
 
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self.storage.append(self.codecs.encode(k, v) | dict(own))
@@ -59,8 +59,11 @@ class Parted(LayerSlots):
         """The planes of all parts, padded to one length; a copy."""
         return self.storage.read()
 
-    def keep(self, name: str, plane: Tensor) -> None:
+    def write_plane(self, name: str, plane: Tensor) -> None:
+        """Write plane `name` of all slots."""
         self.storage.write_plane(name, plane)
+
+    keep = write_plane
 
     def surplus(self, budget: int) -> int:
         longest: dict[int | None, int] = {}
@@ -72,6 +75,13 @@ class Parted(LayerSlots):
         if victims.dtype != torch.bool:
             victims = marked(victims, self.storage.length)
         self.storage.drop(victims)
+
+    def free(self, gone: Tensor) -> None:
+        if not self.length:
+            return
+        position = self.storage.read()[POSITION]
+        at = position.clamp(min=0).to(torch.int64)
+        self.storage.drop(gone.to(at.device).gather(2, at) | (position < 0))
 
     def free_hidden(self) -> bool:
         self.storage.drop(self.storage.read()[POSITION] < 0)
@@ -132,6 +142,10 @@ class ByHead(Parted):
                 "use @growing"
             )
         super().__init__(codecs, Split(storage, by_head=True), storage.empty_copy())
+
+    def storage_for(self, n: int, rows: int) -> Storage:
+        """See `Undivided.storage_for`."""
+        return self.storage
 
     def parts(self) -> dict[str, Planes]:
         heads = dict.fromkeys(part.head for part in self.storage.parts)
@@ -195,3 +209,8 @@ class ByRows(Parted):
 
     def load(self, parts: Mapping[str, Planes], rows: int) -> LayerSlots:
         return self._undivided(self._blank.empty_copy(), 0).load(parts, rows)
+
+
+def of_heads(planes: Planes, heads: int) -> dict[str, Planes]:
+    """Slots of all heads as the parts of `ByHead`."""
+    return {f"head.{i}": narrowed(planes, None, i) for i in range(heads)}

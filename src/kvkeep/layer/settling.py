@@ -118,6 +118,7 @@ class Settler:
             window=setup.window,
             rotary=setup.rotary,
             state=history.memory,
+            plain=self._cursor.slots.plain,
             keys=keys,
             values=partial(decoded, Codecs.values),
         )

@@ -86,12 +86,13 @@ class Setup:
             )
         # The most slots that stay after a step; 0: a number that changes; None: all slots stay.
         storage.bound = policy.most_slots or (0 if policy.evicts else None)
-        if policy.ragged:
-            storage.bound = None if storage.bound is None else 0  # a head's share changes
-            return ByHead(codecs, storage)
+        if policy.ragged and storage.bound is not None:
+            storage.bound = 0  # a head's share of a budget changes
         late = has_tail(policy, key, value) and storage.lasting and storage.limit is None
         if key.block > 1 or late:
-            return BlockEncoded(codecs, storage, self.own)
+            return BlockEncoded(codecs, storage, self.own, ragged=policy.ragged)
+        if policy.ragged:
+            return ByHead(codecs, storage)
         return Undivided(codecs, self.own, storage)
 
 

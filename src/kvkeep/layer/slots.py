@@ -117,6 +117,12 @@ class LayerSlots(ABC):
         return self.storage.length
 
     @property
+    def plain(self) -> int:
+        """Number of tokens of each row and head that cannot be evicted, because they are in a plain
+        tail."""
+        return 0
+
+    @property
     def stats(self) -> LayerStats:
         """All figures at once."""
         held, frozen, shared = self.storage, self.frozen.nbytes, self.frozen.shared_bytes
@@ -182,6 +188,11 @@ class LayerSlots(ABC):
         self.hidden = count
         with torch.inference_mode():
             self.keep(POSITION, position.masked_fill_(gone, -1))
+
+    def free(self, gone: Tensor) -> None:
+        """Free the empty slots, and the slots at each position p where `gone[:, :, p]` is True.
+        `gone`: bool (B, H, P)."""
+        raise NotImplementedError("heads of equal lengths free equally many slots")
 
     def free_hidden(self) -> bool:
         """Free the hidden slots. Return whether `cut` can still remove any number of the newest

@@ -30,11 +30,10 @@ class LayerStats:
 
 def has_tail(policy: Policy, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether a layer whose storage grows leaves tokens plain for a while. A reach must not make
-    results depend on chunks, and heads of different lengths have storages of their own."""
+    results depend on chunks."""
     if key_codec.block > 1:
         return True
-    late = key_codec.together == value_codec.together > 1
-    return late and policy.reach is None and not policy.ragged
+    return key_codec.together == value_codec.together > 1 and policy.reach is None
 
 
 def slot_planes(

@@ -58,11 +58,11 @@ class AdaKV(Wrapper):
         inner, position = self.inner, planes[POSITION]
         ranks = worth(inner.score(planes, seen), planes, seen, inner.protection)
         rows, heads, slots = ranks.shape
-        safe = min(slots, int(self.floor * budget))
+        safe = min(slots, max(0, int(self.floor * budget) - seen.plain))
         best = lowest(ranks, position, slots)[..., slots - safe :]
         guarded = ranks.scatter(2, best, torch.inf).masked_fill(ranks == -torch.inf, -torch.inf)
         # Heads shorter than the longest are padded with empty slots, which are victims first.
-        many = heads * (slots - budget)
+        many = heads * (slots - (budget - seen.plain))
         order = lowest(guarded.flatten(1), position.flatten(1), many)
         dropped = torch.zeros(rows, heads * slots, dtype=torch.bool, device=ranks.device)
         return dropped.scatter_(1, order, True).view(rows, heads, slots)

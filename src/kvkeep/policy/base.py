@@ -62,6 +62,7 @@ class Observation(NamedTuple):
         rotary: the model's rotary embedding; None: the model has none.
         state: tensors (B, ...) that the policy keeps for each row, by name. The policy may replace
             them, but must not write to them.
+        plain: number of tokens of each row and head that `victims` is not shown, because they stay.
         keys, values: functions that decode the slots of given planes to fp32 (B, H, S, D).
     """
 
@@ -73,6 +74,7 @@ class Observation(NamedTuple):
     scale: float | None = None
     rotary: Rotary | None = None
     state: dict[str, Tensor] | None = None
+    plain: int = 0
     keys: Callable[[Planes], Tensor] | None = None
     values: Callable[[Planes], Tensor] | None = None
 
@@ -105,7 +107,8 @@ class Policy:
 
     ragged: ClassVar[bool] = False
     """Whether heads may keep different numbers of tokens. `victims` then returns a bool mask
-    (B, H, S) of the slots to evict, and the budget is the average over heads."""
+    (B, H, S) of the slots to evict, and the budget, of which `Observation.plain` slots are not
+    shown, is the average over heads."""
 
     counts_empty: ClassVar[bool] = False
     """Whether its evictions count empty slots, so that the layer must not free them separately. A

@@ -58,21 +58,30 @@ class Compressed(Stretch):
         mean = parts.pop(_CENTRE, {}).get("mean")
         if (None if mean is None else (tuple(mean.shape), mean.dtype)) != layer.centre:
             return f" has mean keys other than {layer.centre}"
+        tail = parts.pop("slots", {}) if layer.tail else {}
         own = {f"head.{head}" for head in range(heads)} if layer.ragged else {"slots"}
-        if parts.keys() != own:
+        if parts.keys() != own and (parts or not tail):
             return f" has parts {sorted(parts)}, not {sorted(own)}"
-        for name, planes in parts.items():
-            position = planes.get(POSITION, torch.empty(0)).flatten()
-            slots = len(position)
-            if reason := layer.why_not(planes, 1 if layer.ragged else heads, slots):
+        for name, planes in {**parts, **({"tail": tail} if tail else {})}.items():
+            own_heads = heads if name in ("slots", "tail") else 1
+            slots = planes.get(POSITION, torch.empty(0)).numel()
+            slots //= heads if name == "tail" else 1
+            if reason := layer.why_not(planes, own_heads, slots, tail=name == "tail"):
                 return f", {name}{reason}"
-            at = position.sort().values.tolist()
-            if layer.ragged and not (at and at[0] >= 0 and at[-1] < len(self)):
+        if not layer.ragged:
+            at = parts["slots"][POSITION].flatten().sort().values.tolist()
+            if at != list(range(max(1, len(self)) - len(at), len(self))):
+                return f", slots has positions other than the newest {len(at)}"
+            return ""
+        for head in range(heads):
+            name = f"head.{head}"
+            coded = parts[name][POSITION].flatten() if parts else torch.empty(0)
+            plain = tail[POSITION][0, head] if tail else torch.empty(0)
+            at = torch.cat([coded, plain[plain >= 0]]).sort().values.tolist()
+            if not (at and at[0] >= 0 and at[-1] < len(self)):
                 return f", {name} has no positions, or positions outside of its {len(self)} tokens"
-            if len(set(at)) < slots:
+            if len(set(at)) < len(at):
                 return f", {name} holds a token twice"
-            if not layer.ragged and at != list(range(max(1, len(self)) - slots, len(self))):
-                return f", {name} has positions other than the newest {slots}"
         return ""
 
 

@@ -25,6 +25,7 @@ class LayerGeometry:
     Args:
         of_row: the layer's geometry, for one row.
         planes: the planes of its slots.
+        tail: the planes of the slots of its plain tail; empty: it has none.
         ragged: whether heads may keep different numbers of tokens.
         centred: whether keys have a `Centre`.
         window: the window in which slots are needed; None: all slots are needed.
@@ -32,6 +33,7 @@ class LayerGeometry:
 
     of_row: Geometry
     planes: Mapping[str, PlaneSpec]
+    tail: Mapping[str, PlaneSpec] = field(default_factory=dict)
     ragged: bool = False
     centred: bool = False
     window: OwnWindow | None = None
@@ -41,7 +43,9 @@ class LayerGeometry:
         """The geometry of a layer with keys and values of `geometry`."""
         planes = planes_of(layer, geometry)
         own, centred = geometry._replace(rows=1), bool(layer.key_codec.centre)
-        return cls(own, planes, layer.policy.ragged, centred, window_in(layer))
+        late, plain = layer.slots.block > 1, layer.codecs.unencoded
+        tail = slot_planes(layer.policy, *plain, geometry) if late else {}
+        return cls(own, planes, tail, layer.policy.ragged, centred, window_in(layer))
 
     def needed(self, tokens: Tensor) -> Tensor:
         """The first position whose slot is needed after `tokens` tokens; int64, of any shape."""
@@ -61,11 +65,13 @@ class LayerGeometry:
         shape = (1, self.of_row.heads, self.of_row.key_width)
         return (shape, torch.float32) if self.centred else None
 
-    def why_not(self, planes: Planes, heads: int, slots: int) -> str:
-        """Why planes do not hold `slots` slots of `heads` heads; empty if they do."""
-        if planes.keys() != self.planes.keys():
-            return f" has planes {sorted(planes)}, not {sorted(self.planes)}"
-        for name, spec in self.planes.items():
+    def why_not(self, planes: Planes, heads: int, slots: int, *, tail: bool = False) -> str:
+        """Why planes do not hold `slots` slots of `heads` heads, or of the tail; empty if they
+        do."""
+        specs = self.tail if tail else self.planes
+        if planes.keys() != specs.keys():
+            return f" has planes {sorted(planes)}, not {sorted(specs)}"
+        for name, spec in specs.items():
             shape, x = (1, 1 if spec.shared else heads, slots, *spec.shape), planes[name]
             if (tuple(x.shape), x.dtype) != (shape, spec.dtype):
                 return f", plane {name} is {tuple(x.shape)} {x.dtype}, not {shape} {spec.dtype}"

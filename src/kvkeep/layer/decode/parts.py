@@ -11,7 +11,7 @@ from kvkeep.layer.block_encoded import BlockEncoded
 from kvkeep.layer.parted import Parted
 from kvkeep.layer.slots import Codecs, LayerSlots
 from kvkeep.layer.undivided import Undivided
-from kvkeep.planes import Planes, unsliced
+from kvkeep.planes import Planes, narrowed, unsliced
 from kvkeep.storage import Storage
 
 
@@ -20,8 +20,8 @@ class StepPart(NamedTuple):
     it, after the segments `before`, which steps do not change.
 
     `row`, `head`: index of the part's only row or head; None: all. `place`: the row's index in the
-    storage. `behind`: the slots, the last of `before`, to which this part's tokens move, if the
-    part is a plain tail.
+    storage; the storage may hold all heads. `behind`: the slots, the last of `before`, to which
+    this part's tokens move, if the part is a plain tail.
     """
 
     codecs: Codecs
@@ -36,9 +36,9 @@ class StepPart(NamedTuple):
     def planes(self) -> Planes:
         """The planes of the part, with spare slots: (b, h, capacity, ...)."""
         planes = unsliced(self.storage.read())
-        if self.row is None:
-            return planes
-        return {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
+        if self.row is not None:
+            planes = {name: plane.narrow(0, self.place, 1) for name, plane in planes.items()}
+        return planes if self.head is None else narrowed(planes, None, self.head)
 
     def segments(self) -> tuple[Segment, ...]:
         """The segments that its queries attend to; the last has spare slots."""
@@ -62,18 +62,36 @@ def step_parts(slots: LayerSlots) -> tuple[StepPart, ...]:
             )
         )
     if isinstance(slots, BlockEncoded):
-        before, behind = slots.blocks.segments(), None
-        if slots.evicts and before:
-            behind = next(iter(step_parts(slots.blocks)), None)
-            if behind is None or behind.before:
-                return ()
-        return tuple(
-            x._replace(before=before + x.before, behind=behind) for x in step_parts(slots.tail)
-        )
+        return _behind_blocks(slots)
     assert isinstance(slots, Undivided)
     if slots.aside.length or slots.frozen.hides or not slots.storage.length:
         return ()
     return (StepPart(slots.codecs, slots.storage, slots.segments()[:-1]),)
+
+
+def _behind_blocks(slots: BlockEncoded) -> tuple[StepPart, ...]:
+    """The parts of a plain tail: one, or one for each head if the blocks have a part for each."""
+    coded, behind = slots.blocks.segments(), tuple[StepPart, ...]()
+    if slots.evicts and coded:
+        behind = step_parts(slots.blocks)
+        if not behind or behind[0].before:
+            return ()
+    for tail in step_parts(slots.tail):
+        if not slots.ragged:
+            own = tail._replace(before=coded + tail.before, behind=behind[0] if behind else None)
+            return (own,)
+        found = []
+        for head in range(tail.planes["k"].shape[1]):
+            before = tuple(x.narrowed(None, head) for x in tail.before)
+            own = tail._replace(before=before, row=0, head=head)
+            if coded:
+                first = coded[head]._replace(head=None, rows=None, part=False)
+                own = own._replace(before=(first, *before))
+            if behind:
+                own = own._replace(behind=behind[head]._replace(row=None, head=None))
+            found.append(own)
+        return tuple(found)
+    return ()
 
 
 def step_state(slots: LayerSlots) -> tuple[object, ...]:

@@ -22,10 +22,12 @@ from kvkeep.layer.decode.records import (
     TOKENS,
     LayerRecords,
     PartRecords,
+    exactly,
     is_read,
     kind_of,
     packed_kind,
     possible,
+    strides_of,
 )
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writer
@@ -68,8 +70,7 @@ class StepPlan:
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
-        behind = parts[0].behind is not None
-        self._left = torch.zeros(len(parts) + behind, dtype=torch.int64)
+        self._left = torch.zeros(2 * len(parts), dtype=torch.int64)
         centre, self._mean = writer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         records = LayerRecords(
@@ -90,8 +91,10 @@ class StepPlan:
             (one.addresses, one.part.row or 0, one.part.head or 0, place)
             for one, place in zip(self.parts, self._place, strict=True)
         ]
-        self._before = sum(segment.slots for segment in parts[0].before)
-        self._behind, self._sequence = self.parts[0].behind, b""
+        self._coded = [sum(segment.slots for segment in part.before) for part in parts]
+        self._before = max(self._coded)
+        self._behind = [one.behind for one in self.parts if one.behind is not None]
+        self._sequence = b""
         self._sinks = setup.codecs.key.sinks
         self._slots, self._state = slots, step_state(slots)
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
@@ -106,10 +109,10 @@ class StepPlan:
         self._threads = torch.get_num_threads()
         self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
         self._policy, self._sight, self._rotary = policy, setup.sight, setup.rotary
-        self.kind, self._exactly = kind_of(inputs), _exactly(inputs)
+        self.kind, self._exactly = kind_of(inputs), exactly(inputs)
         self.packed_kind = packed_kind(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
-        self._strides = _strides(inputs, self.out_shape)
+        self._strides = strides_of(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
         self._frees_now = False  # whether the next step frees or moves slots
         self._safe = 0  # slots that a competing head cannot lose
@@ -118,6 +121,8 @@ class StepPlan:
         self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
         self._mark: tuple[int, ...] = ()  # the slots' mark to return to after an interrupt
+        # A row that had longer rows beside it may have empty slots.
+        self._gaps = policy.ragged and any(bool((x.position < 0).any()) for x in slots.segments())
         self._dense = True
         self._first: Tensor | None = None  # the policy's values for the new token
 
@@ -199,8 +204,9 @@ class StepPlan:
             return False
         policy = self._policy.at(columns + 1)
         budget = policy.budget
-        if self._behind is not None:
-            self._before = self._behind.part.storage.length
+        if self._behind:
+            self._coded = [one.part.storage.length for one in self._behind]
+            self._before = max(self._coded)
         elif self._in_blocks:
             self._free = next(n for n in count() if slots.waiting(budget, n + 1))
             if not self._free:
@@ -233,7 +239,7 @@ class StepPlan:
         if self._interval and any((columns + 1 - n) % self._interval == 0 for n in self._shifts):
             return False
         self.drops = drops
-        self._dense = self._pads is None
+        self._dense = self._pads is None and not self._gaps
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
@@ -241,9 +247,12 @@ class StepPlan:
         self.evicts = 0 if budget is None else max(0, self._surplus(budget))
         if drops > 1 or columns >= self._most:
             return False
-        if self._behind is not None:
+        if self._behind:
             self.leaves = self._slots.waiting(budget, 1)
-            if self.leaves > 1 or self._before >= self._behind.capacity:
+            room = all(
+                held < one.capacity for held, one in zip(self._coded, self._behind, strict=True)
+            )
+            if self.leaves > 1 or not room:
                 return False
         elif self._before and (drops or self.evicts):
             return False
@@ -258,19 +267,20 @@ class StepPlan:
     def _surplus(self, budget: int) -> int:
         """Number of slots over the budget once the token is written."""
         if self._rule.floor is not None:
-            return sum(self._lengths) - (budget - 1) * len(self._lengths)
+            held = sum(self._coded) + sum(self._lengths[place] for place in self._place)
+            return held - (budget - 1) * len(self.parts)
         return self._before + max(self._lengths) + 1 - self.drops - budget
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether the plan accepts inputs of one token a row."""
         if inputs.sinks is not None or inputs.until is not None:
             return False
-        if _exactly(inputs) != self._exactly and not self._takes_like(inputs):
+        if exactly(inputs) != self._exactly and not self._takes_like(inputs):
             return False
         return not wants_gradients(*inputs[:3])
 
     def _takes_like(self, inputs: StepInputs) -> bool:
-        """Whether the inputs are of the plan's kind although `_exactly` differs."""
+        """Whether the inputs are of the plan's kind although `exactly` differs."""
         plain = all(
             type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
             for x in inputs[:3]
@@ -300,7 +310,7 @@ class StepPlan:
         if inputs.sinks is not None or inputs.until is not None or gradients:
             if not self.takes(inputs):
                 return None
-        elif _exactly(inputs) != self._exactly and not self._takes_like(inputs):
+        elif exactly(inputs) != self._exactly and not self._takes_like(inputs):
             return None
         places = given = 0
         if position is not None:
@@ -339,7 +349,7 @@ class StepPlan:
         """
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
-            behind = 0 if self._behind is None else self._pack_behind(self._behind)
+            behind = self._pack_behind(0, 0) if self._behind else 0
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
@@ -347,7 +357,10 @@ class StepPlan:
             )
         competes, given, fields = self._rule.floor is not None, 0, list[int]()
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
-        for addresses, row, head, place in self._fixed:
+        if self._behind:  # heads evict from the slots behind their tail
+            plain = longest + 1 - self.leaves
+            behind = self._pack_behind(contest if competes else 0, max(0, self._safe - plain))
+        for index, (addresses, row, head, place) in enumerate(self._fixed):
             held = self._lengths[place]
             # A shorter part frees fewer slots, by the difference in length.
             spare = longest - held
@@ -357,15 +370,17 @@ class StepPlan:
             fields += (token + row, head, self.column - self._shifts[row], held)
             fields += (max(0, drops - spare), evicts if competes else max(0, evicts - spare))
             fields += (self._recent, self._dense, contest if competes else 0, self._safe, given)
-            fields += (0, 0, 0)
+            fields += (behind + index * SEQUENCE.size if self._behind else 0, 0, 0)
         return pack(f"={len(fields)}q", *fields)
 
-    def _pack_behind(self, behind: PartRecords) -> int:
-        """The address of the packed KvSequence of the slots behind a tail."""
-        self._sequence = SEQUENCE.pack(
-            *behind.addresses,
-            *(0, 0, self.column, self._before, 0, self.evicts, self._recent),
-            *(self._dense, 0, 0, 0, 0, self.leaves, self._sinks),
+    def _pack_behind(self, contest: int, safe: int) -> int:
+        """The address of the packed KvSequences of the slots behind a tail, one for each part."""
+        fixed = self.evicts, self._recent, self._dense, contest, safe, 0, 0, self.leaves
+        self._sequence = b"".join(
+            [
+                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks)
+                for one, held in zip(self._behind, self._coded, strict=True)
+            ]
         )
         return address_of(self._sequence)
 
@@ -426,13 +441,17 @@ class StepPlan:
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
         follows = self._follows
-        if self._behind is not None:
+        left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
+        if self._behind:
             lengths[0] += 1 - self.leaves
-            self._before += self.leaves - evicts
             self._storages[0].extend_to(lengths[0])
-            self._behind.part.storage.extend_to(self._before)
-        elif evicts > 1 or len(self.parts) > 1:
-            follows &= self._count_parts()
+            behind = [one.part.storage for one in self._behind]
+            capacities = [one.capacity for one in self._behind]
+            follows &= _count(behind, self._coded, capacities, left[len(self.parts) :])
+            self._before = max(self._coded)
+        elif left:
+            own = dict(zip(self._place, left, strict=False))  # parts may share a storage
+            follows &= _count(self._storages, lengths, self._capacities, [*own.values()])
         else:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
@@ -445,13 +464,13 @@ class StepPlan:
         if not follows:
             return
         self.column = column + 1
-        if self._behind is not None:
-            self._mark = (self._before, lengths[0])
+        if self._behind:
+            self._mark = (*self._coded, lengths[0])
         elif self._in_blocks:
             self._free -= 1
             if not self._free:
                 return
-            self._mark = (self._mark[0], self._mark[1] + 1)
+            self._mark = (*self._mark[:-1], self._mark[-1] + 1)
         else:
             self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
         length, reach = self._before + max(lengths), self._reach
@@ -459,39 +478,22 @@ class StepPlan:
         if self._decides(length, drops, self._budget):
             self._entries = entries
 
-    def _count_parts(self) -> bool:
-        """Set each storage's length after the step, and free spare capacity. Return whether all
-        slots kept their addresses."""
-        stay = True
-        for index, length in zip(self._place, self._left.tolist(), strict=True):
-            storage = self._storages[index]
-            storage.extend_to(length)
-            if length < self._lengths[index]:
-                storage.truncate(length)
-                stay &= storage.capacity == self._capacities[index]
-            self._lengths[index] = length
-        return stay
+
+def _count(
+    storages: Sequence[Storage], lengths: list[int], capacities: Sequence[int], left: Sequence[int]
+) -> bool:
+    """Set the lengths of storages to those `left` by a step, and free spare capacity. Return
+    whether all slots kept their addresses."""
+    stay = True
+    for index, length in enumerate(left):
+        storages[index].extend_to(length)
+        if length < lengths[index]:
+            storages[index].truncate(length)
+            stay &= storages[index].capacity == capacities[index]
+        lengths[index] = length
+    return stay
 
 
 def _no_plan() -> None:
     """Takes the place of the plan in copies of a layer."""
     return None
-
-
-def _exactly(inputs: StepInputs) -> tuple[object, ...]:
-    """A key that is equal only for inputs with the same packed records."""
-    q, k, v = inputs[:3]
-    return (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v)),
-        *(q.is_neg(), k.is_neg(), v.is_neg(), inputs.scale, inputs.softcap),
-    )
-
-
-def _strides(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of KvTokens, in bytes: by row for q, k, v and the output, then by kv head."""
-    q, k, v = inputs[:3]
-    size, group = q.element_size(), q.shape[1] // k.shape[1]
-    rows = (*(x.stride(0) for x in (q, k, v)), out[1] * out[3])
-    heads = (group * q.stride(1), k.stride(1), v.stride(1), group * out[3])
-    return tuple(size * stride for stride in (*rows, *heads))

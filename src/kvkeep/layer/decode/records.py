@@ -81,7 +81,8 @@ class PartRecords(NamedTuple):
 class LayerRecords(NamedTuple):
     """The values that the records of all parts of a layer share.
 
-    The library writes the number of slots in use after a step to `left`, int64 (parts,).
+    The library writes the number of slots in use after a step to `left`, int64 (2 * parts,): of the
+    parts, then of the slots behind them.
     """
 
     policy: Policy
@@ -107,7 +108,8 @@ class LayerRecords(NamedTuple):
         behind = None
         if part.behind is not None:  # it takes its tokens from the tail
             k, v = (planes[name].narrow(2, 0, 1) for name in ("k", part.segments()[-1].value_name))
-            behind = self.of(index + 1, part.behind, inputs._replace(k=k, v=v))
+            index_behind = index + len(self.left) // 2
+            behind = self.of(index_behind, part.behind, inputs._replace(k=k, v=v))
             k = inputs.k
         segments = pack_segments(part.segments(), q, tensors)
         memory = self._memory(planes, k.shape[3])
@@ -220,7 +222,8 @@ def possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:
             return False
         if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
             return False
-    if part.behind is not None and (rule.by_keys or not possible(part.behind, inputs, rule)):
+    own = inputs._replace(q=q, k=k, v=v)
+    if part.behind is not None and (rule.by_keys or not possible(part.behind, own, rule)):
         return False
     planes, codecs = part.planes, part.codecs
     tail = ((codecs.key, k, "k"), (codecs.value, v, "k" if codecs.value.of_keys else "v"))
@@ -279,3 +282,22 @@ def packed_kind(kind: Kind) -> bytes:
     """A kind packed as a KvKind of native/abi.h."""
     layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
     return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
+
+
+def exactly(inputs: StepInputs) -> tuple[object, ...]:
+    """A key that is equal only for inputs with the same packed records."""
+    q, k, v = inputs[:3]
+    return (
+        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, type(q), type(k), type(v)),
+        *(q.is_neg(), k.is_neg(), v.is_neg(), inputs.scale, inputs.softcap),
+    )
+
+
+def strides_of(inputs: StepInputs, out: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of KvTokens, in bytes: by row for q, k, v and the output, then by kv head."""
+    q, k, v = inputs[:3]
+    size, group = q.element_size(), q.shape[1] // k.shape[1]
+    rows = (*(x.stride(0) for x in (q, k, v)), out[1] * out[3])
+    heads = (group * q.stride(1), k.stride(1), v.stride(1), group * out[3])
+    return tuple(size * stride for stride in (*rows, *heads))
