@@ -85,12 +85,15 @@ def test_block_diagonal(name, attached):
 
 @pytest.mark.parametrize(
     "kind",
-    ["exaone4", "nanochat", "emu3", "gptj", "gpt_oss", "deepseek_v2", "deepseek_v3"],
+    [
+        *("exaone4", "nanochat", "emu3", "gptj", "gpt_oss"),
+        *("deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    ],
 )
 def test_keys_are_moved_as_the_model_rotates_them(kind):
     """Not in every layer, though the config does not say so; the other way round; by a language
     model that `AutoModel` does not list; by code that names no rotation; a part behind a latent, by
-    neighbours or halves."""
+    neighbours or halves; an index's keys too."""
     model = model_of(kind)
     model.set_attn_implementation("eager")
     *parts, tail = texts((3, 2, 3))  # within the windows

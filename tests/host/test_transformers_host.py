@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.sweep_configs import model_of
 from support.tiny_models import tiny
 
-import kvkeep
-from kvkeep.blocks import join
-from kvkeep.errors import UnsupportedError
 from kvkeep.hf.host import TransformersHost
 from kvkeep.host import host_of
 
@@ -63,10 +59,3 @@ def test_adapters_belong_to_the_host():
     assert cache.routed
     host.detach()
     torch.testing.assert_close(logits, adapted(ids(4)).logits[:, -1:], atol=1e-5, rtol=1e-4)
-
-
-def test_the_keys_of_an_index_are_not_moved():
-    """They rotate apart from the keys that attention reads."""
-    model = model_of("deepseek_v32")
-    with pytest.raises(UnsupportedError, match="whose tokens an index chooses"):
-        join(model, [kvkeep.Cache(model), kvkeep.Cache(model)])

@@ -311,7 +311,7 @@ FAULTS = (
     Fault(
         "adakv-floor-of-what-is-held",
         "policy/adakv.py",
-        "safe = min(slots, int(self.floor * budget))",
+        "safe = min(slots, max(0, int(self.floor * budget) - seen.plain))",
         "safe = min(slots, int(self.floor * slots))",
         "policy/test_decisions.py",
     ),
@@ -445,7 +445,7 @@ FAULTS = (
     # What queries see
     Fault(
         "bounds-of-the-first-rows",
-        "attention/__init__.py",
+        "attention/view.py",
         "bounds = bounds.index_select(0, rows)",
         "bounds = bounds[: len(rows)]",
         "layer/test_reach.py",
@@ -695,8 +695,8 @@ FAULTS = (
     Fault(
         "store-ignores-priority",
         "store/entries.py",
-        "key=lambda found: found[:2]",
-        "key=lambda found: found[1]",
+        "key=lambda found: (found[2].priority, found[2].used)",
+        "key=lambda found: found[2].used",
         "store/test_prefix.py",
     ),
     Fault(
@@ -716,8 +716,8 @@ FAULTS = (
     Fault(
         "hit-longer-than-its-match",
         "store/hit.py",
-        "found.append(node.content if left >= len(node.tokens) else node.content.head(left))",
-        "found.append(node.content)",
+        "[one.head(min(len(one), length - one.first)) for one in contents]",
+        "[*contents]",
         "store/test_prefix.py",
     ),
     Fault(
@@ -757,9 +757,9 @@ FAULTS = (
     ),
     Fault(
         "uses-by-other-processes-unseen",
-        "store/disk.py",
-        "return now if now.used > file.used else None",
-        "return None",
+        "store/files.py",
+        "if now.used > file.used:",
+        "if False:",
         "store/test_disk.py",
     ),
     Fault(
@@ -815,8 +815,8 @@ FAULTS = (
     Fault(
         "codes-pass-for-exact-slots",
         "store/prefix.py",
-        "if not encodes_alike(cache.specs, exact_specs(cache.specs)):",
-        "if False:",
+        "alike = encodes_alike(cache.specs, exact_specs(cache.specs))",
+        "alike = True",
         "store/test_budgets.py",
     ),
     Fault(
@@ -930,16 +930,16 @@ FAULTS = (
     Fault(
         "claims-more-of-a-stored-text",
         "store/tree.py",
-        "-= sum(shared.values()) - match.length",
-        "-= 0",
+        "min(len(node.tokens), left) for node, left in left_in",
+        "len(node.tokens) for node, left in left_in",
         "store/test_outline.py",
     ),
     # transformers
     Fault(
         "bytes-of-the-heads-of-other-processes",
         "hf/kinds/__init__.py",
-        "return Geometry(1, heads // processes, width, width, dtype)",
-        "return Geometry(1, heads, width, width, dtype)",
+        "return Geometry(1, heads // processes, width + kind.beside, width, dtype)",
+        "return Geometry(1, heads, width + kind.beside, width, dtype)",
         "hf/test_tensor_parallel.py",
     ),
     Fault(
