@@ -118,7 +118,7 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
         out = out.cpu()
         layer.settle(Observation(mass, queries=queries))
         oracle.step(q[:, :, part], k[:, :, part], v[:, :, part], position, scale=0.4)
-        if layer.slots.block == 1:
+        if not layer.slots.late:
             expected = stored.step(q[:, :, part], keys, values, position, scale=0.4, live=live)
             if spec.policy.budget is not None:
                 out = out.masked_fill((position < 0)[:, None, :, None], 0.0)
@@ -129,7 +129,7 @@ def test_against_the_oracle(spec, backend, chunk, padding, geometry):
 
 def encoded(layer, k, v, position):
     """What the codecs make of keys and values at `position`."""
-    if layer.slots.block > 1:
+    if layer.slots.late:
         return k.cpu(), v.cpu()
     centre = layer.writer.centre
     lacking = k if centre is None else centre.without(k, position)

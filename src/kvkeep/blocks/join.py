@@ -160,7 +160,7 @@ def _require_alike(caches: Sequence[ModelCache]) -> None:
                 "and give join() the spec of the result"
             )
         centred = next(
-            (x.key_codec for x in cache.layers if x.key_codec.centre or x.slots.block > 1), None
+            (x.key_codec for x in cache.layers if x.key_codec.centre or x.slots.late), None
         )
         if centred is not None:
             raise UnsupportedError(

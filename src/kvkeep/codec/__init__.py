@@ -40,7 +40,7 @@ PARTS = {
 """Every codec of kvkeep."""
 
 _OTHERS = {
-    "base": ["Codec", "encoded_count", "plain_count", "warn_about_keys"],
+    "base": ["Codec", "encoded_count", "keeps_plain", "plain_count", "warn_about_keys"],
     "straight": ["StraightThrough"],
     "within_keys": ["WithinKeys"],
 }

@@ -44,13 +44,6 @@ class Codec(ABC):
         return 1
 
     @property
-    def together(self) -> int:
-        """Number of tokens that a layer encodes at a time, when they leave its plain tail; a
-        multiple of `block`. 1: the layer has no tail, and encodes tokens as they arrive. For layers
-        with a tail although each slot holds one token, see `kvkeep.layer.stats.has_tail`."""
-        return self.block
-
-    @property
     def tail(self) -> int:
         """The least number of newest tokens that are kept plain."""
         return 0
@@ -126,10 +119,15 @@ class Codec(ABC):
 
 
 def encoded_count(tokens: int, *codecs: Codec, budget: int | None = None) -> int:
-    """Number of `tokens` tokens that codecs with equal `together` encode; the rest stays plain.
-    Under a budget tokens leave the tail one by one, so that its length is constant."""
-    block = codecs[0].together if budget is None else 1
+    """Number of `tokens` tokens that codecs with equal `block` encode; the rest stays plain."""
+    block = codecs[0].block
     return max(0, tokens - plain_count(*codecs, budget=budget)) // block * block
+
+
+def keeps_plain(key: Codec, value: Codec) -> bool:
+    """Whether these codecs keep tokens plain for a while: the tokens of an incomplete block; or the
+    newest and the first tokens, if both codecs do so."""
+    return key.block > 1 or all(codec.tail or codec.sinks for codec in (key, value))
 
 
 def plain_count(*codecs: Codec, budget: int | None = None) -> int:

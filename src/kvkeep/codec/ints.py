@@ -29,7 +29,6 @@ from kvkeep.planes import Planes, PlaneSpec
 
 _MOST_AFFINE = 4  # most bits of codes with zero points
 _MOST_SMALL = 4  # most bits of codes that may have scales of 8 bits
-_TOGETHER = 32  # tokens that leave the plain tail at a time
 _ROTATED_VALUES = 3  # most bits for which rotating values reduces the loss
 
 
@@ -139,10 +138,6 @@ class Ints(Grouped):
         else:
             x = grouped(codes - 2 ** (self.bits - 1), self.group) * scale
         return self.rotate(ungrouped(x, width)).to(dtype)
-
-    @property
-    def together(self) -> int:
-        return _TOGETHER if self.recent or self.sinks else 1
 
     @property
     def tail(self) -> int:

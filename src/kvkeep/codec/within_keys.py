@@ -38,10 +38,6 @@ class WithinKeys(Codec):
         return self.keys.block
 
     @property
-    def together(self) -> int:
-        return self.keys.together
-
-    @property
     def tail(self) -> int:
         return self.keys.tail
 

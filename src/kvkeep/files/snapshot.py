@@ -406,7 +406,7 @@ def _plane_specs(
 ) -> dict[str, PlaneSpec]:
     """The planes that a part of a layer must have, by name."""
     codecs = layer.codecs
-    if layer.slots.block > 1 and part in _TAIL:
+    if layer.slots.late and part in _TAIL:
         codecs = codecs.unencoded
     return slot_planes(layer.policy, *codecs, _geometry(header, dtype))
 
@@ -415,7 +415,7 @@ def _require_parts(
     parts: Mapping[str, Planes], layer: LayerCache, header: LayerHeader, where: str
 ) -> None:
     """Check a layer's parts against its spec."""
-    late, ragged = layer.slots.block > 1, layer.policy.ragged
+    late, ragged = layer.slots.late, layer.policy.ragged
     heads = {f"head.{i}" for i in range(min(header.heads, len(parts)))} if ragged else set()
     known = heads | ({"bulk"} if late and not ragged else set())
     known |= _TAIL if late or not ragged else set()

@@ -248,7 +248,7 @@ def require_fitting(layer: LayerCache, tokens: int | None = None) -> None:
             "eviction waits for a crop (record_past is set, or a chunk is set aside); crop() or "
             "reset() the cache first"
         )
-    blocks = not layer.key_codec.rewritable or layer.slots.block > 1
+    blocks = not layer.key_codec.rewritable or layer.slots.late
     if policy.ragged or blocks or Need.ROTARY in policy.needs or layer.cursor.evicted is not None:
         what = f"codec {layer.key_codec.name}" if blocks else f"policy {policy.name}"
         raise UnsupportedError(

@@ -32,7 +32,7 @@ class BlockEncoded(LayerSlots):
     can be cut off too. A policy observes all slots, and evicts slots of `blocks`.
 
     Args:
-        codecs: with equal block lengths and equal `together`.
+        codecs: with equal block lengths.
         storage: holds the tail; this object takes ownership. The blocks get an empty copy of it,
             whose bound is this storage's bound less the plain tokens.
         own: names of the planes that a policy changes.
@@ -41,6 +41,8 @@ class BlockEncoded(LayerSlots):
         SpecError: the storage is fixed, so it may lack room for a prompt that is not encoded yet;
             or only one storage of this kind can be read at a time.
     """
+
+    late = True
 
     def __init__(
         self,
@@ -62,19 +64,16 @@ class BlockEncoded(LayerSlots):
                 f"{storage.name} storage can be read at a time; use int8, or @growing"
             )
         bound = storage.bound
-        self.evicts = bound is not None
         if bound:
             storage.bound = bound - plain_count(*codecs, budget=bound)
         blocks = storage.empty_copy()
         self.blocks: Undivided | ByHead = (
             ByHead(codecs, blocks) if ragged else Undivided(codecs, own, blocks)
         )
-        # Under a budget tokens leave the tail one by one.
-        plain = plain_count(*codecs, budget=bound or None)
-        storage.bound = plain + (1 if bound else codecs.key.together)
+        storage.bound = plain_count(*codecs, budget=bound or None) + codecs.key.block
         self.tail = Undivided(codecs.unencoded, own, storage)
         self.codecs = self.tail.codecs
-        self.block, self._each = codecs.key.together, codecs.key.block
+        self._each, self.by_token = codecs.key.block, codecs.key.block == 1
         self.ragged, self._own = ragged, own
 
     @property
@@ -254,7 +253,7 @@ class BlockEncoded(LayerSlots):
 
 def _observed(slots: BlockEncoded) -> list[Undivided | ByHead]:
     """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
-    some = (slots.blocks, slots.tail) if slots.evicts else (slots.tail,)
+    some = (slots.blocks, slots.tail) if slots.by_token else (slots.tail,)
     return [one for one in some if one.length] or [slots.tail]
 
 

@@ -30,7 +30,7 @@ class Contents:
         eviction, if the layer holds more than its budget, or if it encodes tokens in blocks."""
         slots, history = self._cursor.slots, self._cursor.history
         budget = self._policy.at(history.columns).budget
-        late = slots.block > 1 and slots.length > 0  # sinks lie behind encoded tokens
+        late = slots.late and slots.length > 0  # sinks lie behind encoded tokens
         return bool(history.floor) or late or slots.length > (budget or slots.length)
 
     def held(self) -> Held | None:

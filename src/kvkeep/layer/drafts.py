@@ -59,7 +59,7 @@ class Drafts:
             )
         if not self._cursor.history.floor:
             return ""
-        if not policy.evicts and self._cursor.slots.block == 1:
+        if not policy.evicts and not self._cursor.slots.late:
             return f", and the tokens of images share positions; {again}"
         if not policy.evicts:
             return f", and codec {self._codec.name} encodes tokens in blocks; {again}, or use int8"

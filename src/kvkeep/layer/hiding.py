@@ -36,7 +36,7 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
     why = ""
     if layer.setup.by_token or policy.ragged:
         why = f"policy {policy.name} has already used them to choose slots"
-    elif layer.slots.block > 1:
+    elif layer.slots.late:
         why = f"codec {codec.name} has encoded them together with other tokens"
     if why and bool(gone.any()):
         raise UnsupportedError(

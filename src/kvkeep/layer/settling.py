@@ -41,7 +41,7 @@ class Settler:
     @property
     def journals(self) -> bool:
         """Whether the state before each draft is recorded. False: evictions wait for the crop."""
-        return self._setup.by_token or self._cursor.slots.block > 1
+        return self._setup.by_token or self._cursor.slots.late
 
     def accept(self) -> None:
         """Make all draft tokens certain."""

@@ -104,8 +104,8 @@ class LayerSlots(ABC):
     def hides(self, counts: tuple[int, ...]) -> None:
         (self.hidden,) = counts
 
-    block: int = 1
-    """How many tokens are encoded together."""
+    late: bool = False
+    """Whether new tokens stay plain for a while before they are encoded."""
     torn: bool = False
     """Whether a change failed after changing some of the slots."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.codec import Codec, encoded_count
+from kvkeep.codec import Codec, encoded_count, keeps_plain
 from kvkeep.codec.plain import Plain
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, PlaneSpec, joined
@@ -31,9 +31,8 @@ class LayerStats:
 def has_tail(policy: Policy, key_codec: Codec, value_codec: Codec) -> bool:
     """Whether a layer whose storage grows leaves tokens plain for a while. A reach must not make
     results depend on chunks."""
-    if key_codec.block > 1:
-        return True
-    return key_codec.together == value_codec.together > 1 and policy.reach is None
+    late = policy.reach is None or key_codec.block > 1
+    return late and keeps_plain(key_codec, value_codec)
 
 
 def slot_planes(

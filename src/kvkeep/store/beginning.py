@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kvkeep.codec import keeps_plain
 from kvkeep.host import ModelCache
 from kvkeep.layer.beginning import begin_with
 from kvkeep.policy import KeepAll, Need
@@ -32,7 +33,7 @@ def _exact(spec: CacheSpec) -> CacheSpec:
         return spec
     key, value = spec.key_codec, spec.value_codec
     alone = key.rewritable and value.rewritable and not key.centre
-    late = key.together == value.together > 1  # the newest tokens stay plain
+    late = keeps_plain(key, value)  # the newest tokens stay plain
     if spec.policy.evicts or late or not alone:
         return CacheSpec(KeepAll())
     return spec if STORAGES[spec.storage.name].lasting else replace(spec, storage=StorageSpec())

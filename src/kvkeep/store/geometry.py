@@ -43,7 +43,7 @@ class LayerGeometry:
         """The geometry of a layer with keys and values of `geometry`."""
         planes = planes_of(layer, geometry)
         own, centred = geometry._replace(rows=1), bool(layer.key_codec.centre)
-        late, plain = layer.slots.block > 1, layer.codecs.unencoded
+        late, plain = layer.slots.late, layer.codecs.unencoded
         tail = slot_planes(layer.policy, *plain, geometry) if late else {}
         return cls(own, planes, tail, layer.policy.ragged, centred, window_in(layer))
 

@@ -213,7 +213,7 @@ def why_not_keepable(layer: LayerCache) -> str:
         return (
             f"codec {layer.key_codec.name} encodes several tokens together; use int8 or int8/int4"
         )
-    if layer.policy.compression is None and (layer.key_codec.centre or layer.slots.block > 1):
+    if layer.policy.compression is None and (layer.key_codec.centre or layer.slots.late):
         return f"codec {layer.key_codec.name} encodes keys depending on their text; use keep_all"
     if not layer.slots.storage.lasting:
         return (

@@ -72,7 +72,7 @@ def step_parts(slots: LayerSlots) -> tuple[StepPart, ...]:
 def _behind_blocks(slots: BlockEncoded) -> tuple[StepPart, ...]:
     """The parts of a plain tail: one, or one for each head if the blocks have a part for each."""
     coded, behind = slots.blocks.segments(), tuple[StepPart, ...]()
-    if slots.evicts and coded:
+    if slots.by_token and coded:
         behind = step_parts(slots.blocks)
         if not behind or behind[0].before:
             return ()
@@ -100,7 +100,7 @@ def step_state(slots: LayerSlots) -> tuple[object, ...]:
         return slots.storage.storages
     if isinstance(slots, BlockEncoded):
         length = slots.blocks.length
-        fixed = length > 0 if slots.evicts else length
+        fixed = length > 0 if slots.by_token else length
         return fixed, step_state(slots.blocks), step_state(slots.tail)
     assert isinstance(slots, Undivided)
     return slots.storage, slots.frozen, slots.aside.length

@@ -105,7 +105,7 @@ class StepPlan:
         # A budget that is a share, and chunked windows, must be looked up for each step.
         self._follows = policy.share is None and not isinstance(setup.window, Chunks)
         self._reach, self._budget = policy.reach, policy.budget
-        self._in_blocks, self._free = slots.block > 1, 0
+        self._in_blocks, self._free = slots.late, 0
         self._threads = torch.get_num_threads()
         self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
         self._policy, self._sight, self._rotary = policy, setup.sight, setup.rotary
@@ -151,11 +151,7 @@ class StepPlan:
             return None
         if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
             return None  # the policy's planes of frozen slots lie in other memory
-        if (
-            Enter.ERROR in rule.enter.values()
-            and slots.block > 1
-            and not any(x.behind for x in parts)
-        ):
+        if Enter.ERROR in rule.enter.values() and slots.late and not any(x.behind for x in parts):
             return None  # there are no codes yet, to find the errors that tokens will have
         if not parts or not all(possible(part, inputs, rule) for part in parts):
             return None
