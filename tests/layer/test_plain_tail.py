@@ -57,7 +57,7 @@ def test_first_and_newest_tokens_stay_plain(text: list[Tensor]) -> None:
         plain = plain_positions(layer)
         assert plain[:4] == [0, 1, 2, 3]
         assert plain[4:] == list(range(plain[4], stop))
-        assert 64 <= stop - plain[4] < 64 + 32
+        assert stop - plain[4] == 64
         assert sorted(layer.positions()[0, 0].tolist()) == list(range(stop))
 
 
@@ -199,7 +199,10 @@ def test_chunks_keep_what_single_tokens_keep(text: list[Tensor], policy: str) ->
     assert alike(layers[0], layers[2])
 
 
-@pytest.mark.parametrize("policy", [*BUDGETS, "qh2o:64", "qvlen:64", "adakv(qh2o:64)", "kvzip:50%"])
+@pytest.mark.usefixtures("one_thread")  # threads divide the slots of a head by the heads of a call
+@pytest.mark.parametrize(
+    "policy", [*BUDGETS, "qh2o:64", "qvlen:64", "adakv(qh2o:64)", "kvzip:50%", "keep_all"]
+)
 def test_native_steps_are_those_of_the_reference(text: list[Tensor], policy: str) -> None:
     native, plain = budgeted(policy), budgeted(policy)
     plain.plans = False

@@ -149,7 +149,7 @@ def _top(rows: dict[str, Row]) -> list[str]:
             "greedy text of one prompt and of a padded batch, or of each of its rows alone, if the "
             "model's text depends on padding. Only the kinds of layers in a type's "
             f"default config were tested; other kinds may be refused. Of {len(rows)} types: "
-            + ", ".join(f"{counts[kind]} {kind}" for kind in OUTCOMES if counts[kind])
+            + ", ".join(f"{kind} {counts[kind]}" for kind in OUTCOMES if counts[kind])
             + "."
         ),
         "",

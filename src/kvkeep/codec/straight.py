@@ -37,11 +37,11 @@ class StraightThrough(Codec):
 
     @property
     def tail(self) -> int:
-        return self.inner.tail
+        return self.inner.tail if self.block > 1 else 0  # single tokens are encoded as they arrive
 
     @property
     def sinks(self) -> int:
-        return self.inner.sinks
+        return self.inner.sinks if self.block > 1 else 0
 
     @property
     def key_warning(self) -> str | None:
