@@ -387,9 +387,8 @@ class Cache:
             return
         fed = tokens[:, : self.fed - after].to(torch.int64)
         before = [] if known is None else [known[:, :after].to(fed.device)]
-        self.layers[0].cursor.history.tokens = torch.cat(
-            [*before, fed], dim=1
-        )  # a copy: the caller may change it
+        # A copy, because the caller may change the tokens.
+        self.layers[0].cursor.history.tokens = torch.cat([*before, fed], dim=1)
 
     @property
     def length(self) -> int:
