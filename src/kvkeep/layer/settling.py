@@ -53,9 +53,9 @@ class Settler:
         """Encode the tokens that leave the tail, and evict down to the budget. With `hide`, no slot
         is freed; otherwise all tokens fed become certain."""
         cursor, slots = self._cursor, self._cursor.slots
-        self._observe(observation)  # the mass includes hidden slots, so before freeing them
         budget = self.policy.at(cursor.history.columns).budget
-        with cursor.moved():  # once tokens are encoded, the step cannot be undone
+        with cursor.moved():  # once scores are changed or tokens encoded, no step can be undone
+            self._observe(observation)  # the mass includes hidden slots, so before freeing them
             exact = hide or not slots.hidden or slots.free_hidden()
             if waiting := slots.waiting(budget):
                 exact &= slots.encode_waiting(waiting, hide=hide)
@@ -67,13 +67,13 @@ class Settler:
             cursor.journal = []
 
     def _observe(self, observation: Observation | None) -> None:
-        """Pass the observation, if any, to the policy."""
+        """Pass the observation, if any, to the policy. The caller has called `moved`."""
         cursor, slots = self._cursor, self._cursor.slots
         policy = self.policy.at(cursor.history.columns)
         if observation is None or not policy.observes:
             return
         planes, seen = slots.observed(), self.seeing(observation, slots.observed_decoded)
-        with cursor.moved(), torch.inference_mode():  # changes planes made in any mode in place
+        with torch.inference_mode():  # changes planes made in any mode in place
             policy.observe(planes, seen)
             for name in self._setup.own:
                 slots.keep(name, planes[name])
