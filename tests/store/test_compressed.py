@@ -262,11 +262,16 @@ def changed(block, what):
     ],
 )
 def test_what_does_not_fit_the_model_is_put_aside(model, what):
+    require_put_aside(model, SPEC, what)
+
+
+def require_put_aside(model, spec, what):
+    """A stored text is found again, unless it was changed."""
     backend, text = Memory(), ids(TEXT)
-    PrefixStore(backend=backend).read(model, text, spec=SPEC)
+    PrefixStore(backend=backend).read(model, text, spec=spec)
     (key,) = backend.scan()
     backend._blocks[key] = changed(backend._blocks[key], what)
-    found = PrefixStore(backend=backend).read(model, text, spec=SPEC).found
+    found = PrefixStore(backend=backend).read(model, text, spec=spec).found
     assert found == (TEXT if what == "nothing" else 0)
     assert backend.damaged == (what != "nothing")
 
@@ -279,13 +284,7 @@ def test_what_does_not_fit_the_model_is_put_aside(model, what):
     ],
 )
 def test_a_plain_tail_that_does_not_fit_is_put_aside(model, what):
-    backend, text = Memory(), ids(TEXT)
-    PrefixStore(backend=backend).read(model, text, spec=TAIL)
-    (key,) = backend.scan()
-    backend._blocks[key] = changed(backend._blocks[key], what)
-    found = PrefixStore(backend=backend).read(model, text, spec=TAIL).found
-    assert found == (TEXT if what == "nothing" else 0)
-    assert backend.damaged == (what != "nothing")
+    require_put_aside(model, TAIL, what)
 
 
 def test_bytes_are_read_again_as_they_were_written(model):

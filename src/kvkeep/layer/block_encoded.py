@@ -169,7 +169,7 @@ class BlockEncoded(LayerSlots):
         held = self.codecs.decode(taken, taken["k"].dtype)
         k, v = (filled(x, position, self._each) for x in held)
         encoded = self.blocks.codecs.encode(k, v)
-        if self._each > 1:
+        if not self.by_token:
             position = position.reshape(*position.shape[:2], -1, self._each)
         encoded[POSITION] = position
         encoded |= {name: taken[name] for name in self._own}
@@ -178,14 +178,14 @@ class BlockEncoded(LayerSlots):
         end = first + oldest.shape[2]
         if hide:
             self.tail.hide(order[:, :, :end], end)
-        elif self._each == 1:
+        elif self.by_token:
             return _kept(self.tail, order[:, :, end:]) and bool((position >= 0).all())
         else:
             self.tail.evict(oldest)
         return False
 
     def free_hidden(self) -> bool:
-        if self._each > 1:
+        if not self.by_token:
             return self.tail.free_hidden()
         exact = not self.blocks.hidden or self.blocks.free_hidden()
         order = self.tail.evictable()[POSITION].argsort(dim=2, stable=True)
@@ -205,7 +205,7 @@ class BlockEncoded(LayerSlots):
         # From the newest on: the tail's tokens except its sinks, then the encoded tokens.
         sinks = max(codec.sinks for codec in self.blocks.codecs)
         encoded = 0
-        if self._each == 1:
+        if self.by_token:
             encoded = min(self.blocks.length, max(0, fewer - max(0, self.tail.length - sinks)))
         return self.blocks.mark(encoded) + self.tail.mark(fewer - encoded)
 
@@ -265,8 +265,6 @@ def _kept(tail: Undivided, index: Tensor) -> bool:
     kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
     tail.load({}, len(place))
     tail.storage_for(slot_count(kept), len(place)).append(kept)
-    if tail.storage.reserves:
-        tail.storage.reserve(tail.storage.bound or 0)  # else it grows every few steps
     return bool((place >= 0).all())
 
 

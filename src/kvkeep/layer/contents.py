@@ -27,7 +27,7 @@ class Contents:
     @property
     def moved(self) -> bool:
         """Whether slots may be out of the order of positions, now or after this step: after an
-        eviction, if the layer holds more than its budget, or if it encodes tokens in blocks."""
+        eviction, if the layer holds more than its budget, or if it has a plain tail."""
         slots, history = self._cursor.slots, self._cursor.history
         budget = self._policy.at(history.columns).budget
         late = slots.late and slots.length > 0  # sinks lie behind encoded tokens

@@ -81,6 +81,14 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
+class OfModel(Benchmark):
+    """Options of a benchmark of a model, in float32 by default."""
+
+    model: str = _model()
+    dtype: str = _dtype()
+
+
+@dataclass(frozen=True)
 class Append(Benchmark):
     """Append one token: concatenation against writing in place (8 heads, width 128).
 
@@ -105,7 +113,7 @@ class Append(Benchmark):
 
 
 @dataclass(frozen=True)
-class Memory(Benchmark):
+class Memory(OfModel):
     """Resident memory of caches after a prompt and a long generation.
 
     It is compared with the live bytes in them and with transformers' DynamicCache. The prompt is
@@ -114,8 +122,6 @@ class Memory(Benchmark):
 
     title = "Memory after {tokens} tokens, {model}, {dtype}"
     example = 'memory --specs "keep_all;h2o:512;hf-dynamic"'
-    model: str = _model()
-    dtype: str = _dtype()
     specs: Sequence[str] = option(
         ("keep_all", "h2o:512", "h2o:512+int4", "adakv(h2o:512)", "window:512", DYNAMIC),
         "Cache specs, separated by semicolons, or hf-dynamic; default: exact caches, budgets and "
@@ -264,25 +270,21 @@ class Decode(Benchmark):
 
 
 @dataclass(frozen=True)
-class Prefill(Benchmark):
+class Prefill(OfModel):
     """A whole prompt in one forward, compared with transformers and sdpa."""
 
     title = "Prefill of {model}, {dtype}"
     example = "prefill --lengths 2000,7900 --json > prefill.json"
-    model: str = _model()
-    dtype: str = _dtype()
     lengths: Sequence[int] = numbers((2000, 7900), "Prompt lengths, comma-separated.")
     turns: int = _count(3)
 
 
 @dataclass(frozen=True)
-class Save(Benchmark):
+class Save(OfModel):
     """Saving a cache compared with copying its file, and loading it compared with a prefill."""
 
     title = "The cache of {tokens} tokens, {model}, {dtype}"
     example = 'save --specs "keep_all;keep_all+int8"'
-    model: str = _model()
-    dtype: str = _dtype()
     tokens: int = _count(7900, "Tokens of the prompt.")
     specs: Sequence[str] = spec_list((SPEC, "keep_all+int8"))
     directory: Path | None = option(None, "Directory for the files.", exists=True, file_okay=False)
@@ -290,13 +292,11 @@ class Save(Benchmark):
 
 
 @dataclass(frozen=True)
-class Fork(Benchmark):
+class Fork(OfModel):
     """Forks of one prompt: their memory, and a step of a batch with and without sharing."""
 
     title = "A batch that continues {tokens} tokens, {model}, {dtype}"
     example = "fork --tokens 4000 --forks 100"
-    model: str = _model()
-    dtype: str = _dtype()
     tokens: int = _count(4000, "Tokens of the prompt they share.")
     forks: int = _count(100, "Caches that share it.")
     new: int = _count(32, "Tokens of each fork's own.")
@@ -313,13 +313,11 @@ class Fork(Benchmark):
 
 
 @dataclass(frozen=True)
-class Reuse(Benchmark):
+class Reuse(OfModel):
     """Reuse of stored documents: time to the first token, and the loss of quality."""
 
     title = "{documents} documents and a question, {tokens} tokens, {model}, {dtype}"
     example = "reuse --documents 6 --turns 3"
-    model: str = _model()
-    dtype: str = _dtype()
     documents: int = _count(6, "Documents before the question.", 2)
     shortest: int = _count(500, "Tokens of the shortest, at least.")
     longest: int = _count(1000, "Tokens of the longest, at most.")

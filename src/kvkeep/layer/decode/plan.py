@@ -142,10 +142,8 @@ class StepPlan:
             return None
         if cursor.readers and policy.evicts and policy.reach is None:
             return None  # the layer settles only after its readers have attended
-        if (
-            rule.by_keys and writer.setup.codecs.key.centre
-        ):  # the library would rank keys less the centre
-            return None
+        if rule.by_keys and writer.setup.codecs.key.centre:
+            return None  # the library would rank keys less the centre
         parts = step_parts(slots)
         if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
             return None
