@@ -12,6 +12,7 @@ from kvkeep.registry import Part, exports
 if TYPE_CHECKING:
     from kvkeep.codec.base import Codec as Codec
     from kvkeep.codec.base import encoded_count as encoded_count
+    from kvkeep.codec.base import keeps_plain as keeps_plain
     from kvkeep.codec.base import plain_count as plain_count
     from kvkeep.codec.base import warn_about_keys as warn_about_keys
     from kvkeep.codec.fp8 import Fp8 as Fp8
