@@ -58,7 +58,10 @@ def test_each_sequence_gets_what_it_gets_alone(family):
         fed = [(i, tokens(n)) for i, n in enumerate(counts) if n]
         found = host.forward_packed([Piece(ids, together[i]) for i, ids in fed])
         expected = torch.cat([host.forward(ids[None], alone[i])[:, -1] for i, ids in fed])
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        for (i, _), one, other in zip(fed, found, expected, strict=True):
+            # A key halfway between two codes may get either.
+            tolerance = 2e-3 if specs[i].endswith("int8") else 1e-4
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=1e-4)
     for one, other in zip(together, alone, strict=True):
         assert one.stats().layers == other.stats().layers
         assert one.fed == other.fed

@@ -143,9 +143,15 @@ def holding(layer: LayerCache) -> list[list[dict[int, Tensor]]]:
 
 
 def alike(one: LayerCache, other: LayerCache, row: int = 0) -> bool:
-    """Whether a layer of one row holds the same, bit for bit, as a row of another layer."""
+    """Whether a layer of one row holds the same codes and plain tokens as a row of another layer.
+
+    Decoding rotates in float64, and its last bits depend on how many tokens are decoded together.
+    """
     pairs = zip(holding(one)[0], holding(other)[row], strict=True)
-    return all(a.keys() == b.keys() and all(a[p].equal(b[p]) for p in a) for a, b in pairs)
+    return all(
+        a.keys() == b.keys() and all(torch.allclose(a[p], b[p], rtol=0, atol=1e-12) for p in a)
+        for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("policy", BUDGETS)
