@@ -290,12 +290,10 @@ struct KvLinear {
     int64_t threads;
 };
 
-constexpr int64_t KV_LINEAR_ROWS = 32;  // most rows of a call
-
 // Computes x W^T + b for x (rows, inputs) and `count` layers of the same type, inputs and threads,
-// all with scales or all without, with sums in float32. `out` (rows, all outputs) is contiguous, of the same type, with the outputs
-// of all layers side by side. `x_row` is a stride in elements. Returns 0, or 1 if memory cannot be
-// allocated.
+// all with scales or all without, with sums in float32. `out` (rows, all outputs) is contiguous, of
+// the same type, with the outputs of all layers side by side. `x_row` is a stride in elements. A
+// row's result does not depend on other rows. Returns 0, or 1 if memory cannot be allocated.
 KV_PUBLIC int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_row,
                         int64_t rows, void* out);
 

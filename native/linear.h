@@ -2,6 +2,8 @@
 #pragma once
 #include "abi.h"
 
+constexpr int64_t KV_LINEAR_ROWS = 32;  // most rows of a call of the kernel
+
 // Makes the kernel's own copy of x: rows of `kv_linear_stride` elements, 4 bytes each, in the order
 // in which the kernel reads weights, padded with zeros.
 typedef void KvLinearLoad(const KvLinear& linear, const void* x, int64_t x_row, int64_t rows,

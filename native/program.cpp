@@ -121,12 +121,7 @@ bool multiply(const char* x, int64_t rows, const KvTensor& weight, int64_t exper
     }
     const KvLinear linear = {own,    nullptr, nullptr,           type_of(type),
                              inputs, outputs, weight.strides[2], (int64_t)threads};
-    for (int64_t first = 0; first < rows; first += KV_LINEAR_ROWS) {
-        const int64_t some = std::min(rows - first, KV_LINEAR_ROWS);
-        if (kv_linear(&linear, 1, x + first * inputs * size, inputs, some, out + first * outputs * size))
-            return false;
-    }
-    return true;
+    return !kv_linear(&linear, 1, x, inputs, rows, out);
 }
 
 KvTicket* ticket_of(KvAtenTensor* given) {

@@ -1,4 +1,4 @@
-"""Linear layers of few rows: the kernel against float64, and which calls it is given."""
+"""Linear layers: the kernel against float64, and which calls it is given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 import kvkeep
 from kvkeep import linears, native_library
 from kvkeep.errors import UnsupportedError
-from kvkeep.linears import MOST_ROWS, few_rows
+from kvkeep.linears import MOST_ROWS, product
 
 pytestmark = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
 
@@ -56,23 +56,34 @@ def test_against_float64(inputs, outputs, dtype):
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
     x = torch.randn(MOST_ROWS, inputs).to(dtype)
     for rows in (1, 2, 3, 4, 5, 7, 16, MOST_ROWS):
-        require_near(few_rows(x[:rows], weight), x[:rows], weight)
-    require_near(few_rows(x[:3], weight, bias), x[:3], weight, bias)
+        require_near(product(x[:rows], weight), x[:rows], weight)
+    require_near(product(x[:3], weight, bias), x[:3], weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("instructions")
 def test_a_row_does_not_depend_on_the_others(dtype):
     weight, x = torch.randn(70, 300).to(dtype), torch.randn(MOST_ROWS, 300).to(dtype)
-    whole = few_rows(x, weight)
+    whole = product(x, weight)
     for first, end in ((0, 1), (3, 5), (8, 11), (4, 20)):
-        assert few_rows(x[first:end], weight).equal(whole[first:end])
+        assert product(x[first:end], weight).equal(whole[first:end])
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert few_rows(x, weight).equal(whole)
+        assert product(x, weight).equal(whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [300, 20_000])  # x is copied at once, or 32 rows at a time
+@pytest.mark.usefixtures("instructions")
+def test_each_of_many_rows_is_as_alone(inputs, dtype):
+    weight, bias = torch.randn(110, inputs).to(dtype), torch.randn(110).to(dtype)
+    x = torch.randn(3 * MOST_ROWS + 5, 2 * inputs).to(dtype)[:, :inputs]
+    found = product(x, weight, bias)
+    for first in range(0, len(x), 19):
+        assert product(x[first], weight, bias).equal(found[first])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,11 +99,11 @@ def test_where_weights_lie(dtype):
         buffer.as_strided((50, 1), (3, 5), 2),
     ):
         x = torch.randn(weight.shape[1], 4).to(dtype).T
-        require_near(few_rows(x, weight), x, weight)
-        require_near(few_rows(x[1::2], weight), x[1::2], weight)
+        require_near(product(x, weight), x, weight)
+        require_near(product(x[1::2], weight), x[1::2], weight)
         batch = x.expand(2, 3, 4, -1)
-        require_near(few_rows(batch, weight), batch, weight)
-        require_near(few_rows(x[0], weight), x[0], weight)
+        require_near(product(batch, weight), batch, weight)
+        require_near(product(x[0], weight), x[0], weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,12 +111,12 @@ def test_where_weights_lie(dtype):
 def test_what_is_not_finite(dtype):
     weight, x = torch.randn(20, 83).to(dtype), torch.randn(5, 83).to(dtype)
     weight[3, 82], weight[4, 0], x[2, 80] = torch.nan, torch.inf, -torch.inf
-    found, expected = few_rows(x, weight), linear(x.double(), weight.double())
+    found, expected = product(x, weight), linear(x.double(), weight.double())
     assert expected.isnan().any()
     assert found.isnan().equal(expected.isnan())
     assert found.isinf().equal(expected.isinf())
     large = torch.full((1, 83), 3e38).to(torch.bfloat16)
-    assert few_rows(large, large).isinf().all()
+    assert product(large, large).isinf().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,22 +126,21 @@ def test_codes_of_eight_bits_against_float64(inputs, outputs, dtype):
     codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
     scale, bias = torch.rand(outputs, 1) / 100, torch.randn(outputs).to(dtype)
     x = torch.randn(MOST_ROWS, inputs).to(dtype)
-    whole = few_rows(x, codes, bias, scale)
+    whole = product(x, codes, bias, scale)
     exact = linear(x.double(), codes * scale.double(), bias.double())
     size = linear(x.double().abs(), codes.double().abs() * scale)
     bound = exact.abs() * torch.finfo(dtype).eps + size * 2e-7 * inputs**0.5 + 1e-7
     assert ((whole.double() - exact).abs() <= bound).all()
     for rows in (1, 2, 3, 5, 8):
-        assert few_rows(x[:rows], codes, bias, scale).equal(whole[:rows])
+        assert product(x[:rows], codes, bias, scale).equal(whole[:rows])
     spread = torch.zeros(outputs, inputs + 3, dtype=torch.int8)[:, :inputs].copy_(codes)
-    assert few_rows(x[:3], spread, bias, scale).equal(whole[:3])
+    assert product(x[:3], spread, bias, scale).equal(whole[:3])
 
 
 def test_what_the_kernel_does_not_take():
     weight, x = torch.randn(6, 8), torch.randn(2, 8)
     for other, weights, bias in (
         (x[:0], weight, None),
-        (torch.randn(MOST_ROWS + 1, 8), weight, None),
         (x[:, :7], weight, None),
         (x.bfloat16(), weight, None),
         (x.double(), weight.double(), None),
@@ -142,23 +152,23 @@ def test_what_the_kernel_does_not_take():
         (torch.randn(2, 0), torch.randn(6, 0), None),
         (torch.tensor(1.0), weight, None),
     ):
-        with pytest.raises(UnsupportedError, match="1 to 32 rows and weights on the CPU"):
-            few_rows(other, weights, bias)
+        with pytest.raises(UnsupportedError, match="at least one row and weights on the CPU"):
+            product(other, weights, bias)
     codes, scale = weight.to(torch.int8), torch.ones(6)
     for weights, scales in ((codes, None), (codes, scale[:5]), (codes, scale.half())):
         with pytest.raises(UnsupportedError, match="or int8 weights with float32 scales"):
-            few_rows(x, weights, None, scales)
+            product(x, weights, None, scales)
     with pytest.raises(UnsupportedError):
-        few_rows(x, weight, None, scale)
+        product(x, weight, None, scale)
 
 
 def test_a_forked_process():
     """It has none of its parent's threads."""
     weight, x = torch.randn(512, 512), torch.randn(2, 512)
-    expected = few_rows(x, weight)
+    expected = product(x, weight)
     child = os.fork()
     if not child:
-        os._exit(0 if few_rows(x, weight).equal(expected) else 1)
+        os._exit(0 if product(x, weight).equal(expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -213,6 +223,20 @@ def test_few_rows_go_to_the_kernel_and_all_others_to_torch(layer, computed):
     assert "forward" not in layer.__dict__
     layer(x)
     assert len(computed) == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("supported", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_go_to_the_kernel_where_torch_lacks_instructions(
+    layer, computed, monkeypatch, dtype, supported
+):
+    monkeypatch.setattr(linears, "_SUPPORTED", {torch.bfloat16: "own"})
+    monkeypatch.setattr(torch.ops.mkldnn, "own", lambda: supported, raising=False)
+    linears.route(layer.to(dtype))
+    x = torch.randn(100, 200).to(dtype)
+    torch.testing.assert_close(layer(x), nn.Linear.forward(layer, x), atol=1e-2, rtol=1e-2)
+    assert len(computed) == (dtype is torch.bfloat16 and not supported)
 
 
 @torch.no_grad()

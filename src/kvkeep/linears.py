@@ -1,4 +1,4 @@
-"""Linear layers for a few rows on the CPU, by a kernel that reads the weights once and in place."""
+"""Linear layers on the CPU, by a kernel that reads weights in place, once for up to 32 rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from kvkeep import native_library
 from kvkeep.errors import UnsupportedError
 from kvkeep.native_library import LIBRARY, TYPES, reason
 
 MOST_ROWS = 32
-"""Most rows per call of the kernel; KV_LINEAR_ROWS of native/abi.h."""
+"""Most rows for which the kernel is faster than torch where torch has a fast product of the dtype:
+the kernel reads the weights once for so many rows, KV_LINEAR_ROWS of native/linear.h."""
 
 FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
 """Bytes of weights from which on the kernel computes a layer at all, and from which on it computes
@@ -35,7 +37,26 @@ class Stored(NamedTuple):
     scale: Tensor | None = None
 
 
-def few_rows(
+def most_rows(dtype: torch.dtype) -> int:
+    """Most rows of x for which the kernel is faster than torch.
+
+    torch multiplies bfloat16 and float16 by oneDNN where the processor has instructions for the
+    dtype (AVX-512; AVX512_FP16). Elsewhere its products take about five times as long as the
+    kernel's, whatever the number of rows.
+    """
+    if dtype not in _SUPPORTED or native_library.instructions() == "portable":
+        return MOST_ROWS
+    supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
+    return MOST_ROWS if supported is None or supported() else sys.maxsize
+
+
+_SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+
+
+def product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
     """x W^T + b by the native kernel, with sums in float32.
@@ -43,7 +64,7 @@ def few_rows(
     The result of a row does not depend on other rows.
 
     Args:
-        x: (..., inputs) on the CPU, 1 to `MOST_ROWS` rows; float32, bfloat16 or float16.
+        x: (..., inputs) on the CPU, at least one row; float32, bfloat16 or float16.
         weight: (outputs, inputs) of the same dtype, with contiguous rows; int8 with `scale`.
         bias: (outputs,) of x's dtype.
         scale: float32 (outputs,), the factors of int8 weights.
@@ -58,7 +79,7 @@ def few_rows(
     out = Weights([Stored(weight, scale)], [bias], x.dtype).product(x)
     if out is None:
         raise UnsupportedError(
-            f"this takes x of 1 to {MOST_ROWS} rows and weights on the CPU, all of one dtype "
+            "this takes x of at least one row and weights on the CPU, all of one dtype "
             f"({', '.join(str(dtype) for dtype in TYPES)}), or int8 weights with float32 scales; "
             f"x is {tuple(x.shape)} of {x.dtype} on "
             f"{x.device}, weights are {tuple(weight.shape)} of {weight.dtype} on {weight.device} "
@@ -75,7 +96,7 @@ def require_kernel() -> None:
 
 def route(model: nn.Module) -> int:
     """Let the native kernel compute the model's linear layers where it is faster: calls of at most
-    `MOST_ROWS` rows on the CPU, without gradients. `unroute` undoes this.
+    `most_rows` rows on the CPU, without gradients. `unroute` undoes this.
 
     A layer is routed if its type is exactly `nn.Linear`, the kernel can read its weights, and
     nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation). The kernel
@@ -181,7 +202,13 @@ class Weights:
         dtype: the dtype of x.
     """
 
-    __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
+    __slots__ = (
+        *("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads"),
+        "most",
+    )
+
+    most: int
+    """Largest number of elements of x for which the kernel is faster than torch."""
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
     """Objects by the id of their first weight. The entry is removed when the weight is freed."""
@@ -196,6 +223,7 @@ class Weights:
         ]
         first, scales = weights[0]
         self._dtype, self._inputs = dtype, first.shape[-1]
+        self.most = most_rows(dtype) * self._inputs
         self._outputs = sum(layer.weight.shape[0] for layer in weights)
         self._pointers = [
             None if x is None else x.data_ptr()
@@ -257,7 +285,7 @@ class Weights:
             type(x) is Tensor
             and x.dtype is self._dtype
             and inputs > 0
-            and 0 < x.numel() <= MOST_ROWS * inputs
+            and x.numel() > 0
             and x.dim() > 0
             and x.shape[-1] == inputs
             and x.is_cpu
@@ -304,9 +332,10 @@ class _Routed:
         if input.numel() > self._few and not is_compiling() and not self._is_watched(input):
             weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
             weights = None if weight is None else self._read(weight, bias)
-            out = None if weights is None else weights.product(input)
-            if out is not None:
-                return out
+            if weights is not None and input.numel() <= weights.most:
+                out = weights.product(input)
+                if out is not None:
+                    return out
         return nn.Linear.forward(module, input)
 
     def _read(self, weight: Tensor, bias: Tensor | None) -> Weights | None:

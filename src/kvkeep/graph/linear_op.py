@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
 from kvkeep.graph.custom_ops import define_operator
-from kvkeep.linears import FEWEST_BYTES, MOST_ROWS, Stored, Weights, few_rows, readable, stored
+from kvkeep.linears import FEWEST_BYTES, Stored, Weights, most_rows, product, readable, stored
 
 _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -119,7 +119,7 @@ def _is_small(node: Node) -> bool:
         and x.is_cpu
         and x.dtype is weight.dtype
         and isinstance(x.numel(), int)  # it may depend on data (language adapters, experts)
-        and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+        and 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]
         and weight.nbytes >= FEWEST_BYTES
     )
 
@@ -133,7 +133,7 @@ def value_of(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
-_MOST_TOKENS = 8 * MOST_ROWS
+_MOST_TOKENS = 256
 """Most tokens of all experts together; with more, torch's own operator may be faster."""
 
 
@@ -153,10 +153,9 @@ def _grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     for expert, end in enumerate(offs.tolist()):
         own = weight[expert].T
         reads = readable(Stored(own), None, x.dtype)
-        multiply = few_rows if reads else torch.nn.functional.linear
-        for first in range(start, end, MOST_ROWS):
-            rows = slice(first, min(end, first + MOST_ROWS))
-            out[rows] = multiply(x[rows], own)
+        multiply = product if reads else torch.nn.functional.linear
+        if end > start:
+            out[start:end] = multiply(x[start:end], own)
         start = end
     return out
 

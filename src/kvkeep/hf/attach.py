@@ -68,7 +68,7 @@ class Attachment:
             all keys and values, so its caches must be exact, such as "keep_all+int8".
         own: why the model computes attention itself; empty if kvkeep does.
         store, namespace, recompute: the arguments of `attach`.
-        linears: number of linear layers whose calls with few rows kvkeep's kernel computes.
+        linears: number of linear layers that kvkeep's kernel computes where it is faster.
         compiled: whether steps of one token run in a compiled program.
         cache_name: the name of the cache argument of the decoder's forward.
         changes: the changes of the model that `detach` removes.
@@ -138,8 +138,10 @@ def attach(
             so that the cache never holds all of a long prompt; None: the whole prompt. The argument
             `prefill_chunk_size` of a call takes precedence.
         linears: let kvkeep's kernel compute the model's linear layers if it is faster: on the CPU,
-            for at most 32 rows (tokens of all texts), without gradients. The weights are not
-            copied; results differ from torch's by rounding only. False: never.
+            without gradients, for at most 32 rows (tokens of all texts), or for any number if torch
+            has no fast product of the dtype (bfloat16 without AVX-512, float16 without
+            AVX512_FP16). The weights are not copied; results differ from torch's by rounding only.
+            False: never.
         compile: run steps of one token a row, without padding, in a compiled program. torch
             compiles it in the first step, which takes about a minute; it is kept on disk for later
             processes ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU, kvkeep's kernel

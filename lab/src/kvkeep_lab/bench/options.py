@@ -188,9 +188,9 @@ class Op(Benchmark):
 
 @dataclass(frozen=True)
 class Linear(Benchmark):
-    """Linear layers of few rows on the CPU, by kvkeep's kernel and by torch."""
+    """Linear layers on the CPU, as in an attached model and by torch."""
 
-    title = "Linear layers of few rows, {dtype}; memory reads at {read_gb_per_s:.0f} GB/s"
+    title = "Linear layers, {dtype}; memory reads at {read_gb_per_s:.0f} GB/s"
     example = "linear --shapes 576x1536,1536x576"
     shapes: Sequence[str] | None = names(
         None,
