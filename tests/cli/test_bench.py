@@ -336,7 +336,6 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("op", "--plot", "nowhere/x.png"), "there is no directory"),
         (("decode", "--contexts", "0"), "whole numbers"),
         (("linear", "--shapes", "5x"), "give layers such as"),
-        (("linear", "--rows", "0"), "0 rows; give at least 1"),
         (("linear", "--dtype", "float64"), "no "),
         (("op", "--device", "abacus"), "no device 'abacus' here"),
         (("op", "--against", "abacus"), "no attention 'abacus'; there is torch-sdpa"),

@@ -43,7 +43,7 @@ def run(asked: Linear, progress: Progress = silent) -> dict[str, Any]:
         median of measurements before and after.
 
     Raises:
-        SpecError: a number of rows is below 1, a shape is not two numbers, or the
+        SpecError: a shape is not two numbers, or the
             kernel lacks the dtype.
         UnsupportedError: there is no native library.
     """
@@ -54,9 +54,6 @@ def run(asked: Linear, progress: Progress = silent) -> dict[str, Any]:
         raise SpecError(
             f"no layers of {dtype} by the kernel; there is {', '.join(map(str, TYPES))}"
         )
-    for count in rows:
-        if count < 1:
-            raise SpecError(f"{count} rows; give at least 1")
     rates, found = [bandwidth(torch.device("cpu"))[1]], []
     work = Work(progress, sum(inputs * outputs for inputs, outputs in shapes))
     with torch.inference_mode():
