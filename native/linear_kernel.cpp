@@ -47,18 +47,19 @@ KV_INLINE void prefetch_once(const char* weight, int64_t bytes) {
     }
 }
 
-// Whether weights of type K, when first read, are read in memory order, one output after the other.
-// An output's sums are then one chain of additions, which takes longer than reading unless each
-// addition takes in enough weights.
+// Whether `count` weights of type K for each output, when first read, are read in memory order, one
+// output after the other. An output's sums are then one chain of additions, which takes longer than
+// reading unless each addition takes in enough weights, or the chain is short.
 template <class K>
-constexpr bool in_order(int rows) {
-    constexpr int64_t bytes = STEP / K::PARTS * sizeof(typename K::T::Element);
+constexpr bool in_order(int rows, int64_t count) {
+    constexpr int64_t size = sizeof(typename K::T::Element), bytes = STEP / K::PARTS * size;
+    constexpr int64_t SHORT = 3072;  // bytes
 #if defined(__AVX2__)
     constexpr bool quick = std::is_same_v<typename K::T, BF16>;
 #else
     constexpr bool quick = false;
 #endif
-    return bytes == 64 || (rows == 1 && (bytes == 32 || quick));
+    return bytes == 64 || (rows == 1 && count * size <= SHORT && (bytes == 32 || quick));
 }
 
 // Weights widened to float, a vector of W at a time, with x in the order of their lanes.
@@ -160,7 +161,7 @@ KV_OUTLINE void multiply(const typename K::T::Element* weight, int64_t weight_ro
     vf sum[N * M] = {};
     const int64_t whole = count / STEP * STEP;
     const Weight* at[N];
-    if (in_order<K>(M) && cold) {
+    if (in_order<K>(M, count) && cold) {
         const int64_t ahead = weight_row == count ? ahead_of(M) / sizeof(Weight) : whole;
         for (int n = 0; n < N; ++n) {
             const Weight* from = weight + n * weight_row;
