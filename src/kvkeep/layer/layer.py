@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import final
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.of_part import OfPart
 from kvkeep.layer.readings import Readings
 from kvkeep.layer.settling import Settler
 from kvkeep.layer.setup import Setup
@@ -34,6 +34,26 @@ from kvkeep.planes import LAST, Chunks, own_window
 from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
+
+Value = TypeVar("Value")
+
+
+class OfPart(Generic[Value]):
+    """A member of a part: it is read and set there.
+
+    Args:
+        path: the names that lead to it, such as `cursor.evicted`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._part, _, self._name = path.rpartition(".")
+
+    def __get__(self, instance: Any, owner: type) -> Value:
+        value: Value = getattr(attrgetter(self._part)(instance), self._name)
+        return value
+
+    def __set__(self, instance: Any, value: Value) -> None:
+        setattr(attrgetter(self._part)(instance), self._name, value)
 
 
 @final
