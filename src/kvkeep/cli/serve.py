@@ -70,7 +70,7 @@ class Serve(RunOptions):
     )
     queue: int = option(64, "Most waiting requests; further requests get 429.", min=0)
     wait_s: float = option(
-        300.0, "Seconds a request may wait; then it gets 503.", name="--wait", min=1
+        300, "Seconds a request may wait; then it gets 503.", name="--wait", min=1
     )
     answer_tokens: int = option(
         8192, "Most tokens of all answers to a request, n x max_tokens.", min=1
@@ -82,7 +82,7 @@ class Serve(RunOptions):
         size="",
     )
     timeout_s: float = option(
-        30.0,
+        30,
         "Seconds for a client to send a request, and to read its answer.",
         name="--timeout",
         min=1,
