@@ -194,7 +194,6 @@ print("done without", *hidden)
 MISSING = [
     ("import kvkeep.cli", "typer", "cli"),
     ("import kvkeep.cli", "rich", "cli"),
-    ("import kvkeep.hf.session", "filelock", "cli"),
     ("import kvkeep.environment", "psutil", "cli"),
     ("home()", "platformdirs", "cli"),
     ("load(gguf_file)", "gguf", "gguf"),

@@ -16,9 +16,8 @@ from kvkeep import native_library
 from kvkeep.errors import ShapeError, SpecError, StateError, UnsupportedError
 from kvkeep.generate import SamplingParams, stream
 from kvkeep.host import host_of
-from kvkeep.host.compress import stop_evicting
+from kvkeep.host.compress import Rereading, stop_evicting
 from kvkeep.layer.decode.plan import StepPlan
-from kvkeep.layer.rereading import Rereading
 from kvkeep.planes import POSITION
 
 TOKENS = 50

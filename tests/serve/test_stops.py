@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.generate import TextStream
-from kvkeep.generate.stops import Stops
+from kvkeep.generate.text import Stops
 
 
 @pytest.mark.parametrize(

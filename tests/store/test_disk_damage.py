@@ -190,7 +190,7 @@ def _while_another_holds_the_lock(path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert found(disk, TOKENS) == 30  # who reads needs no lock
         assert not disk.put(blocks_of([1, 2])[0])
-        assert "TimeoutError" in disk.last_error
+        assert "Timeout" in disk.last_error
         assert disk.gc(budget=1) == 0
     assert disk.put(blocks_of([1, 2])[0])
     assert found(disk, TOKENS) == 30

@@ -1,25 +1,10 @@
-"""Options of commands as fields of a dataclass, which needs neither torch nor a command line.
-
-`kvkeep_lab.cli.options` makes a command of it.
-"""
+"""Options of commands that are lists or files, as fields of a dataclass; see `kvkeep.options`."""
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
-
-def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option of a command.
-
-    Args:
-        help: the text of `--help`.
-        more: `separator` of a list's parts in the text of the option, and the `least` of numbers;
-            `values`, to complete; `complete`, the name of a function of `kvkeep.cli.complete`;
-            `name`, if it is not the field's; `flag`: there is no `--no-...`; and arguments of
-            `typer.Option`.
-    """
-    return field(default=default, metadata={"help": help, **more})
+from kvkeep.options import option
 
 
 def numbers(default: Any, help: str, least: int = 1, **more: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,6 @@ from kvkeep.cli.errors import Commands
 from kvkeep.cli.export import export
 from kvkeep.cli.finetune import finetune
 from kvkeep.cli.generate import generate
-from kvkeep.cli.imports import import_file
 from kvkeep.cli.models import models
 from kvkeep.cli.output import examples
 from kvkeep.cli.serve import serve
@@ -31,6 +32,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # errors.py prints errors
     epilog=examples('kvkeep generate "Why is the sky blue?" --cache window:1024,sinks=4'),
 )
+
+
+def import_file(path: Path) -> None:
+    """Run a Python file as a module.
+
+    Raises:
+        BadParameter: the file is not a Python file, or raises an exception.
+    """
+    name = f"kvkeep_import_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"--import {path}: not a Python file; its name must end in .py")
+    # Dataclasses look up their module in sys.modules to resolve the types of their fields.
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise any exception
+        raise typer.BadParameter(
+            f"--import {path}: {type(error).__name__}: {error}; correct the file"
+        ) from error
 
 
 def _print_version(wanted: bool) -> None:

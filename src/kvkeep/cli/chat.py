@@ -5,33 +5,29 @@ from __future__ import annotations
 import difflib
 import json as json_module
 import sys
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvkeep.cli.compile import Compile, compile_if_it_pays
+from kvkeep.cli.compile import compile_if_it_pays
 from kvkeep.cli.complete import sessions as completed
-from kvkeep.cli.complete import specs
 from kvkeep.cli.errors import Group, print_error
 from kvkeep.cli.generate import require_utf8
+from kvkeep.cli.options import RunOptions, with_options
 from kvkeep.cli.output import (
-    AdapterName,
-    DeviceName,
     JsonFlag,
-    ModelDtype,
-    ModelName,
-    ModelWeights,
     Temperature,
     TopP,
     examples,
-    model_for,
     print_json,
     print_table,
     say,
     titled,
 )
 from kvkeep.cli.progress import Working
+from kvkeep.options import option
 
 if TYPE_CHECKING:
     from kvkeep.generate import Answer
@@ -47,41 +43,32 @@ HELP = """\
 COMMANDS = [line.split()[0] for line in HELP.splitlines()]
 
 
-def chat(
-    session: Annotated[
-        str | None,
-        typer.Option(
-            help="Save the conversation under this name, or continue the saved one.",
-            autocompletion=completed,
-        ),
-    ] = None,
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(help="Cache spec, e.g. window:1024,sinks=4.", autocompletion=specs),
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message for the start.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    compile: Compile = None,
-    dtype: ModelDtype = "auto",
-    weights: ModelWeights = None,
-    device: DeviceName = None,
-    reread: Annotated[
-        bool,
-        typer.Option("--reread", help="Recompute the conversation's cache with this model."),
-    ] = False,
-) -> None:
+@dataclass(frozen=True)
+class Chat(RunOptions):
+    """Options of `kvkeep chat`."""
+
+    session: str | None = option(
+        None,
+        "Save the conversation under this name, or continue the saved one.",
+        complete="sessions",
+    )
+    cache: str | None = option(None, "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
+    system: str | None = option(None, "A system message for the start.")
+    max_new_tokens: int = option(512, "Most tokens of an answer.", min=1)
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    reread: bool = option(False, "Recompute the conversation's cache with this model.", flag=True)
+
+
+@with_options(Chat)
+def chat(asked: Chat) -> None:
     """Chat with a model. A named session continues from its saved cache without a new prefill."""
     with Working("starting") as working:
-        from kvkeep.hf.models import load
         from kvkeep.hf.session import Session, has_spec, info, path_of
         from kvkeep.spec import parse_specs
 
-        given = None if cache is None else str(parse_specs(cache))
-        known = None
+        session, known = asked.session, None
+        given = None if asked.cache is None else str(parse_specs(asked.cache))
         if session is not None and path_of(session).exists():
             known = info(session)
         if known is not None and given is not None and not has_spec(known, given):
@@ -89,25 +76,24 @@ def chat(
                 f"session {session} has the cache {known.spec}, not {given}; leave out --cache "
                 "or use another name"
             )
-        if known is not None and model is None and adapter is None:
-            model, adapter = known.model or None, known.adapter or None
-        model = model_for(model, adapter)
-        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
-        compile_if_it_pays(loaded, compile, max_new_tokens, working)
+        if known is not None and asked.model is None and asked.adapter is None:
+            asked = replace(asked, model=known.model or None, adapter=known.adapter or None)
+        loaded, tokenizer = asked.load(working)
+        compile_if_it_pays(loaded, asked.compile, asked.max_new_tokens, working)
         working("opening the session")
         talk = Session(
             loaded,
             tokenizer,
             cache=given or "keep_all",
             name=session,
-            model_name=model or "",
-            adapter=adapter or "",
-            system=system,
-            reread=reread,
-            compile=compile,
+            model_name=asked.named or "",
+            adapter=asked.adapter or "",
+            system=asked.system,
+            reread=asked.reread,
+            compile=asked.compile,
         )
     try:
-        _converse(talk, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+        _converse(talk, **asked.some("max_new_tokens", "temperature", "top_p"))
     finally:
         talk.close()
 

@@ -7,14 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.output import (
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    say,
-)
+from kvkeep.cli.output import DEFAULT_MODEL, JsonFlag, ModelDtype, ModelName, print_json, say
 from kvkeep.cli.progress import Working
 
 Compile = Annotated[
@@ -64,7 +57,7 @@ def compile(
     json: JsonFlag = False,
 ) -> None:
     """Compile a model's decode steps, for kvkeep.attach and all commands on this machine."""
-    model = model_for(model, None)
+    model = model or DEFAULT_MODEL
     with Working("starting") as working:
         from kvkeep.hf.compile_ahead import compile_steps
         from kvkeep.hf.models import load

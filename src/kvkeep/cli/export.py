@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
 
-from kvkeep.cli.complete import specs
-from kvkeep.cli.output import (
-    AdapterName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    model_for,
-    print_json,
-    say,
-)
+from kvkeep.cli.options import ModelOptions, with_options
+from kvkeep.cli.output import JsonFlag, print_json, say
 from kvkeep.cli.progress import Working
+from kvkeep.options import option
 
 
+@dataclass(frozen=True)
+class Export(ModelOptions):
+    """Options of `kvkeep export`."""
+
+    cache: str = option(
+        "keep_all@fixed:2048",
+        "Cache spec with fixed storage, e.g. window:1024@fixed.",
+        complete="specs",
+    )
+    rows: int = option(1, "Batch size.", min=1)
+
+
+@with_options(Export)
 def export(
+    asked: Export,
     output: Annotated[Path, typer.Argument(help="The file to write, *.pt2.")],
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    cache: Annotated[
-        str,
-        typer.Option(
-            help="Cache spec with fixed storage, e.g. window:1024@fixed.", autocompletion=specs
-        ),
-    ] = "keep_all@fixed:2048",
-    rows: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    dtype: ModelDtype = "auto",
     json: JsonFlag = False,
 ) -> None:
     """Export a model's decode step with its cache, to run without transformers."""
-    model = model_for(model, adapter)
     from kvkeep.graph.export_op import require_exportable
     from kvkeep.graph.program import named
     from kvkeep.spec import CacheSpec, parse_specs
 
-    spec, path = parse_specs(cache), named(output)
+    spec, path = parse_specs(asked.cache), named(output)
     for one in [spec] if isinstance(spec, CacheSpec) else spec.values():
         require_exportable(one)
     _require_writable(path)
     with Working("starting") as working:
         from kvkeep.hf.export import export as run
-        from kvkeep.hf.models import load
 
-        loaded, tokenizer = load(model, dtype, None, working, adapter=adapter)
+        loaded, tokenizer = asked.load(working)
         working("exporting")
-        program = run(loaded, spec, rows=rows, tokenizer=tokenizer)
+        program = run(loaded, spec, rows=asked.rows, tokenizer=tokenizer)
         working("writing")
         program.save(path)
     size = path.stat().st_size
@@ -60,17 +56,17 @@ def export(
             {
                 "path": str(path),
                 "bytes": size,
-                "model": model,
-                "adapter": adapter,
+                "model": asked.named,
+                "adapter": asked.adapter,
                 "cache": str(spec),
-                "rows": rows,
+                "rows": asked.rows,
                 "room": program.header.room,
             }
         )
         return
     say(
-        f"{path}: {size / 2**20:.0f} MiB, {spec}, {rows} row{'s' if rows > 1 else ''}; run it with "
-        "kvkeep.Program.load"
+        f"{path}: {size / 2**20:.0f} MiB, {spec}, {asked.rows} row"
+        f"{'s' if asked.rows > 1 else ''}; run it with kvkeep.Program.load"
     )
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import Field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.complete import one_of, specs
 from kvkeep.cli.errors import reported
+from kvkeep.cli.options import with_options
 from kvkeep.cli.output import (
     DEFAULT_MODEL,
     DeviceName,
@@ -25,13 +24,42 @@ from kvkeep.cli.output import (
     ModelName,
     print_json,
     say,
-    size_in_bytes,
 )
 from kvkeep.cli.progress import Working
 from kvkeep.finetune.options import Options
+from kvkeep.options import option
 
 
+@dataclass(frozen=True)
+class Finetune:
+    """Options of `kvkeep finetune` beside those of the training."""
+
+    model: ModelName = None
+    host: str = option(
+        "transformers",
+        "Library of the model: transformers, or litgpt, whose --model is a checkpoint directory.",
+        values=("transformers", "litgpt"),
+    )
+    chunk: str | None = option(
+        None,
+        "Tokens in each chunk; default: 1024, or the budget or the policy's step if less. "
+        "256-1024: each step draws a size.",
+    )
+    evaluation: Path | None = option(
+        None, "Evaluate on this file.", name="--eval", exists=True, dir_okay=False
+    )
+    holdout: int | None = option(
+        None, "Evaluate on this many last documents instead of training on them.", min=0
+    )
+    resume: bool = option(False, "Continue from the newest checkpoint in --out.", flag=True)
+    dtype: ModelDtype = "auto"
+    device: DeviceName = None
+
+
+@with_options(Finetune, Options)
 def finetune(
+    asked: Finetune,
+    options: Options,
     data: Annotated[
         Path,
         typer.Argument(
@@ -45,60 +73,12 @@ def finetune(
         Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the result.")
     ],
     context: typer.Context,
-    model: ModelName = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Library of the model: transformers, or litgpt, whose --model is a checkpoint "
-            "directory.",
-            autocompletion=one_of("transformers", "litgpt"),
-        ),
-    ] = "transformers",
-    chunk: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens in each chunk; default: 1024, or the budget or the policy's step if less. "
-            "256-1024: each step draws a size."
-        ),
-    ] = None,
-    evaluation: Annotated[
-        Path | None,
-        typer.Option("--eval", exists=True, dir_okay=False, help="Evaluate on this file."),
-    ] = None,
-    holdout: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Evaluate on this many last documents instead of training on them."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")
-    ] = False,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="Most host memory for the layers' stored inputs, e.g. 8GB."),
-    ] = None,
-    spill: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="Directory for the inputs that exceed --host-memory."
-        ),
-    ] = None,
-    dtype: ModelDtype = "auto",
-    device: DeviceName = None,
     json: JsonFlag = False,
-    **given: Any,
 ) -> None:
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
-    model = model or DEFAULT_MODEL
-    least_chunk, chunk_size = _chunks(chunk)
-    options = Options(
-        chunk=chunk_size,
-        least_chunk=least_chunk,
-        host_bytes=None if host_memory is None else size_in_bytes(host_memory, "--host-memory"),
-        spill=None if spill is None else str(spill),
-        **given,
-    )
+    model, evaluation = asked.model or DEFAULT_MODEL, asked.evaluation
+    least_chunk, chunk_size = _chunks(asked.chunk)
+    options = replace(options, chunk=chunk_size, least_chunk=least_chunk)
     leads = os.environ.get("RANK", "0") == "0"
     with _ended(), reported(debug=context.find_root().params["debug"]):
         with Working("starting", shown=leads) as working:
@@ -111,7 +91,7 @@ def finetune(
             from kvkeep.host import load_model
             from kvkeep.host.placement import device_named
 
-            with launched(device_named(device), offload=options.offload) as place:
+            with launched(device_named(asked.device), offload=options.offload) as place:
                 # Check options and data before loading the model.
                 options = options.checked()
                 classify = options.task == "classify"
@@ -121,8 +101,8 @@ def finetune(
                 torch.manual_seed(options.seed)  # a new classification head is random
                 loaded, tokenizer = load_model(
                     model,
-                    _dtype(dtype, options.full, options.offload and place.type != "cpu"),
-                    host=host,
+                    _dtype(asked.dtype, options.full, options.offload and place.type != "cpu"),
+                    host=asked.host,
                     # The shards are moved later.
                     device="cpu" if options.full or options.offload else str(place),
                     progress=working,
@@ -135,46 +115,13 @@ def finetune(
                     out,
                     options,
                     evaluation=evaluation,
-                    holdout=holdout,
-                    resume=resume,
+                    holdout=asked.holdout,
+                    resume=asked.resume,
                     device=place,
                     progress=working,
                 )
         if leads:
             _print(model, result, json)
-
-
-def _with_options(command: Callable[..., None]) -> inspect.Signature:
-    """The signature of the command: its own parameters, then one for each field of `Options`."""
-    own = [
-        one
-        for one in inspect.signature(command, eval_str=True).parameters.values()
-        if one.kind is not one.VAR_KEYWORD
-    ]
-    kinds = get_type_hints(Options)
-    others = [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=one.default,
-            annotation=Annotated[kinds[one.name], _option(one)],
-        )
-        for one in fields(Options)
-        if one.name not in {"least_chunk", "host_bytes", *(mine.name for mine in own)}
-    ]
-    return inspect.Signature([*own, *others])
-
-
-def _option(field: Field[Any]) -> Any:
-    """The command's option for a field of `Options`."""
-    told, flags = field.metadata, list[str]()
-    if field.type == "bool":
-        flags = ["--" + field.name.replace("_", "-")]  # without --no-...
-    completing = specs if field.name == "cache" else one_of(*told["choices"])
-    return typer.Option(*flags, help=told["help"], min=told["least"], autocompletion=completing)
-
-
-finetune.__signature__ = _with_options(finetune)  # type: ignore[attr-defined]
 
 
 def _print(model: str, result: dict[str, Any], json: bool) -> None:

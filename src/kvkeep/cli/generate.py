@@ -5,27 +5,17 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvkeep.cli.compile import Compile, compile_if_it_pays
-from kvkeep.cli.output import (
-    AdapterName,
-    CacheSpec,
-    DeviceName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    ModelWeights,
-    Temperature,
-    TopP,
-    model_for,
-    print_json,
-    say,
-)
+from kvkeep.cli.compile import compile_if_it_pays
+from kvkeep.cli.options import RunOptions, with_options
+from kvkeep.cli.output import CacheSpec, JsonFlag, Temperature, TopP, print_json, say
 from kvkeep.cli.progress import Working
+from kvkeep.options import option
 
 Prompt = Annotated[
     str,
@@ -39,68 +29,61 @@ PromptFile = Annotated[
 ]
 
 
-def generate(
-    prompt: Prompt = "",
-    model: ModelName = None,
-    adapter: AdapterName = None,
-    cache: CacheSpec = "keep_all",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
-    prompt_file: PromptFile = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Apply no chat template.")] = False,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Feed the prompt in chunks of this many tokens; default: 1,024 if the cache has a "
-            "budget, otherwise the whole prompt at once.",
-            show_default=False,
-        ),
-    ] = None,
-    keep_until: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="Never evict the prompt up to this text, such as the end of its instructions.",
-            show_default=False,
-        ),
-    ] = None,
-    compile: Compile = None,
-    dtype: ModelDtype = "auto",
-    weights: ModelWeights = None,
-    device: DeviceName = None,
-    json: JsonFlag = False,
-) -> None:
+@dataclass(frozen=True)
+class Generate(RunOptions):
+    """Options of `kvkeep generate`."""
+
+    prompt: Prompt = ""
+    cache: CacheSpec = "keep_all"
+    max_new_tokens: int = option(256, "Most tokens to generate.", min=1)
+    prompt_file: PromptFile = None
+    system: str | None = option(None, "A system message.")
+    raw: bool = option(False, "Apply no chat template.", flag=True)
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    seed: int | None = option(None, "Seed for sampling.")
+    prefill_chunk: int | None = option(
+        None,
+        "Feed the prompt in chunks of this many tokens; default: 1,024 if the cache has a budget, "
+        "otherwise the whole prompt at once.",
+        min=1,
+        show_default=False,
+    )
+    keep_until: str | None = option(
+        None,
+        "Never evict the prompt up to this text, such as the end of its instructions.",
+        metavar="TEXT",
+        show_default=False,
+    )
+
+
+@with_options(Generate)
+def generate(asked: Generate, json: JsonFlag = False) -> None:
     """Answer a prompt with a kvkeep cache.
 
     The answer is streamed to stdout; everything else goes to stderr.
     """
-    model = model_for(model, adapter)
     from kvkeep.spec import parse_specs
 
-    spec = parse_specs(cache)
-    for value, name in ((system, "--system"), (keep_until, "--keep-until")):
+    spec = parse_specs(asked.cache)
+    for value, name in ((asked.system, "--system"), (asked.keep_until, "--keep-until")):
         require_utf8(value or "", name)
-    text = given_prompt(prompt, prompt_file)
+    text = given_prompt(asked.prompt, asked.prompt_file)
     with Working("starting") as working:
         from kvkeep.hf.compile_ahead import note_tokens
         from kvkeep.hf.generate import Question
         from kvkeep.hf.generate import generate as run
-        from kvkeep.hf.models import load
 
-        loaded, tokenizer = load(model, dtype, device, working, adapter=adapter, weights=weights)
-        compile_if_it_pays(loaded, compile, max_new_tokens, working)
-        question = Question(text, system, raw, keep_until)
+        loaded, tokenizer = asked.load(working)
+        compile_if_it_pays(loaded, asked.compile, asked.max_new_tokens, working)
+        question = Question(text, asked.system, asked.raw, asked.keep_until)
         shown, pieces = False, 0
 
         def show(piece: str) -> None:
             nonlocal shown, pieces
             pieces += 1  # about one per token
             if json:
-                working("answering", min(1.0, pieces / max_new_tokens))
+                working("answering", min(1.0, pieces / asked.max_new_tokens))
             elif piece:
                 working.stop()
                 typer.echo(piece, nl=False)
@@ -112,12 +95,8 @@ def generate(
                 tokenizer,
                 question,
                 cache=spec,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                prefill_chunk=prefill_chunk,
-                compile=compile,
+                **asked.some("max_new_tokens", "temperature", "top_p", "seed"),
+                **asked.some("prefill_chunk", "compile"),
                 on_text=show,
                 on_start=working.reading,
             )
@@ -140,8 +119,8 @@ def generate(
                 "length": held.length,
                 "capacity": held.capacity,
                 "prompt_tokens": len(result.prompt),
-                "model": model,
-                "adapter": adapter,
+                "model": asked.named,
+                "adapter": asked.adapter,
                 "cache": used,
             }
         )

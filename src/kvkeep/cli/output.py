@@ -61,11 +61,6 @@ JsonFlag = Annotated[
 _UNITS = " KMGT"  # powers of 1000, or of 1024 with an "i"
 
 
-def model_for(model: str | None, adapter: str | None) -> str | None:
-    """The given model or the default model; None: the adapter's base model."""
-    return model if model or adapter else DEFAULT_MODEL
-
-
 def titled(model: str | None, adapter: str | None) -> str:
     """The names of a model and its adapter, for titles."""
     return " + ".join(name for name in (model, adapter) if name)

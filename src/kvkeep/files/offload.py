@@ -47,7 +47,9 @@ class Offload:
         MissingPackageError: no limit is given, the system is not Linux, and psutil is missing.
     """
 
-    def __init__(self, host_bytes: int | None = None, directory: str | None = None) -> None:
+    def __init__(
+        self, host_bytes: int | None = None, directory: str | os.PathLike[str] | None = None
+    ) -> None:
         self.host_limit = available_host_bytes() // 2 if host_bytes is None else host_bytes
         self.host_bytes = self.file_bytes = self.peak_bytes = 0
         self._directory = directory

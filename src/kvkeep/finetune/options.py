@@ -7,13 +7,15 @@ check.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from kvkeep.errors import KVKeepError
+from kvkeep.options import option
 
 if TYPE_CHECKING:
     from kvkeep.host import Host
@@ -29,27 +31,7 @@ class OptionError(KVKeepError, ValueError):
     """Options do not fit each other, the data or the model."""
 
 
-def _option(
-    default: Any,
-    help: str,
-    *,
-    least: int | None = None,
-    choices: tuple[str, ...] = (),
-    matters: bool = True,
-) -> Any:
-    """An option of a run.
-
-    Args:
-        help: the command's help text.
-        least: the least number.
-        choices: the allowed values.
-        matters: whether the trained weights depend on the option.
-    """
-    metadata = {"help": help, "least": least, "choices": choices, "matters": matters}
-    return field(default=default, metadata=metadata)
-
-
-_aside = partial(_option, matters=False)
+_aside = partial(option, unrelated=True)
 """An option that does not affect the trained weights."""
 
 
@@ -84,36 +66,49 @@ class Options:
             Trainer, such as "tensorboard" or "wandb".
     """
 
-    task: str = _option("text", "Task to learn: text, or classify.", choices=("text", "classify"))
-    cache: str = _option("h2o:1024", "Cache spec that will serve the result.")
-    chunk: int | None = _option(None, "Tokens in each chunk.", least=1)
-    least_chunk: int | None = _option(None, "Least tokens in a chunk.", least=1)
-    length: int | None = _option(
-        None, "Most tokens of a piece of text; default: 8192, at most the context.", least=2
+    task: str = option("text", "Task to learn: text, or classify.", values=("text", "classify"))
+    cache: str = option("h2o:1024", "Cache spec that will serve the result.", complete="specs")
+    chunk: int | None = option(None, min=1)
+    least_chunk: int | None = option(None, min=1)
+    length: int | None = option(
+        None, "Most tokens of a piece of text; default: 8192, at most the context.", min=2
     )
-    steps: int | None = _option(None, "Training steps.", least=1)
-    epochs: int | None = _option(None, "Passes over the data.", least=1)
-    batch: int = _option(1, "Pieces of text in a batch.", least=1)
-    accumulate: int = _option(1, "Batches in a step.", least=1)
-    full: bool = _option(False, "Train all weights, not an adapter.")
-    rank: int | None = _option(None, "Rank of LoRA; default: 16.", least=1)
-    alpha: int | None = _option(None, "LoRA's scale is alpha / rank; default: 32.", least=1)
-    dropout: float | None = _option(None, "Dropout of LoRA; default: 0.", least=0)
-    targets: str | None = _option(None, "Modules to adapt, comma-separated; default: all linear.")
-    lr: float | None = _option(None, "AdamW's learning rate; default: 2e-4, or 1e-5 with --full.")
-    warmup: int = _option(0, "Warm-up steps of the learning rate.", least=0)
-    decay: str = _option(
-        "linear", "Decay of the learning rate: linear or cosine.", choices=("linear", "cosine")
+    steps: int | None = option(None, "Training steps.", min=1)
+    epochs: int | None = option(None, "Passes over the data.", min=1)
+    batch: int = option(1, "Pieces of text in a batch.", min=1)
+    accumulate: int = option(1, "Batches in a step.", min=1)
+    full: bool = option(False, "Train all weights, not an adapter.", flag=True)
+    rank: int | None = option(None, "Rank of LoRA; default: 16.", min=1)
+    alpha: int | None = option(None, "LoRA's scale is alpha / rank; default: 32.", min=1)
+    dropout: float | None = option(None, "Dropout of LoRA; default: 0.", min=0)
+    targets: str | None = option(None, "Modules to adapt, comma-separated; default: all linear.")
+    lr: float | None = option(None, "AdamW's learning rate; default: 2e-4, or 1e-5 with --full.")
+    warmup: int = option(0, "Warm-up steps of the learning rate.", min=0)
+    decay: str = option(
+        "linear", "Decay of the learning rate: linear or cosine.", values=("linear", "cosine")
     )
-    clip: float = _option(1.0, "Norm to which gradients are clipped; 0: no limit.", least=0)
-    seed: int = _option(0, "Seed for weights, order and dropout.")
-    eval_every: int = _aside(0, "Steps between evaluations; 0: at the end only.", least=0)
-    save_every: int = _aside(0, "Steps between checkpoints; 0: at the end only.", least=0)
-    keep: int = _aside(2, "Number of newest checkpoints to keep.", least=1)
-    offload: bool = _aside(False, "Keep weights, gradients and optimizer in host memory (FSDP2).")
-    context_parallel: int = _aside(1, "Processes that share each text, under torchrun.", least=1)
-    host_bytes: int | None = _aside(None, "Most host memory for the layers' stored inputs.")
-    spill: str | None = _aside(None, "Directory for the inputs that exceed it.")
+    clip: float = option(1.0, "Norm to which gradients are clipped; 0: no limit.", min=0)
+    seed: int = option(0, "Seed for weights, order and dropout.")
+    eval_every: int = _aside(0, "Steps between evaluations; 0: at the end only.", min=0)
+    save_every: int = _aside(0, "Steps between checkpoints; 0: at the end only.", min=0)
+    keep: int = _aside(2, "Number of newest checkpoints to keep.", min=1)
+    offload: bool = _aside(
+        False, "Keep weights, gradients and optimizer in host memory (FSDP2).", flag=True
+    )
+    context_parallel: int = _aside(1, "Processes that share each text, under torchrun.", min=1)
+    host_bytes: int | None = _aside(
+        None,
+        "Most host memory for the layers' stored inputs, e.g. 8GB.",
+        name="--host-memory",
+        size="",
+    )
+    spill: Path | None = option(
+        None,
+        "Directory for the inputs that exceed --host-memory.",
+        unrelated=True,
+        exists=True,
+        file_okay=False,
+    )
     report_to: str | None = _aside(None, "Report metrics to, e.g., tensorboard,wandb.")
 
     def checked(self) -> Options:
@@ -127,10 +122,10 @@ class Options:
 
         for one in fields(self):
             name, value, told = one.name, getattr(self, one.name), one.metadata
-            if None not in (value, told["least"]) and not value >= told["least"]:
-                raise OptionError(f"{name} is {value}; give at least {told['least']}")
-            if told["choices"] and value not in told["choices"]:
-                raise OptionError(f"{name} is {value!r}; give {' or '.join(told['choices'])}")
+            if value is not None and not value >= told.get("min", value):
+                raise OptionError(f"{name} is {value}; give at least {told['min']}")
+            if value not in told.get("values", (value,)):
+                raise OptionError(f"{name} is {value!r}; give {' or '.join(told['values'])}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise OptionError(f"lr is {self.lr}; give a number above 0")
         if self.dropout is not None and not self.dropout < 1:
@@ -205,7 +200,7 @@ class Options:
 
     def that_matter(self) -> dict[str, str | int | float | None]:
         """The options that affect the trained weights."""
-        matter = [one.name for one in fields(self) if one.metadata["matters"]]
+        matter = [one.name for one in fields(self) if not one.metadata.get("unrelated")]
         return {name: value for name, value in asdict(self).items() if name in matter}
 
     def arguments(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any
 from zipfile import ZipFile
 
 import torch
@@ -37,17 +37,6 @@ def compiler_options() -> dict[str, Any]:
         "alignment_asserts": False,
         "cpp.simdlen": _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability()),
     }
-
-
-class PreparedLayer(Protocol):
-    """A layer whose steps a program can run."""
-
-    @property
-    def fed(self) -> int:
-        """Columns fed."""
-
-    def prepare(self) -> PreparedStep | None:
-        """See `LayerCache.prepare`."""
 
 
 def compile_package(graph: nn.Module, inputs: Sequence[Tensor], path: Path) -> None:
@@ -111,7 +100,7 @@ class Package:
         with ExitStack() as ended:  # ends every step, even if one step raises
             ended.callback(self._busy.release)
             for ticket in tickets:
-                layer = cast(PreparedLayer, ticket.layer)
+                layer: Any = ticket.layer  # a `LayerCache`, or one layer of several sequences
                 step = layer.prepare()
                 ticket.prepare(layer.fed, step)
                 if step is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,7 +26,6 @@ from kvkeep.errors import (
     SpecError,
     StateError,
 )
-from kvkeep.extras import needed_by
 from kvkeep.files.atomic import PRIVATE, PRIVATE_DIRECTORY
 from kvkeep.files.cache_header import Header
 from kvkeep.files.snapshot import Saved
@@ -42,9 +42,6 @@ from kvkeep.host.progress import OnStart
 from kvkeep.host.saving import load
 from kvkeep.host.specs import file_in, from_saved
 from kvkeep.spec import CacheSpec, PerType, as_spec, parse_specs
-
-with needed_by("A session", "cli"):
-    from filelock import FileLock, Timeout
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ENDING = ".kv"

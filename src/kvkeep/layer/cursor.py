@@ -57,7 +57,7 @@ class Cursor:
             sliding windows, except among the first `holes_after` tokens. None: padding never
             counts.
         evicted: the result of `positions_of` for each eviction; None: evictions are not recorded.
-        readers: number of layers that attend to the slots after each step; see `Readings`.
+        readers: number of layers that attend to the slots after each step; see `Writer.read`.
         unread: number of readers that have yet to attend to the last chunk's slots.
         observed: the observation that the policy gets after these layers have attended.
         queries: positions of the last chunk's queries, and the newest position that each sees;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -22,46 +23,36 @@ MEMORY = "memory"
 _new = object.__new__
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class History:
     """The record of the tokens fed to a layer: number of columns, padding per row, geometry, and
     the policy's state per row."""
 
-    __slots__ = (
-        "centre",
-        "columns",
-        "embedded",
-        "floor",
-        "geometry",
-        "holes",
-        "joined",
-        "kinds",
-        "memory",
-        "offset",
-        "pads",
-        "tokens",
-    )
-
-    def __init__(self) -> None:
-        self.columns = 0
-        self.pads: Tensor | None = None  # (B,) padding columns per row; None: no padding so far
-        # (B,) holes per row: columns without a token that count in positions; None: no hole so far
-        self.holes: Tensor | None = None
-        # int8 (B, n), kinds of the first n columns: 0 a token, -1 padding, `HOLE`. Decode steps do
-        # not extend it: later columns are tokens. None: all columns are tokens
-        self.kinds: Tensor | None = None
-        self.floor = 0  # the fewest columns to which a crop can return
-        self.joined = False  # whether the slots join texts computed without each other
-        # Whether token ids do not identify the whole input: images, sound, given keys, ...
-        self.embedded = False
-        # (B,) the model's next rotary position minus `seen`; negative after most images, whose
-        # tokens share positions. None: 0
-        self.offset: Tensor | None = None
-        # (B, n) token ids of the first n columns, as far as they are known; None: unknown
-        self.tokens: Tensor | None = None
-        # (B, H, Dk) float32, the mean of a `Centre`; None: keys have no centre
-        self.centre: Tensor | None = None
-        self.geometry: Geometry | None = None  # None before the first token
-        self.memory: dict[str, Tensor] = {}  # the policy's state for each row, (B, ...)
+    columns: int = 0
+    pads: Tensor | None = None
+    """(B,) padding columns per row; None: no padding so far."""
+    holes: Tensor | None = None
+    """(B,) holes per row: columns without a token that count in positions; None: no hole so far."""
+    kinds: Tensor | None = None
+    """int8 (B, n), kinds of the first n columns: 0 a token, -1 padding, `HOLE`. Decode steps do not
+    extend it: later columns are tokens. None: all columns are tokens."""
+    floor: int = 0
+    """The fewest columns to which a crop can return."""
+    joined: bool = False
+    """Whether the slots join texts computed without each other."""
+    embedded: bool = False
+    """Whether token ids do not identify the whole input: images, sound, given keys, ..."""
+    offset: Tensor | None = None
+    """(B,) the model's next rotary position minus `seen`; negative after most images, whose tokens
+    share positions. None: 0."""
+    tokens: Tensor | None = None
+    """(B, n) token ids of the first n columns, as far as they are known; None: unknown."""
+    centre: Tensor | None = None
+    """(B, H, Dk) float32, the mean of a `Centre`; None: keys have no centre."""
+    geometry: Geometry | None = None
+    """None before the first token."""
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    """The policy's state for each row, (B, ...)."""
 
     def next_positions(
         self,

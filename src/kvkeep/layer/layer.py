@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import final
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -21,8 +22,6 @@ from kvkeep.layer.decode.plan import StepPlan
 from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.history import History, LayerState
-from kvkeep.layer.of_part import OfPart
-from kvkeep.layer.readings import Readings
 from kvkeep.layer.settling import Settler
 from kvkeep.layer.setup import Setup
 from kvkeep.layer.sight import Sighted
@@ -35,15 +34,35 @@ from kvkeep.policy import Observation, Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
 
+Value = TypeVar("Value")
+
+
+class OfPart(Generic[Value]):
+    """A member of a part: it is read and set there.
+
+    Args:
+        path: the names that lead to it, such as `cursor.evicted`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._part, _, self._name = path.rpartition(".")
+
+    def __get__(self, instance: Any, owner: type) -> Value:
+        value: Value = getattr(attrgetter(self._part)(instance), self._name)
+        return value
+
+    def __set__(self, instance: Any, value: Value) -> None:
+        setattr(attrgetter(self._part)(instance), self._name, value)
+
 
 @final
 class LayerCache:
     """One layer's KV cache: its slots, its history, and the step that extends, attends and evicts.
 
     Each part does one thing and knows only the parts above it: `cursor` is everything that changes,
-    `settler` lets the policy observe and evict, `writer` makes steps, `readings` are attention of
-    other layers, `drafts` removes the newest tokens, `contents` decodes the slots, and `plan` makes
-    a step of one token by one native call.
+    `settler` lets the policy observe and evict, `writer` makes steps and reads the slots for other
+    layers, `drafts` removes the newest tokens, `contents` decodes the slots, and `plan` makes a
+    step of one token by one native call.
 
     Args:
         policy: chooses the slots to evict.
@@ -109,7 +128,6 @@ class LayerCache:
         self.plan: StepPlan | None = None
         self.settler = Settler(setup, cursor, centring)
         self.writer = Writer(setup, cursor, centring, self.settler)
-        self.readings = Readings(self.writer, cursor, self.settler)
         self.drafts = Drafts(setup, cursor, self.settler, self.writer)
         self.contents = Contents(setup.policy, cursor, centring)
 
@@ -202,7 +220,7 @@ class LayerCache:
             self.settler.settle(observation, packs=packs)
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
-        """Attend, as a layer without slots, to the slots of the last step; see `Readings`. Nothing
+        """Attend, as a layer without slots, to the slots of the last step; see `Writer`. Nothing
         is written.
 
         Args:
@@ -217,12 +235,7 @@ class LayerCache:
             StateError: no step was made, or all readings of the last step are done.
             ShapeError: the queries do not fit the keys.
         """
-        return self.readings.read(inputs, attend)
-
-    @property
-    def unread(self) -> int:
-        """Number of layers that have yet to attend to the last step's slots."""
-        return self.cursor.unread
+        return self.writer.read(inputs, attend)
 
     def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
         """See `History.next_positions`."""
@@ -258,15 +271,6 @@ class LayerCache:
         self.drafts.crop(tokens)
         if not self.fed:
             self.plan = None  # the slots' memory, to which it points, is freed
-
-    @property
-    def record_past(self) -> bool:
-        """Whether the chunks fed may be drafts, which `crop` can remove. Can be set."""
-        return self.cursor.record_past
-
-    @record_past.setter
-    def record_past(self, on: bool) -> None:
-        self.cursor.record_past = on
 
     def take_rows(self, index: Tensor) -> None:
         """Reorder, repeat or select rows: row i becomes a copy of row index[i]; int64 (B',)."""
@@ -310,11 +314,6 @@ class LayerCache:
         return self.cursor.history.fork()
 
     @property
-    def seen(self) -> Tensor:
-        """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first token."""
-        return self.cursor.history.seen
-
-    @property
     def fed(self) -> int:
         """Columns fed so far, including padding."""
         return self.cursor.history.columns
@@ -353,16 +352,6 @@ class LayerCache:
 
     # -- figures ----------------------------------------------------------------------------
 
-    @property
-    def length(self) -> int:
-        """Slots in use, of the longest row or head; a padded row's empty slots count."""
-        return self.slots.length
-
-    @property
-    def capacity(self) -> int:
-        """Slots allocated."""
-        return self.slots.stats.capacity
-
     def stats(self) -> LayerStats:
         """All figures at once."""
         return replace(self.slots.stats, kept=self.contents.kept)
@@ -373,9 +362,15 @@ class LayerCache:
     """Number of newest tokens that `crop` can remove exactly."""
     mend = OfPart[Callable[[], None]]("cursor.mend")
     """Remove the tokens of an interrupted step; see `Cursor.mend`."""
+    record_past = OfPart[bool]("cursor.record_past")
+    """Whether the chunks fed may be drafts, which `crop` can remove. Can be set."""
+    unread = OfPart[int]("cursor.unread")
+    """Number of layers that have yet to attend to the last step's slots."""
     evicted = OfPart[list[Tensor] | None]("cursor.evicted")
     """The positions that each eviction freed; see `ReplayPolicy`. None: not recorded. To record
     them, set it to a list."""
+    seen = OfPart[Tensor]("cursor.history.seen")
+    """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first token."""
     tokens = OfPart[Tensor | None]("cursor.history.tokens")
     """Token ids of the first columns fed, (B, n), as far as they are known."""
     offset = OfPart[Tensor | None]("cursor.history.offset")
@@ -389,6 +384,10 @@ class LayerCache:
     """The storage of all slots that are not frozen."""
     limit = OfPart[int | None]("slots.limit")
     """The most slots the layer can hold; None: limited by memory only."""
+    length = OfPart[int]("slots.length")
+    """Slots in use, of the longest row or head; a padded row's empty slots count."""
+    capacity = OfPart[int]("slots.stats.capacity")
+    """Slots allocated."""
     live_bytes = OfPart[int]("slots.stats.live_bytes")
     """Bytes of the slots in use, in all planes."""
     nbytes = OfPart[int]("slots.stats.nbytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Centre, View
+from kvkeep.attention import Attend, Centre, View, dispatch
 from kvkeep.checks import Checks, check_places, check_range, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import StateError
@@ -103,6 +103,35 @@ class Writer:
             self.cursor.await_readings(observation)
         else:
             self._settler.settle(observation, packs=False)
+
+    def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
+        """Attention of a later layer, which has no slots, to the slots of the last step.
+
+        The policy observes and evicts after the last reading, so each reading attends to the same
+        slots as the step. The policy observes only the step, not the readings: the number of a
+        reading's queries depends on which logits the caller requests, and that must not decide
+        which slots stay.
+        """
+        q, k, cursor = inputs.q, inputs.k, self.cursor
+        with cursor.turn:
+            if not cursor.unread:
+                raise StateError(
+                    "a layer attends to another layer's slots, but all "
+                    f"{cursor.readers} readings of the last step are done; feed that layer first"
+                )
+            n = q.shape[2]
+            self.checks.queries(q, k[:, :, -n:], inputs.sinks, inputs.softcap, self.slopes)
+            self.check_gradients(q)
+            view = self.view(*(cursor.queries or (None, None)))
+            # A reading may have fewer queries; the view's limits hold for each of them.
+            bounds = None if view.bounds is None else view.bounds[..., -n:]
+            view = view._replace(position=view.position[..., -n:], bounds=bounds)
+            out, _ = (attend or dispatch)(q, view, inputs.options(self.slopes, self.centre))
+            if cursor.unread == 1:
+                self._settler.settle(cursor.observed, packs=attend is None)
+                cursor.observed = None
+            cursor.unread -= 1  # last, so that after an error the forward counts as interrupted
+            return out
 
     def _note(self, n: int) -> None:
         """Record the state before n tokens, if they are drafts.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from io import FileIO
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
+
+from filelock import FileLock
 
 from kvkeep.errors import SpecError
 from kvkeep.files import tensor_file
@@ -128,9 +128,10 @@ class _Directory(Folder):
     def now(self, file: File) -> File:
         return _file(file.path)
 
-    def lock(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[object]:
         _make_directories(self._path)
-        return _locked(f"{self._path}/lock")
+        path = f"{self._path}/lock"
+        return FileLock(path, timeout=_WAIT_S, mode=PRIVATE, poll_interval=_RETRY_S)
 
 
 def _make_directories(path: str | Path) -> None:
@@ -165,30 +166,3 @@ def _content(path: str, most: int | None) -> bytearray | None:
         return None
     except (NoFileError, ValueError):
         return bytearray()
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Hold a lock that excludes all other threads and processes.
-
-    Raises:
-        TimeoutError: the lock was taken for `_WAIT_S` seconds.
-        OSError: the file cannot be opened.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with FileIO(path, "r+b", opener=lambda path, _: os.open(path, flags, PRIVATE)) as file:
-        until = time.monotonic() + _WAIT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= until:
-                    raise TimeoutError(
-                        f"another thread or process held {path} for {_WAIT_S} s"
-                    ) from error
-            time.sleep(_RETRY_S)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may still have the file open

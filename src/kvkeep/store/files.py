@@ -69,7 +69,7 @@ class Folder(ABC):
         """A file with its current time of last use."""
         return file
 
-    def lock(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[object]:
         """A context that keeps other processes from putting and evicting blocks, if the filesystem
         has locks."""
         return nullcontext()

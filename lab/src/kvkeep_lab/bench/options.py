@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvkeep.errors import SpecError
-from kvkeep_lab.options import names, numbers, option, spec_list
+from kvkeep.options import option
+from kvkeep_lab.options import names, numbers, spec_list
 
 SPEC = "keep_all"
 DYNAMIC, STATIC = "hf-dynamic", "hf-static"

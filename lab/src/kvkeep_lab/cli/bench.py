@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.errors import Group
+from kvkeep.cli.options import with_options
 from kvkeep.cli.output import JsonFlag, examples, listed, print_json, print_table, say
 from kvkeep.cli.progress import Working
 from kvkeep_lab.bench.options import BENCHMARKS, Benchmark
-from kvkeep_lab.cli.options import with_options
 from kvkeep_lab.cli.plot import PlotFile, check_plot, plot_rows
 from kvkeep_lab.cli.plot import plot as draw_plot
 

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import output
+from kvkeep.cli.options import ModelOptions, with_options
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import with_options
-from kvkeep_lab.options import option, text_file
+from kvkeep.options import option
+from kvkeep_lab.options import text_file
 
 
 @dataclass(frozen=True)
@@ -25,29 +26,24 @@ class Calibrate:
     steps: int = option(600, "Training steps for each layer.", min=1)
 
 
-@with_options(Calibrate)
+@with_options(Calibrate, ModelOptions)
 def calibrate(
     asked: Calibrate,
+    which: ModelOptions,
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the scorer.")],
-    model: output.ModelName = None,
-    adapter: output.AdapterName = None,
-    dtype: output.ModelDtype = "auto",
     json: output.JsonFlag = False,
 ) -> None:
     """Train a scorer, with which --cache "kvzap:25%,scorer=FILE" keeps a quarter of the slots.
 
     An interrupted calibration continues where it was when it is started again.
     """
-    model = output.model_for(model, adapter)
     with Working("starting") as working:
-        from kvkeep.host import load_model
         from kvkeep_lab.calibration.run import calibrate as run
 
-        loaded, tokenizer = load_model(model, dtype, progress=working, adapter=adapter)
-        found = run(loaded, tokenizer, out, **vars(asked), progress=working)
+        found = run(*which.load(working), out, **vars(asked), progress=working)
     file = f"{found['file']}, {found['bytes'] / 2**20:.2f} MiB"
     after = f"after {found['tokens']:,} tokens and {found['seconds']:.0f} s"
-    title = f"{output.titled(model, adapter)}: {file}, {after}"
+    title = f"{which.title}: {file}, {after}"
     output.print_table(title, found["layers"], stderr=json)
     if json:
-        output.print_json({"model": model, "adapter": adapter, **found})
+        output.print_json({"model": which.named, "adapter": which.adapter, **found})

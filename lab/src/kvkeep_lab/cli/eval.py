@@ -11,12 +11,13 @@ from typing import Any
 import typer
 
 from kvkeep.cli import output
+from kvkeep.cli.options import ModelOptions, with_options
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import ModelOptions, with_options
+from kvkeep.options import option
 from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_tradeoff
 from kvkeep_lab.evals.names import PRESSES
 from kvkeep_lab.evals.options import EvalOptions
-from kvkeep_lab.options import names, option, spec_list
+from kvkeep_lab.options import names, spec_list
 
 AGAINST = ("kvpress", "llama.cpp")
 
@@ -83,8 +84,8 @@ class Eval(EvalOptions, ModelOptions):
         given = {
             name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))
         }
-        model, contexts = output.model_for(self.model, self.adapter), given.pop("contexts")
-        return given | {"model": model, "context": contexts, "tasks": tasks, "against": other}
+        given |= {"model": self.named, "context": given.pop("contexts")}
+        return given | {"tasks": tasks, "against": other}
 
 
 @with_options(Eval)
@@ -121,7 +122,7 @@ def evaluate(
         if "failed" in row:
             output.say(f"{row['spec']} failed: {row['failed']}", err=True)
     predicted = f"{asked.windows * asked.continuation:,} tokens predicted"
-    title = f"{output.titled(settings['model'], asked.adapter)}, {asked.dtype}, {predicted}"
+    title = f"{asked.title}, {asked.dtype}, {predicted}"
     shown = rows_of(result)
     every = list(dict.fromkeys(task for row in shown for task in row["tasks"]))
     output.print_table(title, [_columns(row, every) for row in shown], stderr=json)

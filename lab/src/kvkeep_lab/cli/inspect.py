@@ -13,10 +13,10 @@ from rich.text import Text
 
 from kvkeep.cli import output
 from kvkeep.cli.generate import Prompt, PromptFile, given_prompt
+from kvkeep.cli.options import ModelOptions, with_options
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import ModelOptions, with_options
+from kvkeep.options import option
 from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_kept
-from kvkeep_lab.options import option
 
 BARS, ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 DOTTED = "dots are tokens that fewer than half of the heads keep"
@@ -45,7 +45,6 @@ def inspect(
 
     The prompt is fed without a chat template.
     """
-    model = output.model_for(asked.model, asked.adapter)
     from kvkeep.spec import parse_specs
 
     spec = parse_specs(asked.cache)
@@ -54,18 +53,17 @@ def inspect(
     text = "" if asked.context is not None else given_prompt(asked.prompt, asked.prompt_file)
     with Working("starting") as working:
         from kvkeep.generate import TokenTexts
-        from kvkeep.hf.models import load
         from kvkeep_lab.evals.kept_positions import fed, kept, prompt_ids, shares
         from kvkeep_lab.page.inspection import Frames, inspection
 
-        loaded, tokenizer = load(model, asked.dtype, progress=working, adapter=asked.adapter)
+        loaded, tokenizer = asked.load(working)
         ids = prompt_ids(loaded, tokenizer, text, asked.context)
         words = TokenTexts(tokenizer).push(ids[0].tolist())
         frames = Frames(words, asked.chunk)
         after = None if html is None else frames
         filled = fed(loaded, ids, spec, asked.chunk, after, working.reading)
         layers = dict(zip(filled.places, kept(filled), strict=True))
-    tokens, name = ids.shape[1], output.titled(model, asked.adapter)
+    tokens, name = ids.shape[1], asked.title
     chosen = _chosen(layers, asked.layer, asked.head)
     lines = _lines(chosen)
     title = f"{spec} of {tokens:,} tokens, {name}"
@@ -80,8 +78,8 @@ def inspect(
             facts["chunk"] = f"{asked.chunk:,}"
         write(html, inspection(title, facts, frames.pictures))
     if json:
-        about = {"model": model, "adapter": asked.adapter, "cache": str(spec), "tokens": tokens}
-        found = {"places": list(layers), "layers": list(layers.values())}
+        about = {"model": asked.named, "adapter": asked.adapter, "cache": str(spec)}
+        found = {"tokens": tokens, "places": list(layers), "layers": list(layers.values())}
         output.print_json({**about, **found, "ids": ids[0].tolist()})
         return
     each = [positions for heads in chosen.values() for positions in heads.values()]

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli import output
+from kvkeep.cli.options import ModelOptions, with_options
 from kvkeep.cli.progress import Working
-from kvkeep_lab.cli.options import ModelOptions, with_options
-from kvkeep_lab.options import option, spec_list, text_file
+from kvkeep.options import option
+from kvkeep_lab.options import spec_list, text_file
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ def recommend(
     json: output.JsonFlag = False,
 ) -> None:
     """Try cache specs on a model and a text, and show which lose least for the bytes they hold."""
-    share, model = _share(budget), output.model_for(asked.model, asked.adapter)
+    share = _share(budget)
     with Working("starting") as working:
         from kvkeep_lab.evals.recommended import recommend as tried
 
-        result = tried(**vars(replace(asked, model=model)), progress=working)
+        result = tried(**vars(replace(asked, model=asked.named)), progress=working)
     full, rows = result["baseline"][0]["bytes"], result["front"]
     places = f"{asked.windows} places of {asked.continuation} tokens"
-    title = f"{output.titled(model, asked.adapter)}, {asked.dtype}, {places}"
+    title = f"{asked.title}, {asked.dtype}, {places}"
     output.print_table(title, [_columns(row, full) for row in rows], stderr=json)
     within = [row for row in rows if row["bytes"] <= share * full]
     if within:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvkeep.options import option
 from kvkeep_lab.evals.names import TASKS
-from kvkeep_lab.options import names, numbers, option, text_file
+from kvkeep_lab.options import names, numbers, text_file
 
 
 @dataclass(frozen=True)

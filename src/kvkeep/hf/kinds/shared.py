@@ -32,7 +32,7 @@ class _Pair(UserDict[str, Any]):
 
 
 class Shared(Kind):
-    """After the step of a layer with slots, later layers read its slots; see `Readings`."""
+    """After the step of a layer with slots, later layers read its slots; see `Writer.read`."""
 
     lacks: ClassVar[Lacks] = unsupported(
         "has layers that reuse the keys and values of other layers",
