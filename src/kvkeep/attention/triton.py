@@ -75,6 +75,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "the Triton kernels run on CUDA only"
     if view.chosen is not None:
         return "the Triton kernels do not support a choice of slots per query"
+    if options.bias is not None:
+        return "the Triton kernels do not support a bias for each query"
     if torch.compiler.is_compiling():
         return "the Triton kernels cannot be traced; call them through a custom operation"
     if q.dtype not in _TYPES:

@@ -43,8 +43,9 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
     """
     if options.need_mass:
         return "the mass is computed sequence by sequence"
-    if any(x is not None for x in (options.sinks, options.slopes, options.centre)):
-        return "sinks, slopes and centres are computed sequence by sequence"
+    odd = (options.sinks, options.slopes, options.bias, options.centre)
+    if any(x is not None for x in odd):
+        return "sinks, slopes, biases and centres are computed sequence by sequence"
     for index, view in enumerate(views):
         reason = refuses(q[:, :, index : index + 1], view, options)
         if reason is not None:

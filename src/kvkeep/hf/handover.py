@@ -16,6 +16,9 @@ from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
+BIAS = "bias_by_distance"
+"""The argument by which a module's forward tells the attention function of `StepInputs.bias`."""
+
 ModelLayer = LayerCache | AttendingLayer
 """A layer that the mask and attention functions use, or one that stands in for it."""
 

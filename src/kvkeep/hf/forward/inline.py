@@ -32,6 +32,7 @@ from kvkeep.hf.kinds.base import Handle, Replaced
 from kvkeep.hf.kinds.differential import differential
 from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
+from kvkeep.hf.kinds.relative import inkling, inkling2
 from kvkeep.hf.kinds.replaced_attention import Attention, Output
 from kvkeep.hf.kinds.weighed import weighed
 
@@ -263,6 +264,10 @@ def _git_decoder(source: Any) -> dict[str, Any]:
     return {"create_causal_mask": mask}
 
 
+def _inkling2_decoder(source: Any) -> dict[str, Any]:
+    return {"get_relative_distance": lambda *_, **__: None}
+
+
 def _mpt_decoder(source: Any) -> dict[str, Any]:
     return {
         "create_causal_mask": lambda **request: _Unchanged(source.create_causal_mask(**request))
@@ -276,6 +281,9 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "DiffLlamaAttention": differential,
     "DogeAttention": weighed,
     "GitSelfAttention": _git,
+    "InklingAttention": inkling,
+    **dict.fromkeys(("Inkling2SlidingAttention", "Inkling2FullAttention"), inkling2),
+    **dict.fromkeys(("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention"), inkling2),
     "MegatronBertSelfAttention": _bert,
     "RemBertSelfAttention": _bert,
     "RoFormerSelfAttention": _bert,
@@ -293,6 +301,8 @@ _CORES = {"GPTNeoXJapaneseAttention": _neox, "GPTNeoSelfAttention": _neo}
 _DECODERS = {
     "FalconModel": _falcon_decoder,
     "GitModel": _git_decoder,
+    "Inkling2LoopTextModel": _inkling2_decoder,
+    "Inkling2TextModel": _inkling2_decoder,
     "MptModel": _mpt_decoder,
 }
 

@@ -40,15 +40,17 @@ class Attention(NamedTuple):
         mask: Any,
         scaling: float,
         dropout: nn.Dropout | float = 0.0,
+        **options: Any,
     ) -> Output:
         """Attention to the cache's slots and to k and v, (B, n, Hq, D), and its weights if they
-        were requested. q, k, v: (B, H, n, D)."""
+        were requested. q, k, v: (B, H, n, D). `options`: further arguments of the attention
+        function."""
         if self.cache is not None:
             k, v = self.update(k, v)
         share = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         share = share if self.module.training else 0.0
         run: Any = ALL_ATTENTION_FUNCTIONS[self.name]
-        found: Output = run(self.module, q, k, v, mask, scaling=scaling, dropout=share)
+        found: Output = run(self.module, q, k, v, mask, scaling=scaling, dropout=share, **options)
         return found
 
     @property
