@@ -93,7 +93,7 @@ _TABLE: tuple[Backend, ...] = (
         "triton",
         triton.run,
         triton.refuses,
-        limits="CUDA; float32, bfloat16, float16; heads up to 256 wide; no bias; no gradients",
+        limits="CUDA; float32, bfloat16, float16; heads up to 256 wide; no gradients",
         about="kernels compiled on first use",
         device="cuda",
         differentiable=False,

@@ -216,10 +216,10 @@ class _Packed:
         limits = (2**31 - 1, 0, 0, 0) * 3
         attend.attend[(1, len(items), self.heads)](
             q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
-            q, q, None, None, None, None, table, named, out, lse, q, q,
+            q, q, None, None, None, None, None, table, named, out, lse, q, q,
             q.stride(2), q.stride(1), 0,
             *k.strides(True), *v.strides(True), 0, 0, 0, 0, 0,
-            self.rows, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,
+            self.rows, 1, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,
             float(self.options.scale), float(self.options.softcap or 1.0), *limits,
             HEADS=self.heads, GROUP=self.group, SHARED=True, DENSE=True, REACHES=0,
             SOFTCAP=self.options.softcap is not None, MASS=False,
