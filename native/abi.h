@@ -356,7 +356,7 @@ KV_PUBLIC void kv_drop(KvAtenTensor** made, int64_t count);
 // The arguments of kvkeep::step, and its contiguous output.
 struct KvTracedStep {
     int64_t number;
-    KvTensor q, k, v, position, sinks, until, out;
+    KvTensor q, k, v, position, sinks, until, bias, out;
     double scale;
     double softcap;  // 0 for none
 };

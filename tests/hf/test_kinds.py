@@ -66,8 +66,8 @@ def test_a_new_kind_is_one_class(config, monkeypatch):
         ("minimax_m3_vl_text", {"Indexed", "Blocks"}),
         ("dory", {"Looped"}),
         ("doge", {"Weighed"}),
-        ("inkling_text", {"Recurrent", "Relative"}),
-        ("inkling2_loop_text", {"Recurrent", "Relative", "Residuals", "Looped"}),
+        ("inkling_text", {"Recurrent"}),
+        ("inkling2_loop_text", {"Recurrent", "Residuals", "Looped"}),
     ],
 )
 def test_kinds_of_models(name, found):

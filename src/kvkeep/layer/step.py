@@ -32,8 +32,8 @@ class StepInputs(NamedTuple):
         q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv); keys after the rotary embedding.
         position, until: see `LayerCache.extend`.
         scale, softcap, sinks: see `Options`.
-        chosen: see `View`.
         bias: see `Options`.
+        chosen: see `View`.
     """
 
     q: Tensor
@@ -44,14 +44,14 @@ class StepInputs(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     until: Tensor | None = None
-    chosen: Tensor | None = None
     bias: Tensor | None = None
+    chosen: Tensor | None = None
 
     @property
     def in_graph(self) -> tuple[Any, ...]:
-        """The inputs that operators in graphs take: all except `chosen` and `bias`, which graphs do
-        not support."""
-        return self[:-2]
+        """The inputs that operators in graphs take: all except `chosen`, which graphs do not
+        support."""
+        return self[:-1]
 
     @property
     def special(self) -> bool:

@@ -28,7 +28,7 @@ from kvkeep.hf.kinds.looped import Looped
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
-from kvkeep.hf.kinds.relative import Relative, Residuals
+from kvkeep.hf.kinds.relative import Residuals
 from kvkeep.hf.kinds.shared import Shared
 from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.states import PassedStates as PassedStates
@@ -55,7 +55,6 @@ _KINDS: tuple[Kind, ...] = (
     Weighed(),
     ChoosesByValues(),
     Differential(),
-    Relative(),
     Residuals(),
     Looped(),
     Local(),

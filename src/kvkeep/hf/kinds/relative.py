@@ -14,24 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from kvkeep.features import Feature, Lacks, unsupported
+from kvkeep.features import Feature, Lacks
 from kvkeep.hf.handover import BIAS
 from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.replaced_attention import Attention, Output
-
-
-class Relative(Kind):
-    """Every layer that attends has the bias."""
-
-    lacks: ClassVar[Lacks] = unsupported(
-        "adds a bias of each query to its scores",
-        Feature.COMPILED,
-        Feature.GRAPHED,
-        Feature.EXPORTED,
-    )
-
-    def has(self, text: PreTrainedConfig) -> bool:
-        return text.model_type in ("inkling_text", "inkling2_text", "inkling2_loop_text")
 
 
 class Residuals(Kind):
