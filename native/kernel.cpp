@@ -183,9 +183,8 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                 Bias bias = {work.place, call.position[row * call.position_row + token]};
                 if (call.slopes) bias.slope = call.slopes[head];
                 if (call.biases) {
-                    const int64_t heads = call.heads * call.group;
-                    const int64_t query = (row * heads + head) * call.queries + token;
-                    bias.table = call.biases + query * call.extent;
+                    bias.table = call.biases + row * call.bias_row + head * call.bias_head +
+                                 token * call.bias_query;
                     bias.last = (int32_t)call.extent - 1;
                 }
                 return bias;

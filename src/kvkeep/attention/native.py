@@ -33,7 +33,7 @@ from kvkeep.planes import POSITION, Planes, unsliced
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # Layouts of KvCall, KvSegment, KvReach and KvCentre in native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, REACH = Struct("=35q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, REACH = Struct("=38q2d"), Struct("=49q"), Struct("=4q")
 _CENTRE = Struct("=13q")
 
 
@@ -93,7 +93,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     dense = view.dense
     kept: list[Tensor] = []  # keeps temporary tensors alive during the call
     slopes = None if options.slopes is None else options.slopes.float().contiguous()
-    bias = None if options.bias is None else options.bias.float().contiguous()
+    bias = None if options.bias is None else options.bias.float()
+    bias = bias if bias is None or bias.stride(3) == 1 else bias.contiguous()
     centre = None if options.centre is None else pack_centre(options.centre, q, kept)
     placed = not dense or any(x is not None for x in (slopes, bias, centre))
     segments = pack_segments(view.segments, q, kept, placed=placed)
@@ -120,7 +121,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         n if observed is not None and observed.shape[0] > 1 else 0,
         0 if observed is None else _first(observed),
         options.peak,
-        0 if bias is None else bias.shape[3],
+        *((0, 0, 0, 0) if bias is None else (*bias.stride()[:3], bias.shape[3])),
         *_shape(q, heads, value_width),
         dense,
         torch.get_num_threads(),
@@ -152,7 +153,7 @@ def call_of_step(
         centre,
         *(0,) * 5,
         segments,
-        *(0,) * 7,
+        *(0,) * 10,
         *_shape(q, heads, value_width),
         1,
         torch.get_num_threads(),

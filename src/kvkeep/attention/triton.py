@@ -258,8 +258,8 @@ class _Call:
         # Without positions there is no bias.
         unbiased = options.slopes is None and options.bias is None
         self.dense = view.dense and not used and unbiased
-        self.bias = None if options.bias is None else options.bias.float().contiguous()
-        self.extent = 1 if self.bias is None else self.bias.shape[3]
+        self.bias = None if options.bias is None else _along_width(options.bias.float())
+        self.of_bias = (0, 0, 0, 1) if self.bias is None else self._strides_of_bias(self.bias)
         self.q_position = view.position.to(torch.int32).contiguous()
         bounds = view.bounds
         self.bounds = None if bounds is None else bounds.to(torch.int32).contiguous()
@@ -335,6 +335,11 @@ class _Call:
             "K_BLOCK": piece.k.block, **piece.k.shape("K"),
         }  # fmt: skip
 
+    def _strides_of_bias(self, bias: Tensor) -> tuple[int, int, int, int]:
+        """The strides of rows, heads and queries, and the number of distances."""
+        row, head, query, _ = bias.stride()
+        return row, head, query, bias.shape[3]
+
     def _limits(self) -> tuple[int, ...]:
         """The reaches as integers, padded to `_MOST_REACHES`."""
         reaches = [*self.view.reaches, _NO_REACH, _NO_REACH, _NO_REACH][:_MOST_REACHES]
@@ -370,7 +375,7 @@ class _Call:
             self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
             *self._position_strides(piece), *self._query_rows(),
-            self.rows, self.n, self.extent, piece.slots, piece.before, piece.splits, part,
+            self.rows, self.n, *self.of_bias, piece.slots, piece.before, piece.splits, part,
             self.weights.shape[-1], piece.first, piece.first_tile, self.tops.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
             SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
@@ -405,10 +410,10 @@ class _Call:
                 self.options.slopes, self.bias, lse, seen, mass,
                 *piece.q.stride()[:3], *piece.k.strides(piece.shared),
                 *self._position_strides(piece), *self._query_rows(),
-                0 if piece.shared else 1, self.n, self.extent, piece.slots, piece.before, slots,
+                0 if piece.shared else 1, self.n, *self.of_bias, piece.slots, piece.before, slots,
                 piece.first, seen_row, float(self.options.scale),
-                float(self.options.softcap or 1.0), *self._limits(), BLOCK_M=block_m, PEAK=self.options.peak, **self._shape(piece),
-                num_warps=4, num_stages=2,
+                float(self.options.softcap or 1.0), *self._limits(), BLOCK_M=block_m,
+                PEAK=self.options.peak, **self._shape(piece), num_warps=4, num_stages=2,
             )  # fmt: skip
         return mass
 

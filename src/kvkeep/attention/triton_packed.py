@@ -219,7 +219,7 @@ class _Packed:
             q, q, None, None, None, None, None, table, named, out, lse, q, q,
             q.stride(2), q.stride(1), 0,
             *k.strides(True), *v.strides(True), 0, 0, 0, 0, 0,
-            self.rows, 1, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,
+            self.rows, 1, 0, 0, 0, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,
             float(self.options.scale), float(self.options.softcap or 1.0), *limits,
             HEADS=self.heads, GROUP=self.group, SHARED=True, DENSE=True, REACHES=0,
             SOFTCAP=self.options.softcap is not None, MASS=False,

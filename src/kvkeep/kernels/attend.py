@@ -243,11 +243,9 @@ def biased(s, slope, position, q_position):
 
 
 @triton.jit
-def with_bias(s, BIAS, row, token, query_head, real, n, extent, position, q_position,
-              QUERY_HEADS: tl.constexpr):  # fmt: skip
+def with_bias(s, BIAS, at, extent, real, position, q_position):
     """Scores (queries, slots), in base-2 logarithmic units, plus each query's bias for the positions
-    from a slot to the query; BIAS is float32 (B, QUERY_HEADS, n, extent)."""
-    at = ((row * QUERY_HEADS + query_head) * n + token) * extent
+    from a slot to the query: BIAS, float32, from `at` on."""
     distance = q_position[:, None] - position[None, :]
     distance = tl.minimum(tl.maximum(distance, 0), extent - 1)
     return s + tl.load(BIAS + at[:, None] + distance, mask=real[:, None], other=0.0) * _LOG2_E
@@ -285,7 +283,7 @@ def attend(
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
     position_row, position_head, position_slot, q_position_row, bounds_row,
-    rows, n, extent, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
+    rows, n, bias_row, bias_head, bias_token, extent, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,
@@ -375,6 +373,7 @@ def attend(
     slope = top
     if SLOPES is not None:
         slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E
+    at_bias = row * bias_row + query_head.to(tl.int64) * bias_head + token * bias_token
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     # Sums of the weights, to correct the offset of 4-bit and 2-bit values.
@@ -394,8 +393,7 @@ def attend(
         if SLOPES is not None:
             s = biased(s, slope, position, q_position)
         if BIAS is not None:
-            s = with_bias(s, BIAS, row, token, query_head, real, n, extent, position, q_position,
-                          HEADS * GROUP)  # fmt: skip
+            s = with_bias(s, BIAS, at_bias, extent, real, position, q_position)
         seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
                      size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip

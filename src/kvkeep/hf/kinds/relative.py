@@ -47,15 +47,14 @@ def inkling(
     k = module.k_sconv(module.k_proj(hidden_states), **given)
     k = module.k_norm(k.view(shape)).transpose(1, 2)
     v = module.v_sconv(module.v_proj(hidden_states), **given).view(shape).transpose(1, 2)
-    states = module.r_proj(hidden_states).view(*shape[:-2], module.num_heads, -1)
-    bias = (states @ module.rel_logits_proj.proj).transpose(1, 2)
+    states = module.r_proj(hidden_states).view(*shape[:-2], module.num_heads, -1).transpose(1, 2)
     floor = module.config.log_scaling_n_floor
     if not module.is_sliding and floor is not None:
         count = (attention_mask[:, :, 0, :, None] + 1).float()  # of tokens that the query sees
         far = torch.log((count / floor).clamp(min=1.0))
         scale = 1.0 + module.config.log_scaling_alpha * far
-        q, bias = ((x.float() * scale).to(x.dtype) for x in (q, bias))
-    options = {BIAS: _zero_beyond(bias)}
+        q, states = ((x.float() * scale).to(x.dtype) for x in (q, states))
+    options = {BIAS: states @ _profiles(module.rel_logits_proj)}
     dropout = module.attention_dropout
     out, weights = attend(q, k, v, attention_mask, module.scaling, dropout, **options)
     return module.o_proj(out.flatten(2)), weights
@@ -82,16 +81,17 @@ def inkling2(
     k = module.k_proj(of_keys, cache_offset=cache_offset, **given)
     v = module.v_proj(of_values, cache_offset=cache_offset, **given)
     relative = module.relative_position_bias
-    states = relative.linear(hidden_states).view(*q.shape[:1], q.shape[2], q.shape[1], -1)
-    bias = (relative.norm(states, position) @ relative.proj).transpose(1, 2)
-    sinks = module.sink_proj(hidden_states).transpose(1, 2)[..., None]
-    options = {BIAS: _zero_beyond(bias) - sinks, "s_aux": sinks.new_zeros(q.shape[1])}
+    states = relative.linear(hidden_states).view(*hidden_states.shape[:-1], q.shape[1], -1)
+    sinks = module.sink_proj(hidden_states)[..., None]
+    states = torch.cat([relative.norm(states, position), -sinks], dim=-1).transpose(1, 2)
+    bias = states @ pad(_profiles(relative), (0, 0, 0, 1), value=1.0)
+    options = {BIAS: bias, "s_aux": sinks.new_zeros(q.shape[1])}
     attend = attend._replace(place=module.layer_idx + cache_offset)
     dropout = module.attention_dropout
     out, weights = attend(q, k, v, attention_mask, module.scaling, dropout, **options)
     return module.o_proj(out.flatten(2), hidden_states), weights
 
 
-def _zero_beyond(bias: Tensor) -> Tensor:
-    """Biases (B, Hq, n, E) by distance, and 0 for all greater distances: (B, Hq, n, E + 1)."""
-    return pad(bias, (0, 1))
+def _profiles(module: Any) -> Tensor:
+    """The profiles of biases by distance, and behind them 0 for all greater distances."""
+    return pad(module.proj, (0, 1))
