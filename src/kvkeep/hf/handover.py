@@ -78,8 +78,10 @@ class IndexPart(NamedTuple):
         """The inputs of the layer's step, from those of attention alone."""
         q, k = inputs.q, inputs.k
         keys = self.keys.to(k.dtype).expand(-1, k.shape[1], -1, -1)
+        # Not `pad`, which would fix the number of tokens of a loaded program.
+        weights = q.new_full((*q.shape[:3], keys.shape[-1]), self.weight)
         return inputs._replace(
-            q=torch.nn.functional.pad(q, (0, keys.shape[-1]), value=self.weight),
+            q=torch.cat([q, weights], dim=-1),
             k=torch.cat([k, keys], dim=-1),
             chosen=inputs.chosen if self.chosen is None else self.chosen,
         )
