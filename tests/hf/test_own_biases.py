@@ -64,17 +64,18 @@ def evicting(model, spec, monkeypatch):
 
 
 def doge(few=FEW):
-    """With biases that differ much."""
+    """With biases that differ, but not by so much that scores are rounded."""
     model = model_of("doge")
     model.config.keep_window_size = few
     for layer in model.model.layers:
         layer.self_attn.keep_window_size = few
-        nn.init.uniform_(layer.self_attn.A, 0.5, 1.5)
+        nn.init.uniform_(layer.self_attn.A, 0.02, 0.1)
     return model
 
 
 def test_a_query_sees_the_keys_of_the_largest_biases():
-    model, text = doge(), ids(1, TOKENS)
+    # Equal tokens would have equal biases.
+    model, text = doge(), torch.randperm(94, generator=torch.Generator().manual_seed(1))[None, :24]
     expected = whole(model, text)
     assert (whole(doge(TOKENS), text) - expected)[:, FEW:].abs().max() > 1e-2
     with kvkeep.attach(model):
@@ -148,6 +149,7 @@ def test_slots_hold_two_heads():
 
 def test_weights_and_expected_queries_of_two_heads():
     model, text = model_of("diffllama"), ids(1, TOKENS)
+    model.set_attn_implementation("eager")  # others return no weights
     with torch.no_grad():
         expected = model(text, output_attentions=True, use_cache=False).attentions
         with kvkeep.attach(model):
@@ -214,6 +216,7 @@ def test_layers_that_read_states_of_earlier_layers_have_no_gradients():
 
 def test_gradients_of_biases():
     model, text = inkling("inkling_text").double(), ids(1, TOKENS)
+    model.set_experts_implementation("eager")  # torch's own takes no float64
     with in_float64(model):
         backward(model, text, text, chunk=7)
         found = gradients(model)
