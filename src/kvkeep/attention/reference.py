@@ -109,7 +109,8 @@ def biased(
         slopes = options.slopes.to(logits.dtype).view(1, *groups, 1, 1)
         logits = logits + slopes * apart
     if options.bias is not None:
-        bias = options.bias[:, :, queries].to(logits.dtype).unflatten(1, groups)
+        bias = options.bias[:, :, queries].to(logits.dtype)
+        bias = bias.reshape(len(bias), *groups, *bias.shape[2:])
         at = (-apart).clamp(0, bias.shape[-1] - 1).expand(logits.shape)
         logits = logits + bias.gather(-1, at.long())
     return logits

@@ -84,11 +84,13 @@ def _queries(q: Tensor, heads: int) -> Tensor:
     (a, b), (c, d) = (half.chunk(2, dim=-1) for half in q.chunk(2, dim=1))
     none = torch.zeros_like(a)
     pairs = torch.cat([a, none, b, none], dim=-1), torch.cat([none, c, none, d], dim=-1)
-    return torch.stack([x.unflatten(1, (heads, -1)) for x in pairs], dim=2).flatten(1, 3)
+    shape = len(q), heads, -1, *pairs[0].shape[2:]
+    return torch.stack([x.reshape(shape) for x in pairs], dim=2).flatten(1, 3)
 
 
 def _halves(x: Tensor, heads: int, axis: int) -> tuple[Tensor, Tensor]:
     """The results of queries as `_queries` orders them along an axis: those of the first keys, and
     those of the second keys."""
-    first, second = x.unflatten(axis, (heads, 2, -1)).unbind(axis + 1)
+    shape = *x.shape[:axis], heads, 2, -1, *x.shape[axis + 1 :]
+    first, second = x.reshape(shape).unbind(axis + 1)
     return first.flatten(axis, axis + 1), second.flatten(axis, axis + 1)
