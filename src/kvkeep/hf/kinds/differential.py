@@ -84,7 +84,7 @@ def _queries(q: Tensor, heads: int) -> Tensor:
     (a, b), (c, d) = (half.chunk(2, dim=-1) for half in q.chunk(2, dim=1))
     none = torch.zeros_like(a)
     pairs = torch.cat([a, none, b, none], dim=-1), torch.cat([none, c, none, d], dim=-1)
-    shape = len(q), heads, -1, *pairs[0].shape[2:]
+    shape = q.shape[0], heads, -1, *pairs[0].shape[2:]
     return torch.stack([x.reshape(shape) for x in pairs], dim=2).flatten(1, 3)
 
 
