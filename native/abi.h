@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 22;
+constexpr int KV_ABI = 23;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -92,6 +92,10 @@ struct KvCall {
     const float* slopes;      // (heads * group): added to a query's scores for each position by
                               // which a slot follows the query, for which `position` and the
                               // segments' positions are set even if `dense`; or null
+    const float* biases;      // (rows, heads * group, queries, extent), extent contiguous: added to
+                              // a query's scores by the positions from a slot to the query, the
+                              // last one from extent - 1 on; positions are set as for slopes; or
+                              // null
     const KvCentre* centre;   // for which the segments' positions are set even if `dense`; or null
     void* out;                // (rows, heads * group, queries, value_width), width contiguous
     float* mass;              // (rows, heads, slots of all segments), zeroed, or null
@@ -104,6 +108,7 @@ struct KvCall {
     int64_t observed_row;  // stride; 0 if the rows share `observed`
     int64_t observed_from;  // index of the first query observed in any row
     int64_t peak;           // 1: the mass is the largest weight of a slot, not a sum
+    int64_t bias_row, bias_head, bias_query, extent;  // strides and extent of `biases`
     int64_t out_row, out_head, out_query, out_type;
     int64_t rows, heads, group, queries, key_width, value_width;
     int64_t dense;  // 1: whatever the positions, query i of n sees all but the last n - 1 - i slots
@@ -350,7 +355,7 @@ KV_PUBLIC void kv_drop(KvAtenTensor** made, int64_t count);
 // The arguments of kvkeep::step, and its contiguous output.
 struct KvTracedStep {
     int64_t number;
-    KvTensor q, k, v, position, sinks, until, out;
+    KvTensor q, k, v, position, sinks, until, bias, out;
     double scale;
     double softcap;  // 0 for none
 };

@@ -18,11 +18,14 @@ namespace {
 
 // -- one block -------------------------------------------------------------------------------
 
-// What a query's scores are increased by: `slope` times the positions from the query to a slot.
+// What a query's scores are increased by: `slope` times the positions from the query to a slot, and
+// the bias for the positions from the slot to the query, in a table whose last index is `last`.
 struct Bias {
     const int32_t* place;  // (BLOCK); null: nothing
     int32_t query;
     float slope;
+    const float* table;  // null: no table
+    int32_t last;
 };
 
 // Scales a record's scores s (BLOCK) unless `raw`, caps them, adds the bias, masks them by `mask`
@@ -38,11 +41,14 @@ KV_INLINE vf finish_scores(const KvCall& call, bool raw, float* s, int64_t count
 #pragma GCC unroll 8
         for (int64_t j = 0; j < BLOCK; j += W) store(s + j, load<vf>(s + j) * scale);
     }
-    if (bias.place)
+    if (call.slopes)
         for (int64_t j = 0; j < BLOCK; j += W) {
             const vf distance = __builtin_convertvector(load<vi>(bias.place + j) - bias.query, vf);
             store(s + j, load<vf>(s + j) + distance * bias.slope);
         }
+    if (bias.table)
+        for (int64_t j = 0; j < count; ++j)
+            s[j] += bias.table[std::clamp(bias.query - bias.place[j], 0, bias.last)];
     for (int64_t j = count; j < BLOCK; ++j) s[j] = -INFINITY;
     if (mask)
         for (int64_t j = 0; j < BLOCK; j += W)
@@ -89,7 +95,7 @@ template <class BiasOf, class Mask>
 void softmax(const KvCall& call, [[maybe_unused]] bool narrow, int64_t records, float* s,
              int64_t count, BiasOf bias_of, Mask mask_of, float* alpha, float* top, float* total) {
     // Without a cap or a bias, scores are scaled as weights are computed.
-    const bool raw = call.scale > 0 && call.softcap == 0 && !call.slopes;
+    const bool raw = call.scale > 0 && call.softcap == 0 && !call.slopes && !call.biases;
     const float scale = raw ? (float)call.scale : 1.0f;
     vf of_lanes[W] = {};
     for (int64_t first = 0; first < records; first += W, s += W * BLOCK) {
@@ -169,12 +175,19 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
                 if (seen == ALL) return nullptr;
                 return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;
             };
-            if (call.slopes || call.centre) load_places(work);
+            if (call.slopes || call.biases || call.centre) load_places(work);
             const auto bias_of = [&](int64_t r) -> Bias {
-                if (!call.slopes) return {};
-                const int64_t row = run.row0 + r / per_row, head = r % per_row / work.tokens;
-                const int64_t query = row * call.position_row + run.query0 + r % work.tokens;
-                return {work.place, call.position[query], call.slopes[run.head * call.group + head]};
+                if (!call.slopes && !call.biases) return {};
+                const int64_t row = run.row0 + r / per_row, token = run.query0 + r % work.tokens;
+                const int64_t head = run.head * call.group + r % per_row / work.tokens;
+                Bias bias = {work.place, call.position[row * call.position_row + token]};
+                if (call.slopes) bias.slope = call.slopes[head];
+                if (call.biases) {
+                    bias.table = call.biases + row * call.bias_row + head * call.bias_head +
+                                 token * call.bias_query;
+                    bias.last = (int32_t)call.extent - 1;
+                }
+                return bias;
             };
             work.key = readable(work.segment().k, work.key, work.count, call.key_width,
                                 work.spread_key);

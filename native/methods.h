@@ -22,7 +22,7 @@ struct Work {
     float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
     float *spread_key, *spread_value;   // a block of spread codes
     int32_t* mask;                      // (rows, tokens, BLOCK)
-    int32_t* place;                     // (BLOCK): positions of the slots, if there are slopes
+    int32_t* place;                     // (BLOCK): positions of the slots, if scores have biases
     int64_t slot, count;
     Rows key, value, next;  // keys and values of the block, and keys of the next block
 

@@ -141,7 +141,7 @@ bool fits(const KvTracedStep& step, const KvTicket& ticket) {
     return fits(step.q, kind.q, kind.type) && fits(step.k, kind.k, kind.type) &&
            fits(step.v, kind.v, kind.type) && step.scale == kind.scale &&
            step.softcap == kind.softcap && !step.sinks.data && !step.until.data &&
-           step.q.sizes[0] >= ticket.rows;
+           !step.bias.data && step.q.sizes[0] >= ticket.rows;
 }
 
 int run_prepared(const KvTracedStep& step, KvTicket& ticket) {
@@ -222,12 +222,12 @@ KV_PUBLIC int32_t aoti_torch_cpu_next_positions(KvAtenTensor* of, int64_t n, KvA
 KV_PUBLIC int32_t aoti_torch_cpu_step(KvAtenTensor* of, KvAtenTensor* q, KvAtenTensor* k,
                                       KvAtenTensor* v, KvAtenTensor* position, double scale,
                                       double* softcap, KvAtenTensor** sinks, KvAtenTensor** until,
-                                      KvAtenTensor** out) try {
+                                      KvAtenTensor** bias, KvAtenTensor** out) try {
     KvTracedStep step;
     KvTicket* ticket = ticket_of(of);
     if (!ticket || !describe(q, step.q) || !describe(k, step.k) || !describe(v, step.v) ||
         !describe(position, step.position) || !describe_optional(sinks, step.sinks) ||
-        !describe_optional(until, step.until))
+        !describe_optional(until, step.until) || !describe_optional(bias, step.bias))
         return FAILED;
     const int64_t* sizes = step.q.sizes;
     Result result({sizes[0], sizes[1], sizes[2], step.v.sizes[3]}, step.q.type);

@@ -167,9 +167,12 @@ class Checks:
         sinks: Tensor | None,
         softcap: float | None = None,
         slopes: Sequence[float] | None = None,
+        bias: Tensor | None = None,
     ) -> None:
-        """See `check_queries` and `check_softcap`. `slopes`: the layer's slopes, if any."""
+        """See `check_queries`, `check_softcap` and `check_bias`. `slopes`: the layer's slopes, if
+        any."""
         logits = None if sinks is None else sinks.shape
+        check_bias(q, bias)
         queries = (q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, logits, softcap)
         if queries != self._queries:
             check_queries(q, k, sinks)
@@ -210,6 +213,22 @@ def check_slopes(q: Tensor, slopes: Tensor | None) -> None:
         )
     if slopes.requires_grad:
         raise ShapeError("slopes get no gradients; give slopes.detach()")
+
+
+def check_bias(q: Tensor, bias: Tensor | None) -> None:
+    """Check that there is a bias by distance for each query of q (B, Hq, n, Dk).
+
+    Raises:
+        ShapeError: the shape is another one, or the biases are not real numbers.
+    """
+    if bias is None:
+        return
+    fits = bias.dim() == 4 and bias.shape[:3] == q.shape[:3] and bias.shape[3] > 0
+    if not fits or not bias.is_floating_point():
+        raise ShapeError(
+            f"bias {tuple(bias.shape)} {bias.dtype} of queries {tuple(q.shape)}; give floats "
+            f"{tuple(q.shape[:3])} x distances, at least one"
+        )
 
 
 def wants_gradients(*tensors: Tensor) -> bool:

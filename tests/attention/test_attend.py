@@ -39,6 +39,7 @@ def written_out(
     softcap=None,
     sinks=None,
     slopes=None,
+    bias=None,
 ):
     """Every row, head and query on its own, in float64. Segments: (k, v, position (B|1, S))."""
     rows, query_heads, n, _ = q.shape
@@ -67,6 +68,8 @@ def written_out(
                     score = softcap * torch.tanh(score / softcap)
                 if slopes is not None:
                     score = score + slopes[h].double() * (place - t)
+                if bias is not None:
+                    score = score + bias[b, h, i].double()[(t - place).clamp(0, bias.shape[3] - 1)]
                 weight = torch.where(seen, score.exp(), 0.0)
                 total = weight.sum() + (0 if sinks is None else math.exp(sinks[h]))
                 out[b, h, i] = (weight / total) @ v.double()
@@ -90,6 +93,7 @@ def written_out(
     softcap=st.sampled_from([None, 3.0]),
     with_sinks=st.booleans(),
     with_slopes=st.booleans(),
+    distances=st.sampled_from([0, 1, 4, 30]),
     value_width=st.sampled_from([D, 5]),
 )
 @example(  # rows with bounds of their own that share slots and positions
@@ -107,6 +111,7 @@ def written_out(
     softcap=None,
     with_sinks=False,
     with_slopes=True,
+    distances=0,
     value_width=D,
 )
 def test_every_feature(
@@ -124,6 +129,7 @@ def test_every_feature(
     softcap,
     with_sinks,
     with_slopes,
+    distances,
     value_width,
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -138,6 +144,7 @@ def test_every_feature(
         position[0, : min(pads, length)] = -1
     sinks = random(heads * group) if with_sinks else None
     slopes = random(heads * group) if with_slopes else None
+    bias = random(rows, heads * group, n, distances) if distances else None
     parts = [(random(rows, heads, length, D), random(rows, heads, length, value_width), position)]
     if shared:
         k, v = random(1, heads, shared, D), random(1, heads, shared, value_width)
@@ -167,8 +174,10 @@ def test_every_feature(
         softcap=softcap,
         sinks=sinks,
         slopes=slopes,
+        bias=bias,
     )
-    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
+    options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
+    options |= {"slopes": slopes, "bias": bias}
     out, got = attend(q, view, **options, need_mass=True)
     torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(got, mass, atol=1e-5, rtol=1e-5)
@@ -320,6 +329,7 @@ def test_parts_of_different_lengths_and_a_segment_of_all_heads(causal, peak, by_
     common = held_in(*(x[:, :, 30:] for x in (k, v, place)))
     options = {"scale": 0.3, "causal": causal, "need_mass": True, "peak": peak}
     options |= {"sinks": torch.randn(4), "slopes": torch.rand(4), "backend": None}
+    options["bias"] = torch.randn(3, 4, 5, 9)
     view = View((*parts, common), torch.arange(35, 40))
     whole = View((held_in(k, v, place),), view.position)
     found, expected = (attend(q[:, :, :5], one, **options) for one in (view, whole))
@@ -386,13 +396,16 @@ def test_gradients(slots):
     q, k, v = qkv(heads=1, slots=slots, n=4, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, dtype=torch.float64))]
 
-    def run(q, k, v, sinks=None, slopes=None):
-        return attend(q, dense(k, v, 4), scale=0.4, sinks=sinks, slopes=slopes)[0]
+    def run(q, k, v, sinks=None, slopes=None, bias=None):
+        options = {"sinks": sinks, "slopes": slopes, "bias": bias}
+        return attend(q, dense(k, v, 4), scale=0.4, **options)[0]
 
     torch.autograd.gradcheck(run, inputs[:3])
     torch.autograd.gradcheck(run, inputs)
     slopes = torch.tensor([0.3, 1.1], dtype=torch.float64)
     torch.autograd.gradcheck(lambda *x: run(*x, slopes=slopes), inputs)
+    bias = torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda *x: run(*x[:3], bias=x[3]), [*inputs[:3], bias])
 
 
 def test_gradients_of_what_is_not_causal():
@@ -435,6 +448,9 @@ def test_shapes_that_do_not_fit():
     for logits in ({"sinks": torch.zeros(3)}, {"slopes": torch.zeros(3)}):
         with pytest.raises(ShapeError, match=r"\(4,\)"):
             attend(q, view, scale=0.4, **logits)
+    for bias in (torch.zeros(4, 3), torch.zeros(1, 4, 1, 3), torch.zeros(1, 4, 2, 0)):
+        with pytest.raises(ShapeError, match=r"give floats \(1, 4, 2\) x distances"):
+            attend(q, view, scale=0.4, bias=bias)
     with pytest.raises(ShapeError, match=r"give slopes\.detach"):
         attend(q, view, scale=0.4, slopes=torch.zeros(4, requires_grad=True))
 

@@ -51,7 +51,7 @@ def there(x):
         segments = tuple(map(there, x.segments))
         return x._replace(segments=segments, position=there(x.position), bounds=there(x.bounds))
     if isinstance(x, Options):
-        return x._replace(sinks=there(x.sinks), slopes=there(x.slopes))
+        return x._replace(sinks=there(x.sinks), slopes=there(x.slopes), bias=there(x.bias))
     return x
 
 

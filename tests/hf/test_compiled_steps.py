@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.sweep_configs import model_of
+from support.odd_attention import odd
 from support.tiny_models import tiny
 from torch import nn
 from torch._dynamo.utils import counters
@@ -170,7 +170,7 @@ def test_what_torch_cannot_compile_is_refused_before_anything_is_fed(monkeypatch
 
 
 def test_a_model_that_keeps_its_own_attention_is_refused():
-    model = model_of("doge")
+    model = odd()
     with pytest.raises(UnsupportedError, match="computes attention itself, because"):
         kvkeep.attach(model, compile=True)
     kvkeep.attach(model)

@@ -54,7 +54,7 @@ def test_what_it_says_is_what_comes(saved, spec):
 @pytest.mark.parametrize(
     ("kind", "attention", "why"),
     [
-        ("Doge", "its own", "mask of its own"),
+        ("Mamba", "its own", "none of its layers attends"),
         ("XLM", None, "with its own attention"),
         ("T5", None, ""),
     ],

@@ -38,6 +38,8 @@ FAMILIES = [
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
+    "inkling_text",
+    "inkling2_text",
     "jamba",
     "lfm2",
     "minimax",

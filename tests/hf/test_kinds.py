@@ -65,6 +65,9 @@ def test_a_new_kind_is_one_class(config, monkeypatch):
         ("qwen4_exp_text", {"Indexed", "Compressed", "Recurrent"}),
         ("minimax_m3_vl_text", {"Indexed", "Blocks"}),
         ("dory", {"Looped"}),
+        ("doge", {"Weighed"}),
+        ("inkling_text", {"Recurrent"}),
+        ("inkling2_loop_text", {"Recurrent", "Residuals", "Looped"}),
     ],
 )
 def test_kinds_of_models(name, found):

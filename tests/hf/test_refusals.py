@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.sweep_configs import model_of
+from support.odd_attention import odd
 from support.tiny_models import tiny
 
 import kvkeep
@@ -51,7 +51,7 @@ def test_a_forward_after_one_that_attention_refused():
 
 
 def test_a_mask_of_four_axes_of_a_model_with_its_own_attention():
-    model = model_of("doge")
+    model = odd()
     with kvkeep.attach(model) as attachment:
         assert attachment.own
         logits(model, kvkeep.Cache(model), 0, 6)

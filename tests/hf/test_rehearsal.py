@@ -9,13 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers as tf
+from support.odd_attention import FAULTS, KEEPS_ITS_OWN, OddModel, odd, with_odd_attention
 from support.tiny_models import config, tiny
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama as llama
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.cache_argument import cache_in
 from kvkeep.hf.config import decoder_of
 from kvkeep.hf.forward.rehearsal import rehearse
 from kvkeep.train import backward
@@ -28,10 +26,6 @@ SMALL = {
     "vocab_size": 96,
 }
 NO_INTERFACE = "does not go through transformers' AttentionInterface"
-OWN = {
-    "DiffLlama": "changes its values after the cache",
-    "Doge": "uses a mask of its own",
-}
 OTHERS = "its results with a cache differ from its results without a cache"
 REFUSED = {
     "Moshi": f"masks a window of None tokens, but its config says 3000, and .* {OTHERS}",
@@ -65,18 +59,18 @@ def test_what_attach_refuses_by_a_rehearsal(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", OWN)
-def test_a_model_that_keeps_its_own_attention(family):
-    model = untrained(family)
+@pytest.mark.parametrize("fault", sorted(KEEPS_ITS_OWN))
+def test_a_model_that_keeps_its_own_attention(fault):
+    model = odd(fault)
     expected = model(ids(), use_cache=False).logits
     implementation = model.config._attn_implementation
-    with pytest.raises(UnsupportedError, match=f"window:4.*{OWN[family]}.*use keep_all"):
+    with pytest.raises(UnsupportedError, match=f"window:4.*{FAULTS[fault]}.*use keep_all"):
         kvkeep.attach(model, "window:4")
     assert not decoder_of(model)._forward_hooks
     with kvkeep.attach(model, "keep_all@fixed:16") as attachment:
         assert (attachment.layers, attachment.attention) == (2, 0)
         assert f"its own attention ({attachment.own})" in str(attachment)
-        assert OWN[family] in attachment.own
+        assert FAULTS[fault] in attachment.own
         assert model.config._attn_implementation == implementation
         cache = model(ids()[:, :4]).past_key_values
         assert str(cache.specs[0]) == "keep_all+plain@fixed:16"
@@ -91,7 +85,8 @@ def test_a_model_that_keeps_its_own_attention(family):
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_sliding_window_that_the_model_masks_itself(window):
-    """A rehearsal on windows of two tokens shows that Doge's own mask is right, and Moshi's not."""
+    """Doge asks for a mask of its own. A rehearsal on windows of two tokens shows that it is right,
+    and Moshi's not."""
     torch.manual_seed(0)
     model = tf.DogeForCausalLM(tf.DogeConfig(**SMALL, sliding_window=window)).eval()
     expected = model(ids(9), use_cache=False).logits
@@ -99,80 +94,6 @@ def test_a_sliding_window_that_the_model_masks_itself(window):
         cache = kvkeep.Cache(model)
         chunks = [model(x, past_key_values=cache).logits for x in ids(9).split([5, 1, 3], dim=1)]
     torch.testing.assert_close(torch.cat(chunks, dim=1), expected, atol=1e-5, rtol=1e-4)
-
-
-def attend(self, q, k, v, mask):
-    function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-    return function(self, q, k, v, mask, scaling=self.scaling)[0]
-
-
-class Odd(llama.LlamaAttention):
-    """Llama's attention, with something done between the cache and the attention function."""
-
-    fault = "none"
-
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, **given):
-        cache = cache_in(given)
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            project(hidden_states).view(shape).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        out = self.attended(q, k, v, attention_mask, cache)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
-
-    def attended(self, q, k, v, mask, cache):
-        if self.layer_idx == 1:
-            if self.fault == "keys":
-                k = 2 * k
-            elif self.fault == "values":
-                v = 2 * v
-            elif self.fault == "in place":
-                v.mul_(2)
-            elif self.fault == "mask":
-                mask = torch.zeros(1, 1, q.shape[2], k.shape[2])
-            elif self.fault == "twice":
-                return attend(self, q, k, v, mask) - 0.5 * attend(self, q, k, v, mask)
-            elif self.fault == "elsewhere":
-                k = k.repeat_interleave(2, dim=1)
-                weights = (q @ k.mT).softmax(dim=-1)
-                return (weights @ v.repeat_interleave(2, dim=1)).transpose(1, 2)
-            elif self.fault == "again" and cache is not None:
-                attend(self, q, k, v, mask)
-                k, v = cache.update(k.clone(), v.clone(), self.layer_idx)
-        return attend(self, q, k, v, mask)
-
-
-KEEPS_ITS_OWN = {"keys", "values", "twice"}
-"""What kvkeep's attention cannot take, but is right with the model's own."""
-
-FAULTS = {
-    "keys": "changes its keys after the cache",
-    "values": "changes its values after the cache",
-    "in place": "in place after the cache",
-    "mask": "uses a mask of its own",
-    "twice": "attends more than once",
-    "elsewhere": "attention elsewhere|attended to other keys",
-    "again": "more than once",
-}
-
-
-def with_odd_attention(model, fault):
-    odd = type("OddAttention", (Odd,), {"fault": fault})
-    for layer in model.layers:
-        layer.self_attn.__class__ = odd
-    return model
-
-
-class OddModel(tf.LlamaModel):
-    """Code from elsewhere, whose layers attend in a way of their own."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        with_odd_attention(self, config.fault)
 
 
 @pytest.mark.parametrize("fault", ["none", *FAULTS])
@@ -255,8 +176,7 @@ def test_the_rehearsal_reaches_its_end(family):
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_gradients_through_a_model_that_keeps_its_own_attention(attached):
-    torch.manual_seed(0)
-    model = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**SMALL, num_key_value_heads=2))
+    model = odd("values")
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     with kvkeep.attach(model) if attached else nullcontext():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import support.sweep_models
+from support.odd_attention import odd
 from support.sweep_configs import TYPES
 from support.sweep_features import PROGRAMS
 from support.sweep_models import row_of, sweep
@@ -56,11 +58,11 @@ def test_some_types(kind):
 
 
 def test_what_stands_there():
-    llama, moshi, doge = (ROWS[kind] for kind in ("llama", "moshi", "doge"))
+    llama, moshi, mamba = (ROWS[kind] for kind in ("llama", "moshi", "mamba"))
     assert llama == Row("4 full; 4/4 heads of 8", WORKS, KVKEEP, *[YES] * len(FEATURES))
     assert moshi.outcome == REFUSED
-    assert doge.window == doge.attention != KVKEEP
-    assert doge.encode == YES
+    assert mamba.window == mamba.attention != KVKEEP
+    assert mamba.save == YES
 
 
 def test_a_wrong_step_is_seen(monkeypatch):
@@ -79,7 +81,8 @@ def test_a_cache_that_returns_something_else_is_seen(monkeypatch):
         return held._replace(keys=held.keys.flip(2))
 
     monkeypatch.setattr(Contents, "in_order", changed)
-    assert row_of("doge").outcome == WRONG
+    monkeypatch.setattr(support.sweep_models, "model_of", lambda _: odd())
+    assert row_of("llama").outcome == WRONG
 
 
 @pytest.mark.parametrize(

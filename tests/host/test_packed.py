@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from support.odd_attention import odd
 from support.packed_logits import packed_logits
 from support.sweep_configs import model_of
 from support.tiny_host import tiny_model
@@ -108,7 +109,7 @@ def test_models_that_cannot_be_packed_say_why():
         (tiny("llama", rope_parameters=growing_rope("dynamic")), "dynamic"),
         (tiny("llama"), "call kvkeep.attach"),
         (model_of("musicgen_melody"), "takes no positions"),
-        (model_of("doge"), "it computes attention itself, because"),
+        (odd(), "it computes attention itself, because"),
     ):
         if "attach" not in reason:
             kvkeep.attach(model)

@@ -149,6 +149,7 @@ FEATURES = {
     "softcap": st.sampled_from([None, 3.0, 30.0]),
     "with_sinks": st.booleans(),
     "with_slopes": st.booleans(),
+    "distances": st.sampled_from([0, 0, 1, 20, 400]),
     "rotated": st.booleans(),
     "need_mass": st.booleans(),
     "observed": st.sampled_from([None, None, 0, 1, 3, 20]),
@@ -177,6 +178,7 @@ def call(
     softcap,
     with_sinks,
     with_slopes,
+    distances,
     rotated,
     need_mass,
     observed,
@@ -223,8 +225,10 @@ def call(
     view = View(tuple(held), queries, pads is not None, tuple(reaches), limits)
     sinks = random(heads * group).float() if with_sinks else None
     slopes = random(heads * group).float() / 8 if with_slopes else None
+    bias = random(rows, heads * group, n, distances) if distances else None
     q = random(rows, heads * group, n, width)
-    return q, view, Options(width**-0.5, softcap, sinks, need_mass, observed, peak, slopes)
+    options = Options(width**-0.5, softcap, sinks, need_mass, observed, peak, slopes)
+    return q, view, options._replace(bias=bias)
 
 
 def lain(x):

@@ -938,8 +938,8 @@ FAULTS = (
     Fault(
         "bytes-of-the-heads-of-other-processes",
         "hf/kinds/__init__.py",
-        "return Geometry(1, heads // processes, width + kind.beside, width, dtype)",
-        "return Geometry(1, heads, width + kind.beside, width, dtype)",
+        "made = Geometry(1, heads // processes, width + kind.beside, width, dtype)",
+        "made = Geometry(1, heads, width + kind.beside, width, dtype)",
         "hf/test_tensor_parallel.py",
     ),
     Fault(

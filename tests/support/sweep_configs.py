@@ -142,6 +142,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _SHARED,
     "gpt_neo": {"attention_types": [[["global", "local"], _LAYERS // 2]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 2},
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

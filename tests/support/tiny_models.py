@@ -134,7 +134,7 @@ def with_vision(**overrides: Any) -> PreTrainedModel:
         eoi_token_index=94,
     )
     torch.default_generator.manual_seed(0)
-    return _vivid(tf.Gemma3ForConditionalGeneration(both).eval())
+    return vivid(tf.Gemma3ForConditionalGeneration(both).eval())
 
 
 def growing_rope(kind: str) -> dict[str, Any]:
@@ -158,10 +158,10 @@ def tiny(name: str, **overrides: Any) -> PreTrainedModel:
     prefix, _ = FAMILIES[name]
     torch.default_generator.manual_seed(0)
     cls = getattr(tf, _MODEL_CLASS.get(prefix, f"{prefix}ForCausalLM"))
-    return _vivid(cls(config(name, **overrides)).eval())
+    return vivid(cls(config(name, **overrides)).eval())
 
 
-def _vivid(model: PreTrainedModel) -> PreTrainedModel:
+def vivid(model: PreTrainedModel) -> PreTrainedModel:
     """The model with weights so large that its text varies."""
     with torch.no_grad():
         for key, weight in model.named_parameters():

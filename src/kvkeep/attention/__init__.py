@@ -104,7 +104,7 @@ _TABLE: tuple[Backend, ...] = (
         "sdpa",
         sdpa.run,
         sdpa.refuses,
-        limits="no softcap, no mass; several segments, and slopes, on the CPU only",
+        limits="no softcap, no mass, no bias; several segments, and slopes, on the CPU only",
         about="torch's fused kernels",
     ),
     Backend(
@@ -151,6 +151,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     centre: Centre | None = None,
     need_mass: bool = False,
     observed: int | None = None,
@@ -171,6 +172,8 @@ def attend(
         sinks: logits (Hq,) added to the softmax's denominator; they have no value vector.
         slopes: bias (Hq,) of each query head: a slot at position p adds slope * (p - t) to its
             score for a query at position t (ALiBi, linear biases). They get no gradients.
+        bias: (B, Hq, n, E): a slot at position p adds bias[..., min(t - p, E - 1)] to its score for
+            a query at position t, and bias[..., 0] if it is later than the query.
         centre: the mean keys that the slots' keys lack; None: keys are complete.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
@@ -192,7 +195,7 @@ def attend(
         view = view._replace(bounds=unbounded(view.position))
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
-    options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes, centre)
+    options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes, centre, bias)
     check_call(q, view, options)
     return dispatch(*in_memory(q, view, options), backend)
 
@@ -263,8 +266,13 @@ def _each_part(
         own = slice(None) if head is None else slice(head * group, (head + 1) * group)
         sinks = None if options.sinks is None else options.sinks[own]
         slopes = None if options.slopes is None else options.slopes[own]
-        queries = q[:, own] if rows is None else q.index_select(0, rows)[:, own]
-        asked = options._replace(sinks=sinks, slopes=slopes, centre=part.own(options.centre))
+        queries, bias = (
+            x if x is None else (x if rows is None else x.index_select(0, rows))[:, own]
+            for x in (q, options.bias)
+        )
+        assert queries is not None
+        alike = {"sinks": sinks, "slopes": slopes, "bias": bias}
+        asked = options._replace(centre=part.own(options.centre), **alike)
         call = queries, view.of_part(part), asked, backend
         out, mass = dispatch(*call, differentiable=differentiable)
         outs.append(out)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.checks import (
+    check_bias,
     check_memory,
     check_places,
     check_range,
@@ -29,7 +30,9 @@ from kvkeep.planes import LAST, POSITION, Reach, joined
 def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Options]:
     """The same call with all tensors in a form that kernels can read; see `checks.resolved`."""
     q = resolved(q)
-    sinks, slopes = (x if x is None else resolved(x) for x in (options.sinks, options.slopes))
+    sinks, slopes, bias = (
+        x if x is None else resolved(x) for x in (options.sinks, options.slopes, options.bias)
+    )
     segments = list(view.segments)
     for index, segment in enumerate(segments):
         planes = {name: resolved(plane) for name, plane in segment.planes.items()}
@@ -37,7 +40,7 @@ def in_memory(q: Tensor, view: View, options: Options) -> tuple[Tensor, View, Op
             segments[index] = segment._replace(planes=planes)
     bounds = view.bounds if view.bounds is None else resolved(view.bounds)
     view = view._replace(segments=tuple(segments), position=resolved(view.position), bounds=bounds)
-    return q, view, options._replace(sinks=sinks, slopes=slopes)
+    return q, view, options._replace(sinks=sinks, slopes=slopes, bias=bias)
 
 
 def check_call(q: Tensor, view: View, options: Options) -> None:
@@ -53,7 +56,8 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
     check_softcap(options.softcap)
     check_sinks(q, options.sinks)
     check_slopes(q, options.slopes)
-    for name, x in (("sinks", options.sinks), ("slopes", options.slopes)):
+    check_bias(q, options.bias)
+    for name, x in (("sinks", options.sinks), ("slopes", options.slopes), ("bias", options.bias)):
         if x is not None:
             check_memory(name, x, q.device)
     for reach in view.reaches:

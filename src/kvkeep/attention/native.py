@@ -33,7 +33,7 @@ from kvkeep.planes import POSITION, Planes, unsliced
 _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # Layouts of KvCall, KvSegment, KvReach and KvCentre in native/abi.h; absent pointers are 0.
-CALL, _SEGMENT, REACH = Struct("=33q2d"), Struct("=49q"), Struct("=4q")
+CALL, _SEGMENT, REACH = Struct("=38q2d"), Struct("=49q"), Struct("=4q")
 _CENTRE = Struct("=13q")
 
 
@@ -45,6 +45,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return f"the native kernel computes in float32, less precise than {q.dtype}"
     if view.chosen is not None:
         return "the native kernel does not support a choice of slots per query"
+    if options.bias is not None and wants_gradients(options.bias):
+        return "the native kernel has no gradients"
     if torch.compiler.is_compiling():
         return "the native kernel reads pointers, and tensors have none while tracing"
     for segment in view.segments:
@@ -91,8 +93,10 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     dense = view.dense
     kept: list[Tensor] = []  # keeps temporary tensors alive during the call
     slopes = None if options.slopes is None else options.slopes.float().contiguous()
+    bias = None if options.bias is None else options.bias.float()
+    bias = bias if bias is None or bias.stride(3) == 1 else bias.contiguous()
     centre = None if options.centre is None else pack_centre(options.centre, q, kept)
-    placed = not dense or slopes is not None or centre is not None
+    placed = not dense or any(x is not None for x in (slopes, bias, centre))
     segments = pack_segments(view.segments, q, kept, placed=placed)
     reaches = b"".join([REACH.pack(*reach) for reach in view.reaches])
     position = view.position.to(torch.int32).contiguous() if placed else None
@@ -104,6 +108,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         0 if bounds is None else bounds.data_ptr(),
         0 if sinks is None else sinks.data_ptr(),
         0 if slopes is None else slopes.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         0 if centre is None else address_of(centre),
         out.data_ptr(),
         0 if mass is None else mass.data_ptr(),
@@ -116,6 +121,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
         n if observed is not None and observed.shape[0] > 1 else 0,
         0 if observed is None else _first(observed),
         options.peak,
+        *((0, 0, 0, 0) if bias is None else (*bias.stride()[:3], bias.shape[3])),
         *_shape(q, heads, value_width),
         dense,
         torch.get_num_threads(),
@@ -139,15 +145,15 @@ def call_of_step(
     q: Tensor, heads: int, value_width: int, segments: int, options: Options, centre: int
 ) -> tuple[float, ...]:
     """The fields of a KvCall for one token per row that sees all slots; the fields of `out` and of
-    the segments are 0. `options` must have no sinks and no mass; its slopes, contiguous float32,
+    the segments are 0. `options` must have no sinks, bias and mass; its slopes, contiguous float32,
     must stay alive as long as the call. `centre`: the address of a packed KvCentre, or 0."""
     return (
         *(0,) * 7,
-        0 if options.slopes is None else options.slopes.data_ptr(),
+        *(0 if options.slopes is None else options.slopes.data_ptr(), 0),
         centre,
         *(0,) * 5,
         segments,
-        *(0,) * 6,
+        *(0,) * 10,
         *_shape(q, heads, value_width),
         1,
         torch.get_num_threads(),

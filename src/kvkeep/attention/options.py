@@ -12,7 +12,9 @@ from kvkeep.attention.centre import Centre
 class Options(NamedTuple):
     """`scale` multiplies q.k; `softcap` c turns scores x into c tanh(x / c); `sinks` (Hq,): logits.
     `slopes` (Hq,): the bias of each query head, added to scores for each position by which a slot
-    follows the query (so a positive slope lowers the scores of older slots); no gradients.
+    follows the query (so a positive slope lowers the scores of older slots); no gradients. `bias`
+    (B, Hq, n, E): a query's score of a slot d positions before it increases by bias[..., d], or by
+    the last one if d >= E - 1.
     `centre`: the mean keys that all slots' keys lack; see `Centre`.
 
     `need_mass`: return the mass. It counts the newest `observed` real queries (position >= 0) of
@@ -28,3 +30,4 @@ class Options(NamedTuple):
     peak: bool = False
     slopes: Tensor | None = None
     centre: Centre | None = None
+    bias: Tensor | None = None

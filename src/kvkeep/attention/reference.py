@@ -49,6 +49,7 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
                     ),
                     view.distances(segment.position, queries),
                     options,
+                    queries,
                 ).masked_fill(~view.visible(segment, queries)[:, :, None], -torch.inf)
                 for segment, t in zip(view.segments, turned, strict=True)
             ],
@@ -98,13 +99,21 @@ def scores(q: Tensor, k: Tensor, group: int, options: Options) -> Tensor:
     return found
 
 
-def biased(logits: Tensor, distance: Tensor, options: Options) -> Tensor:
-    """Scores (B, H, G, n, S) plus the bias of `Options.slopes`, for slots at a `distance` (B|1,
-    1|H, n, S) from the queries."""
-    if options.slopes is None:
-        return logits
-    slopes = options.slopes.to(logits.dtype).view(1, *logits.shape[1:3], 1, 1)
-    return logits + slopes * distance[:, :, None]
+def biased(
+    logits: Tensor, distance: Tensor, options: Options, queries: slice = slice(None)
+) -> Tensor:
+    """Scores (B, H, G, n, S) of some queries plus `Options.slopes` and `Options.bias`, for slots at
+    a `distance` (B|1, 1|H, n, S) from the queries."""
+    groups, apart = logits.shape[1:3], distance[:, :, None]
+    if options.slopes is not None:
+        slopes = options.slopes.to(logits.dtype).view(1, *groups, 1, 1)
+        logits = logits + slopes * apart
+    if options.bias is not None:
+        bias = options.bias[:, :, queries].to(logits.dtype)
+        bias = bias.reshape(len(bias), *groups, *bias.shape[2:])
+        at = (-apart).clamp(0, bias.shape[-1] - 1).expand(logits.shape)
+        logits = logits + bias.gather(-1, at.long())
+    return logits
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:

@@ -38,6 +38,8 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         return "torch's fused kernels have no softcap"
     if options.need_mass:
         return "torch's fused kernels do not report attention mass"
+    if options.bias is not None:
+        return "torch's fused kernels have no gradients of a bias"
     if options.slopes is not None and not _gives_lse(q, view):
         return "a bias per head is slow, except on the CPU with Dk = Dv"
     parts = view.in_runs() if q.is_cpu else view  # other devices decode it as a whole

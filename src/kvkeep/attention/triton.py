@@ -89,7 +89,7 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         widths = q.shape[3], segment.value_width
         if max(widths) > _MOST_WIDTH:
             return f"the Triton kernels take heads up to {_MOST_WIDTH} wide, not {widths}"
-        if wants_gradients(q, k, v):
+        if wants_gradients(q, k, v, *([] if options.bias is None else [options.bias])):
             return "the Triton kernels have no gradients"
     return None
 
@@ -107,8 +107,8 @@ def readable(codec: Decoder, *, values: bool = False) -> KernelLayout | None:
 
 def yields(q: Tensor, view: View, options: Options) -> bool:
     """Whether torch's fused attention, faster for a prompt's first chunk, supports the call."""
-    odd = options.softcap is not None or options.sinks is not None or options.slopes is not None
-    return not odd and not options.need_mass and view.square
+    odd = (options.softcap, options.sinks, options.slopes, options.bias)
+    return all(x is None for x in odd) and not options.need_mass and view.square
 
 
 class Coded(NamedTuple):
@@ -256,7 +256,10 @@ class _Call:
         self.group = self.query_heads // self.heads
         used = any(segment.used is not None for segment in view.segments)
         # Without positions there is no bias.
-        self.dense = view.dense and not used and options.slopes is None
+        unbiased = options.slopes is None and options.bias is None
+        self.dense = view.dense and not used and unbiased
+        self.bias = None if options.bias is None else _along_width(options.bias.float())
+        self.of_bias = (0, 0, 0, 1) if self.bias is None else self._strides_of_bias(self.bias)
         self.q_position = view.position.to(torch.int32).contiguous()
         bounds = view.bounds
         self.bounds = None if bounds is None else bounds.to(torch.int32).contiguous()
@@ -332,6 +335,11 @@ class _Call:
             "K_BLOCK": piece.k.block, **piece.k.shape("K"),
         }  # fmt: skip
 
+    def _strides_of_bias(self, bias: Tensor) -> tuple[int, int, int, int]:
+        """The strides of rows, heads and queries, and the number of distances."""
+        row, head, query, _ = bias.stride()
+        return row, head, query, bias.shape[3]
+
     def _limits(self) -> tuple[int, ...]:
         """The reaches as integers, padded to `_MOST_REACHES`."""
         reaches = [*self.view.reaches, _NO_REACH, _NO_REACH, _NO_REACH][:_MOST_REACHES]
@@ -363,11 +371,11 @@ class _Call:
         attend.attend[grid](
             piece.q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
             piece.position, self.q_position, self.bounds, piece.segment.used,
-            options.sinks if first else None, options.slopes, None, None, out, lse,
+            options.sinks if first else None, options.slopes, self.bias, None, None, out, lse,
             self.weights, self.tops,
             *piece.q.stride()[:3], *k.strides(piece.shared), *v.strides(piece.shared),
             *self._position_strides(piece), *self._query_rows(),
-            self.rows, self.n, piece.slots, piece.before, piece.splits, part,
+            self.rows, self.n, *self.of_bias, piece.slots, piece.before, piece.splits, part,
             self.weights.shape[-1], piece.first, piece.first_tile, self.tops.shape[-1],
             float(options.scale), float(options.softcap or 1.0), *self._limits(),
             SHARED=piece.shared, MASS=options.need_mass and not self.second_pass,
@@ -399,13 +407,13 @@ class _Call:
             weigh.weigh[(-(-piece.slots // piece.block_n), pairs)](
                 piece.q, piece.k.plane, piece.k.scale, piece.k.zero,
                 piece.position, self.q_position, self.bounds, piece.segment.used,
-                self.options.slopes, lse, seen, mass,
+                self.options.slopes, self.bias, lse, seen, mass,
                 *piece.q.stride()[:3], *piece.k.strides(piece.shared),
                 *self._position_strides(piece), *self._query_rows(),
-                0 if piece.shared else 1, self.n, piece.slots, piece.before, slots, piece.first,
-                seen_row, float(self.options.scale), float(self.options.softcap or 1.0),
-                *self._limits(), BLOCK_M=block_m, PEAK=self.options.peak, **self._shape(piece),
-                num_warps=4, num_stages=2,
+                0 if piece.shared else 1, self.n, *self.of_bias, piece.slots, piece.before, slots,
+                piece.first, seen_row, float(self.options.scale),
+                float(self.options.softcap or 1.0), *self._limits(), BLOCK_M=block_m,
+                PEAK=self.options.peak, **self._shape(piece), num_warps=4, num_stages=2,
             )  # fmt: skip
         return mass
 

@@ -43,8 +43,9 @@ def refuses_packed(q: Tensor, views: Sequence[View], options: Options) -> str | 
     """
     if options.need_mass:
         return "the mass is computed sequence by sequence"
-    if any(x is not None for x in (options.sinks, options.slopes, options.centre)):
-        return "sinks, slopes and centres are computed sequence by sequence"
+    odd = (options.sinks, options.slopes, options.bias, options.centre)
+    if any(x is not None for x in odd):
+        return "sinks, slopes, biases and centres are computed sequence by sequence"
     for index, view in enumerate(views):
         reason = refuses(q[:, :, index : index + 1], view, options)
         if reason is not None:
@@ -215,10 +216,10 @@ class _Packed:
         limits = (2**31 - 1, 0, 0, 0) * 3
         attend.attend[(1, len(items), self.heads)](
             q, k.plane, k.scale, k.zero, v.plane, v.scale, v.zero,
-            q, q, None, None, None, None, table, named, out, lse, q, q,
+            q, q, None, None, None, None, None, table, named, out, lse, q, q,
             q.stride(2), q.stride(1), 0,
             *k.strides(True), *v.strides(True), 0, 0, 0, 0, 0,
-            self.rows, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,
+            self.rows, 1, 0, 0, 0, 1, 0, _MOST_SLOTS, 1, 0, 0, 0, 0, 0,
             float(self.options.scale), float(self.options.softcap or 1.0), *limits,
             HEADS=self.heads, GROUP=self.group, SHARED=True, DENSE=True, REACHES=0,
             SOFTCAP=self.options.softcap is not None, MASS=False,

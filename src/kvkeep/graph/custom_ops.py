@@ -28,7 +28,7 @@ from kvkeep.native_library import address_of
 ON_HOST = (torch.Tag.cudagraph_unsafe,)  # CUDA graphs do not replay work on the host
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor position, float scale, float? softcap, Tensor? sinks, "
-    "Tensor? until=None"
+    "Tensor? until=None, Tensor? bias=None"
 )
 """The fields of `StepInputs` as an operator schema, for operators with separate arguments."""
 _GONE = (

@@ -29,7 +29,8 @@ SHIMS = {
     custom_ops.step: [
         f"AOTITorchError aoti_torch_cpu_step({_TICKET}, AtenTensorHandle q, AtenTensorHandle k, "
         "AtenTensorHandle v, AtenTensorHandle position, double scale, double* softcap, "
-        "AtenTensorHandle* sinks, AtenTensorHandle* until, AtenTensorHandle* out)"
+        "AtenTensorHandle* sinks, AtenTensorHandle* until, AtenTensorHandle* bias, "
+        "AtenTensorHandle* out)"
     ],
     linears: [
         "AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle x, const AtenTensorHandle* "
@@ -64,7 +65,7 @@ DTYPES = {
 """Tensor dtypes of a program's inputs and results, by torch's ScalarType."""
 _MADE = 1  # KV_MADE of native/abi.h
 TENSOR = Struct("=5q")  # KvTensor of native/abi.h
-_TORCH, _TRACED = Struct("=11q"), Struct("=q280s2d")
+_TORCH, _TRACED = Struct("=11q"), Struct("=q320s2d")
 _raised = local()
 
 
@@ -102,12 +103,12 @@ _called_step = ctypes.CFUNCTYPE(c_int32, c_void_p)(_step)
 def _make_step(address: int) -> None:
     packed = ctypes.string_at(address, _TRACED.size)
     number, tensors, scale, softcap = _TRACED.unpack(packed)
-    q, k, v, position, sinks, until, out = map(tensor_at, TENSOR.iter_unpack(tensors))
+    q, k, v, position, sinks, until, bias, out = map(tensor_at, TENSOR.iter_unpack(tensors))
     assert q is not None
     assert k is not None
     assert v is not None
     assert out is not None
-    inputs = StepInputs(q, k, v, position, scale, softcap or None, sinks, until)
+    inputs = StepInputs(q, k, v, position, scale, softcap or None, sinks, until, bias)
     out.copy_(custom_ops.run(custom_ops.ticket_of(number).layer, inputs))
 
 

@@ -16,6 +16,9 @@ from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
+BIAS = "bias_by_distance"
+"""The argument by which a module's forward tells the attention function of `StepInputs.bias`."""
+
 ModelLayer = LayerCache | AttendingLayer
 """A layer that the mask and attention functions use, or one that stands in for it."""
 
@@ -58,22 +61,27 @@ class IndexPart(NamedTuple):
     """The part of an index in a layer's step.
 
     Args:
-        keys: the index's keys of new tokens, (B, 1, n, D). Slots hold them behind the keys.
+        keys: the index's keys of new tokens, (B, 1|H, n, D). Slots hold them behind the keys.
         chosen: the positions that the index has chosen, see `View`; None: the attention function is
             told of them by the argument `indices`, int32 (B, n, c).
         mask: the new tokens' positions, see `as_mask`; None: the attention function is given them.
+        weight: the element of queries for the elements of these keys; 0: attention does not read
+            them.
     """
 
     keys: Tensor
     chosen: Tensor | None = None
     mask: Tensor | None = None
+    weight: float = 0.0
 
     def step(self, inputs: StepInputs) -> StepInputs:
         """The inputs of the layer's step, from those of attention alone."""
         q, k = inputs.q, inputs.k
         keys = self.keys.to(k.dtype).expand(-1, k.shape[1], -1, -1)
+        # Not `pad`, which would fix the number of tokens of a loaded program.
+        weights = q.new_full((*q.shape[:3], keys.shape[-1]), self.weight)
         return inputs._replace(
-            q=torch.nn.functional.pad(q, (0, keys.shape[-1])),
+            q=torch.cat([q, weights], dim=-1),
             k=torch.cat([k, keys], dim=-1),
             chosen=inputs.chosen if self.chosen is None else self.chosen,
         )
@@ -116,6 +124,17 @@ def hand_over(k: Tensor, v: Tensor, layer: ModelLayer, traced: Traced | None) ->
             handed.versions = k._version, v._version
     k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
     return handed
+
+
+def handed_on(given: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tag keys and values that were made of tagged ones, as the inputs of the same step; returns
+    them."""
+    handed: Handed = given[0].kvkeep  # type: ignore[attr-defined]
+    (k, v), (new_k, new_v) = given, made
+    if handed.versions is not None and handed.versions == (k._version, v._version):
+        handed.versions = new_k._version, new_v._version
+    new_k.kvkeep = new_v.kvkeep = handed  # type: ignore[attr-defined]
+    return made
 
 
 def taggable(*given: Tensor) -> tuple[Tensor, ...]:

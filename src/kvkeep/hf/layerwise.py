@@ -252,10 +252,17 @@ def _require_layerwise(model: Any) -> None:
 
 
 def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise _refused(decoder, f"has no list of its {count} layers")
+    lists = (x for x in decoder.modules() if isinstance(x, nn.ModuleList) and len(x) == count)
+    # A tower for images may have as many layers, but they are not numbered.
+    found = sorted(lists, key=_is_unnumbered)
+    if not found:
+        raise _refused(decoder, f"has no list of its {count} layers")
+    return found[0]
+
+
+def _is_unnumbered(layers: nn.ModuleList) -> bool:
+    """Whether no module of the layers knows its layer's index in a cache."""
+    return not any(hasattr(module, "layer_idx") for module in layers.modules())
 
 
 def _refused(model: Any, clause: str) -> UnsupportedError:

@@ -13,7 +13,7 @@ from transformers import AutoModel, PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import decoder_config
-from kvkeep.hf.kinds import layer_kinds
+from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.rotary import Rotary
 
 _OF_ATTENTION = "apply_rotary_position_embeddings"
@@ -21,8 +21,8 @@ _OF_ATTENTION = "apply_rotary_position_embeddings"
 
 
 def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
-    """The rotary embedding of each attention layer of the model with this config; None for a layer
-    without one.
+    """The rotary embedding of the slots of each attention layer of the model with this config; None
+    for a layer without one.
 
     Raises:
         UnsupportedError: a layer's rotary embedding cannot be found in the model's code.
@@ -32,6 +32,8 @@ def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
     # Despite its name, the list has 1 for layers with a rotary embedding.
     used: Sequence[int] = getattr(text, "no_rope_layers", None) or [1] * len(names)
     by_name = _by_name(text, set(names))
+    for kind in kinds_of(config):
+        by_name = {name: one and kind.in_slots(one) for name, one in by_name.items()}
     return [by_name[name] if uses else None for name, uses in zip(names, used, strict=True)]
 
 

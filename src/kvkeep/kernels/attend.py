@@ -243,6 +243,15 @@ def biased(s, slope, position, q_position):
 
 
 @triton.jit
+def with_bias(s, BIAS, at, extent, real, position, q_position):
+    """Scores (queries, slots), in base-2 logarithmic units, plus each query's bias for the positions
+    from a slot to the query: BIAS, float32, from `at` on."""
+    distance = q_position[:, None] - position[None, :]
+    distance = tl.minimum(tl.maximum(distance, 0), extent - 1)
+    return s + tl.load(BIAS + at[:, None] + distance, mask=real[:, None], other=0.0) * _LOG2_E
+
+
+@triton.jit
 def _store(OUT, acc, more, norm, real, FIRST: tl.constexpr, STEP: tl.constexpr,
            CODE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, DV: tl.constexpr,
            WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
@@ -264,17 +273,17 @@ def _column(TABLE, item, column: tl.constexpr, ALIGNED: tl.constexpr):
     return tl.multiple_of(x, 16) if ALIGNED else x
 
 
-@triton.jit(do_not_specialize=["n", "slots", "before", "splits", "first_part", "mass_slots",
+@triton.jit(do_not_specialize=["n", "extent", "slots", "before", "splits", "first_part", "mass_slots",
                                "mass_first", "top_first", "tops",
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def attend(
-    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, BOUNDS, USED, SINKS, SLOPES, TABLE, ROWS, OUT,
-    LSE, SHARE, TOP,
+    Q, K, KS, KZ, V, VS, VZ, POSITION, Q_POSITION, BOUNDS, USED, SINKS, SLOPES, BIAS, TABLE, ROWS,
+    OUT, LSE, SHARE, TOP,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     v_row, v_head, v_slot, vs_row, vs_head, vs_slot,
     position_row, position_head, position_slot, q_position_row, bounds_row,
-    rows, n, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
+    rows, n, bias_row, bias_head, bias_token, extent, slots, before, splits, first_part, mass_slots, mass_first, top_first, tops, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,
@@ -364,6 +373,7 @@ def attend(
     slope = top
     if SLOPES is not None:
         slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E
+    at_bias = row * bias_row + query_head.to(tl.int64) * bias_head + token * bias_token
     acc0 = tl.zeros((V_GROUPS * BLOCK_M, WIDE_V), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     # Sums of the weights, to correct the offset of 4-bit and 2-bit values.
@@ -382,6 +392,8 @@ def attend(
             position = tl.load(POSITION + slot.to(tl.int64) * position_slot, mask=here, other=-1)
         if SLOPES is not None:
             s = biased(s, slope, position, q_position)
+        if BIAS is not None:
+            s = with_bias(s, BIAS, at_bias, extent, real, position, q_position)
         seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
                      size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip

@@ -6,17 +6,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.attend import _LOG2_E, _query_indices, _query_parts, _scores, _seen, biased
+from kvkeep.kernels.attend import (
+    _LOG2_E,
+    _query_indices,
+    _query_parts,
+    _scores,
+    _seen,
+    biased,
+    with_bias,
+)
 
 
-@triton.jit(do_not_specialize=["n", "slots", "before", "mass_slots", "mass_first", "seen_row",
+@triton.jit(do_not_specialize=["n", "extent", "slots", "before", "mass_slots", "mass_first", "seen_row",
                                "first0", "from0", "to0", "first1", "from1", "to1", "first2",
                                "from2", "to2", "size0", "size1", "size2"])  # fmt: skip
 def weigh(
-    Q, K, KS, KZ, POSITION, Q_POSITION, BOUNDS, USED, SLOPES, LSE, SEEN, MASS,
+    Q, K, KS, KZ, POSITION, Q_POSITION, BOUNDS, USED, SLOPES, BIAS, LSE, SEEN, MASS,
     q_row, q_head, q_token, k_row, k_head, k_slot, ks_row, ks_head, ks_slot,
     position_row, position_head, position_slot, q_position_row, bounds_row, owned,
-    n, slots, before, mass_slots, mass_first, seen_row, scale, cap,
+    n, bias_row, bias_head, bias_token, extent, slots, before, mass_slots, mass_first, seen_row, scale, cap,
     size0, first0, from0, to0, size1, first1, from1, to1, size2, first2, from2, to2,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, WIDE_K: tl.constexpr,
     K_CODE: tl.constexpr, K_LOW: tl.constexpr, K_HIGH: tl.constexpr, K_PARTS: tl.constexpr, K_SIZE: tl.constexpr, K_COUNT: tl.constexpr,
@@ -70,6 +78,9 @@ def weigh(
         if SLOPES is not None:
             slope = tl.load(SLOPES + query_head).to(tl.float32) * _LOG2_E
             s = biased(s, slope, position, q_position)
+        if BIAS is not None:
+            at_bias = rows_ * bias_row + query_head.to(tl.int64) * bias_head + token * bias_token
+            s = with_bias(s, BIAS, at_bias, extent, real, position, q_position)
         seen = _seen(slot, here, position, q_position, low, high, token, before, real, n,
                      size0, first0, from0, to0, size1, first1, from1, to1,
                      size2, first2, from2, to2, DENSE, BOUNDS is not None, REACHES)  # fmt: skip

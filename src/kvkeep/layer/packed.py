@@ -180,7 +180,7 @@ class PackedLayer(AttendingLayer):
         if not ready:
             return ()
         kind: Kind | None = kind_of(inputs)
-        if wants_gradients(*inputs[:3]) or inputs.sinks is not None:
+        if wants_gradients(*inputs[:3]) or inputs.special:
             kind = None
         for sequence in [x for x, step in ready.items() if step.plan.kind is not kind]:
             ready.pop(sequence).end(NOT_MADE)

@@ -32,6 +32,7 @@ class StepInputs(NamedTuple):
         q, k, v: (B, Hq, n, Dk), (B, H, n, Dk) and (B, H, n, Dv); keys after the rotary embedding.
         position, until: see `LayerCache.extend`.
         scale, softcap, sinks: see `Options`.
+        bias: see `Options`.
         chosen: see `View`.
     """
 
@@ -43,6 +44,7 @@ class StepInputs(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     until: Tensor | None = None
+    bias: Tensor | None = None
     chosen: Tensor | None = None
 
     @property
@@ -50,6 +52,11 @@ class StepInputs(NamedTuple):
         """The inputs that operators in graphs take: all except `chosen`, which graphs do not
         support."""
         return self[:-1]
+
+    @property
+    def special(self) -> bool:
+        """Whether they have a part that the native step does not support."""
+        return not (self.sinks is None and self.until is None and self.bias is None)
 
     def resolved(self) -> StepInputs:
         """The inputs with all values in memory; see `checks.resolved`."""
@@ -61,16 +68,17 @@ class StepInputs(NamedTuple):
     def options(self, slopes: Slopes | None, centre: Centre | None = None, **mass: Any) -> Options:
         """The options of attention in a layer with these slopes and this centre. `mass`: options
         about recorded weights, such as `need_mass`."""
-        bias = slopes_on(slopes, self.q.device)
-        return Options(self.scale, self.softcap, self.sinks, slopes=bias, centre=centre, **mass)
+        given = {"slopes": slopes_on(slopes, self.q.device), "centre": centre, "bias": self.bias}
+        return Options(self.scale, self.softcap, self.sinks, **given, **mass)
 
     def part(self, first: int, count: int) -> StepInputs:
         """The inputs of `count` tokens from token `first` on."""
         at = slice(first, first + count)
         q, k, v = (x[:, :, at] for x in self[:3])
         position, until = (x if x is None else x[..., at] for x in (self.position, self.until))
-        chosen = None if self.chosen is None else self.chosen[:, :, at]
-        return self._replace(q=q, k=k, v=v, position=position, until=until, chosen=chosen)
+        chosen, bias = (x if x is None else x[:, :, at] for x in (self.chosen, self.bias))
+        given = {"position": position, "until": until, "chosen": chosen, "bias": bias}
+        return self._replace(q=q, k=k, v=v, **given)
 
     def parts(self, most: int) -> Iterator[StepInputs]:
         """The inputs in pieces of at most `most` tokens, in order."""

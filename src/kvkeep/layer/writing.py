@@ -203,7 +203,9 @@ class Writer:
             if cursor.state is not State.WRITING:  # `mend` needs `start` after an interrupt
                 cursor.start = None
             try:
-                self.checks.queries(*inputs[:2], inputs.sinks, inputs.softcap, self.slopes)
+                self.checks.queries(
+                    *(*inputs[:2], inputs.sinks, inputs.softcap, self.slopes, inputs.bias)
+                )
                 inputs = inputs.resolved()
                 self.check_gradients(*inputs[:3])
                 most = self.policy.step

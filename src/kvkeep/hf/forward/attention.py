@@ -16,7 +16,7 @@ from kvkeep.hf.config import own_implementation
 from kvkeep.hf.forward.masks import MaskRequest, masked
 from kvkeep.hf.forward.unserved import require_hooked
 from kvkeep.hf.forward.weights import explicit_step
-from kvkeep.hf.handover import Handed, ModelLayer, ReadLayer
+from kvkeep.hf.handover import BIAS, Handed, ModelLayer, ReadLayer
 from kvkeep.layer.step import StepInputs
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -68,9 +68,9 @@ def attention_over(original: str) -> AttentionFunction:
             )
             return absorbed.results(out), weights
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        inputs = StepInputs(query, key, value, None, scale, softcap, sinks, bias=kwargs.get(BIAS))
         columns = kwargs.get("indices")
-        chosen = None if columns is None else columns[:, None]
-        inputs = StepInputs(query, key, value, None, scale, softcap, sinks, chosen=chosen)
+        inputs = inputs if columns is None else inputs._replace(chosen=columns[:, None])
         asked: MaskRequest | None = getattr(attention_mask, "kvkeep", None)
         if (  # a decode step, where nothing else can be wrong
             handed is not None

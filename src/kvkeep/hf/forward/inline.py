@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.config import unrouted
@@ -30,47 +29,15 @@ from kvkeep.hf.forward.masks import MaskRequest
 from kvkeep.hf.forward.placing import placing
 from kvkeep.hf.interface.layers_cache import LayersCache
 from kvkeep.hf.kinds.base import Handle, Replaced
+from kvkeep.hf.kinds.differential import differential
 from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
+from kvkeep.hf.kinds.relative import inkling, inkling2
+from kvkeep.hf.kinds.replaced_attention import Attention, Output
+from kvkeep.hf.kinds.weighed import weighed
 
-Output = tuple[Tensor, Tensor | None]
-_CACHES = ("cache", "layer_past", "past_key_values")
 _ACCELERATED = "_old_forward"
 """The attribute in which accelerate keeps a module's original forward, when it moves weights."""
-
-
-class Attention(NamedTuple):
-    """The attention of a module in a forward.
-
-    Args:
-        name: the attention implementation.
-        module: the module.
-        cache: the cache that gets new keys and values; None: they come from the cache already.
-    """
-
-    name: str
-    module: Any
-    cache: Any = None
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any,
-        scaling: float,
-        dropout: nn.Dropout | float,
-    ) -> Output:
-        """Attention to the cache's slots and to k and v, (B, n, Hq, D), and its weights if they
-        were requested. q, k, v: (B, H, n, D)."""
-        module = self.module
-        if self.cache is not None:
-            k, v = self.cache.update(k, v, module.layer_idx)
-        share = dropout.p if isinstance(dropout, nn.Dropout) else dropout
-        share = share if module.training else 0.0
-        run: Any = ALL_ATTENTION_FUNCTIONS[self.name]
-        found: Output = run(module, q, k, v, mask, scaling=scaling, dropout=share)
-        return found
 
 
 # -- attention modules ------------------------------------------------------------------------
@@ -95,6 +62,27 @@ def _bert(
             q, k = module.apply_rotary_position_embeddings(sinusoidal_pos, q, k)
     out, weights = attend(q, k, v, attention_mask, width**-0.5, module.dropout)
     return out.flatten(2), weights
+
+
+def _git(
+    module: Any,
+    attend: Attention,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    cache: Any = None,
+    **_: Any,
+) -> Output:
+    """GIT passes its cache by position."""
+    return _bert(module, attend, hidden_states, attention_mask)
+
+
+def _big_bird(
+    module: Any, attend: Attention, hidden_states: Tensor, attention_mask: Any = None, **_: Any
+) -> Output:
+    """BigBird replaces the module inside, which knows its layer, when it first uses a cache."""
+    attend = attend._replace(place=module.seed)
+    out, weights = _bert(module.self, attend, hidden_states, attention_mask)
+    return module.output(out, hidden_states), weights
 
 
 def _bart(
@@ -238,14 +226,46 @@ class Rebound(NamedTuple):
         del known["__name__"]  # torch's compiler would use it to find the original values
         made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
         made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
-        return cls(made)
+        return cls(_decorated(kind.forward, made))
+
+
+def _decorated(own: Any, made: Any) -> Any:
+    """The function `made` with the decorators of the function `own`."""
+    under = getattr(own, "__wrapped__", None)
+    if under is None:
+        return made
+    inner = _decorated(under, made)
+    cells = (CellType(inner) if x.cell_contents is under else x for x in own.__closure__)
+    copied = FunctionType(
+        own.__code__, own.__globals__, own.__name__, own.__defaults__, tuple(cells)
+    )
+    copied.__kwdefaults__ = own.__kwdefaults__
+    return update_wrapper(copied, inner)
 
 
 def _falcon_decoder(source: Any) -> dict[str, Any]:
-    def mask(allow_is_causal_skip: bool = True, **request: Any) -> Any:
-        return source.create_causal_mask(**request)
+    return {"build_alibi_tensor": lambda *_, **__: None}
 
-    return {"create_causal_mask": mask, "build_alibi_tensor": lambda *_, **__: None}
+
+def _git_decoder(source: Any) -> dict[str, Any]:
+    """GIT takes every text for the caption of an image: it widens masks by the columns of an image,
+    and asks for masks in which the tokens of images see each other."""
+
+    def mask(cache: Any, inputs_embeds: Tensor, attention_mask: Any = None, **request: Any) -> Any:
+        columns = cache.get_seq_length() + inputs_embeds.shape[1]
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            attention_mask = attention_mask[:, -columns:]
+        groups = request.pop("block_sequence_ids")
+        if not torch.compiler.is_compiling() and bool((groups >= 0).any()):
+            request["block_sequence_ids"] = groups
+        given = {"cache": cache, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+        return source.create_causal_mask(**given, **request)
+
+    return {"create_causal_mask": mask}
+
+
+def _inkling2_decoder(source: Any) -> dict[str, Any]:
+    return {"get_relative_distance": lambda *_, **__: None}
 
 
 def _mpt_decoder(source: Any) -> dict[str, Any]:
@@ -257,6 +277,13 @@ def _mpt_decoder(source: Any) -> dict[str, Any]:
 # -- attaching --------------------------------------------------------------------------------
 
 _FORWARDS: dict[str, Callable[..., Any]] = {
+    "BigBirdAttention": _big_bird,
+    "DiffLlamaAttention": differential,
+    "DogeAttention": weighed,
+    "GitSelfAttention": _git,
+    "InklingAttention": inkling,
+    **dict.fromkeys(("Inkling2SlidingAttention", "Inkling2FullAttention"), inkling2),
+    **dict.fromkeys(("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention"), inkling2),
     "MegatronBertSelfAttention": _bert,
     "RemBertSelfAttention": _bert,
     "RoFormerSelfAttention": _bert,
@@ -271,7 +298,13 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
 _CORES = {"GPTNeoXJapaneseAttention": _neox, "GPTNeoSelfAttention": _neo}
 """Replacements of a method `_attn`, which a module calls with its cache's result."""
 
-_DECODERS = {"FalconModel": _falcon_decoder, "MptModel": _mpt_decoder}
+_DECODERS = {
+    "FalconModel": _falcon_decoder,
+    "GitModel": _git_decoder,
+    "Inkling2LoopTextModel": _inkling2_decoder,
+    "Inkling2TextModel": _inkling2_decoder,
+    "MptModel": _mpt_decoder,
+}
 
 
 def is_inline(decoder: PreTrainedModel) -> bool:
@@ -321,21 +354,21 @@ def _changes(decoder: PreTrainedModel, name: str) -> Iterator[Handle]:
 
 
 def _forward(own: Any, run: Any, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    cache = _cache_of_kvkeep(kwargs)
+    cache = _cache_of_kvkeep(*args, *kwargs.values())
     if cache is None:
         return own(*args, **kwargs)
     return run(module, Attention(name, module, cache), *args, **kwargs)
 
 
 def _decoded(own: Any, rebound: Rebound, module: Any, *args: Any, **kwargs: Any) -> Any:
-    run = own if _cache_of_kvkeep(kwargs) is None else partial(rebound.forward, module)
+    of_kvkeep = _cache_of_kvkeep(*args, *kwargs.values())
+    run = own if of_kvkeep is None else partial(rebound.forward, module)
     return run(*args, **kwargs)
 
 
-def _cache_of_kvkeep(kwargs: Mapping[str, Any]) -> Cache | LayersCache | None:
-    """The cache among the keyword arguments of a forward, if it is kvkeep's."""
-    given = next((kwargs[x] for x in _CACHES if kwargs.get(x) is not None), None)
-    return given if isinstance(given, (Cache, LayersCache)) else None
+def _cache_of_kvkeep(*given: Any) -> Cache | LayersCache | None:
+    """The cache among the arguments of a forward, if it is kvkeep's."""
+    return next((x for x in given if isinstance(x, (Cache, LayersCache))), None)
 
 
 def _alibi(own: Any, mask: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -80,15 +80,13 @@ def _applied(
     found: list[Rotary | None] = []
     for kind, some in zip(kinds, tried, strict=True):
         assert kind.place is not None
-        x, y = first[kind.place], later[kind.place]
-        width = x.shape[-1] - kind.beside
-        rotary = _found(decoder, kind.place, some, x[..., :width], y[..., :width])
-        if kind.beside:
-            every = _possible(decoder, 0)
-            index = _found(decoder, kind.place, every, x[..., width:], y[..., width:])
+        (x, *behind), (y, *later_behind) = first[kind.place], later[kind.place]
+        rotary = _found(decoder, kind.place, some, x, y)
+        for one, other in zip(behind, later_behind, strict=True):
+            index = _found(decoder, kind.place, _possible(decoder, 0), one, other)
             if index is not None:
                 none = Rotary(torch.empty(0))
-                rotary = replace(rotary or none, beside=replace(index, first=width))
+                rotary = replace(rotary or none, beside=replace(index, first=x.shape[-1]))
         found.append(rotary)
     return found
 
@@ -130,21 +128,20 @@ def _possible(decoder: PreTrainedModel, first: int) -> list[Rotary]:
     ]
 
 
-def _keys(decoder: PreTrainedModel, at: int) -> dict[int, Tensor]:
-    """The keys (1, H, 1, D) of slots of a token at position `at`, by index of the layers that have
-    keys."""
+def _keys(decoder: PreTrainedModel, at: int) -> dict[int, list[Tensor]]:
+    """The keys (1, H, 1, D) of slots of a token at position `at`, then the keys of an index behind
+    them, (1, 1, 1, D), by index of the layers that have keys."""
     cache = DynamicCache(config=decoder_config(decoder.config))
     one, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([[at]])
     with placed(place):
         decoder(input_ids=one, position_ids=place, **as_cache(decoder, cache), use_cache=True)
     kinds = kinds_of(decoder)
     layers: dict[int, Any] = dict(enumerate(cache.layers))
-    found: dict[int, Tensor] = {}
+    found: dict[int, list[Tensor]] = {}
     for index, layer in layers.items():
         if getattr(layer, "keys", None) is not None:
-            parts = [to_slots(kinds, layer.keys, layer.values)[0]]
-            parts += [x for kind in kinds if (x := kind.behind(layer)) is not None]
-            found[index] = torch.cat([x.expand(-1, parts[0].shape[1], -1, -1) for x in parts], -1)
+            found[index] = [to_slots(kinds, layer.keys, layer.values)[0]]
+            found[index] += [x for kind in kinds if (x := kind.behind(layer)) is not None]
     return found
 
 

@@ -88,8 +88,10 @@ def mask_over(original: str) -> Callable[..., Tensor | None]:
         attention_mask: Tensor | None = request.get("attention_mask")
         local_size: int | None = request.get("local_size")
         device = torch.device(asked["device"])
-        # transformers does not skip the mask of a single token for a cache that it may compile.
-        plain = allow_is_causal_skip or (kv_length.compileable and q_length == 1)
+        # transformers does not skip the mask of a single token for a cache that it may compile,
+        # nor a mask to which a model adds another.
+        known = request.get("mask_function") is causal_mask_function
+        plain = allow_is_causal_skip or known or (kv_length.compileable and q_length == 1)
         if asked["use_vmap"] or not plain:
             local_size = layer.window if local_size is None else local_size
             if torch.compiler.is_compiling():

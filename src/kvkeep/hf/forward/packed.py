@@ -202,5 +202,10 @@ class RowsCache(LayersCache):
 
 def _several(inputs: StepInputs, count: int) -> StepInputs:
     """The first `count` rows, side by side as the tokens of one row: q (1, Hq, count, D)."""
-    q, k, v = (x[:count].transpose(0, 2) for x in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v)
+    q, k, v, bias = (
+        None if x is None else x[:count].transpose(0, 2) for x in (*inputs[:3], inputs.bias)
+    )
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    return inputs._replace(q=q, k=k, v=v, bias=bias)

@@ -121,6 +121,9 @@ class LikeDynamic:
 
     def _pairs_of(self, cache: Any) -> list[_Pair]:
         """The keys and values of each attention layer."""
+        own = (kind.lacks for kind in self.kinds if not kind.states(self.config))
+        if reason := next((x[Feature.PAIRS] for x in own if Feature.PAIRS in x), ""):
+            raise UnsupportedError(f"{self.config.model_type} {reason}; feed the text again")
         if isinstance(cache, DynamicCache):
             listed = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in cache.layers]
         elif reason := self.carried.lacks.get(Feature.PAIRS):

@@ -21,17 +21,20 @@ from kvkeep.hf.kinds.base import Kind
 from kvkeep.hf.kinds.biased import Biased
 from kvkeep.hf.kinds.blocks import Blocks
 from kvkeep.hf.kinds.compressed import Compressed
+from kvkeep.hf.kinds.differential import Differential
 from kvkeep.hf.kinds.indexed import Indexed, SharesChoice
 from kvkeep.hf.kinds.latent import Latent
 from kvkeep.hf.kinds.looped import Looped
 from kvkeep.hf.kinds.own_states import Griffin, Lightning
 from kvkeep.hf.kinds.recurrent import Forwards as Forwards
 from kvkeep.hf.kinds.recurrent import Recurrent
+from kvkeep.hf.kinds.relative import Residuals
 from kvkeep.hf.kinds.shared import Shared
 from kvkeep.hf.kinds.states import KeepsStates as KeepsStates
 from kvkeep.hf.kinds.states import PassedStates as PassedStates
 from kvkeep.hf.kinds.states import states_in as states_in
 from kvkeep.hf.kinds.states_alone import StatesAlone
+from kvkeep.hf.kinds.weighed import ChoosesByValues, Weighed
 from kvkeep.hf.kinds.windows import Local, Plain, Windows, type_of_all
 from kvkeep.host import LayerKind
 
@@ -49,6 +52,10 @@ _KINDS: tuple[Kind, ...] = (
     Griffin(),
     StatesAlone(),
     Biased(),
+    Weighed(),
+    ChoosesByValues(),
+    Differential(),
+    Residuals(),
     Looped(),
     Local(),
 )
@@ -147,6 +154,10 @@ def layer_geometries(config: PreTrainedConfig, processes: int = 1) -> list[Geome
         query_heads = layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // query_heads
         heads = int(getattr(layer, "num_key_value_heads", None) or query_heads)
-        return Geometry(1, heads // processes, width + kind.beside, width, dtype)
+        made = Geometry(1, heads // processes, width + kind.beside, width, dtype)
+        for one in kinds:
+            made = one.geometry(made)
+        return made
 
+    kinds = kinds_of(config)
     return [geometry(kind) for kind in layer_kinds(config)]

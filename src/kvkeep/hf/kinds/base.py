@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.features import Lacks
+from kvkeep.geometry import Geometry
 from kvkeep.host import LayerKind
 from kvkeep.layer.recurrent import RecurrentStates, StateSpec
+from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 
@@ -108,6 +110,15 @@ class Kind:
     def from_slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `to_slots`."""
         return k, v
+
+    def geometry(self, own: Geometry) -> Geometry:
+        """The geometry of slots, given that of the keys and values that the model passes to its
+        cache."""
+        return own
+
+    def in_slots(self, rotary: Rotary) -> Rotary:
+        """The rotary embedding of slots' keys, given that of the model's keys."""
+        return rotary
 
     def behind(self, layer: Any) -> Tensor | None:
         """What slots hold behind the keys that a layer of a transformers cache holds, (B, 1, n, D);

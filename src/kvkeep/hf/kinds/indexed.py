@@ -34,20 +34,23 @@ _CHOICE = "prev_topk_indices"
 """The argument by which a layer hands its choice to layers that share it."""
 
 
+NOT_CHOSEN = (
+    Feature.COMPILED,
+    Feature.GRAPHED,
+    Feature.EXPORTED,
+    Feature.DRAFTED,
+    Feature.REREAD,
+    Feature.NARROWED,
+    Feature.PAIRS,
+)
+"""The features that models lack if the tokens that a query sees are chosen."""
+
+
 class Indexed(Kind):
     """Models with layers that attend to the tokens that an index chooses."""
 
     lacks: ClassVar[Lacks] = {
-        **unsupported(
-            _HAS,
-            Feature.COMPILED,
-            Feature.GRAPHED,
-            Feature.EXPORTED,
-            Feature.DRAFTED,
-            Feature.REREAD,
-            Feature.NARROWED,
-            Feature.PAIRS,
-        ),
+        **unsupported(_HAS, *NOT_CHOSEN),
         Feature.UNATTACHED: f"{_HAS} by separate keys",
     }
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import ShapeError, SpecError
-from kvkeep.hf.handover import Handed
+from kvkeep.hf.handover import Handed, handed_on
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.host import LayerKind
 from kvkeep.policy import Need
@@ -82,12 +82,9 @@ def _handed_on(own: Any, module: nn.Module, latent: Tensor, rotated: Tensor) -> 
     together: bool = getattr(rotated, "kvkeep", None) is handed
     if handed is None or not together:
         return own(latent, rotated)
-    k, v = Latent().to_slots(latent, rotated)
-    if handed.versions is not None and handed.versions == (latent._version, rotated._version):
-        handed.versions = k._version, v._version
     handed.absorbed = AbsorbedProjections(module)
-    k.kvkeep = v.kvkeep = handed  # type: ignore[attr-defined]
-    return k, v
+    given = latent, rotated
+    return handed_on(given, Latent().to_slots(*given))
 
 
 class AbsorbedProjections(NamedTuple):

@@ -22,6 +22,7 @@ from kvkeep.hf.cache_argument import NAMES, as_cache
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of
 from kvkeep.hf.inputs import fed_by
 from kvkeep.hf.kinds.base import Handle, Kind
+from kvkeep.hf.kinds.looped import with_further_runs
 from kvkeep.hf.kinds.multimodal import media_told, telling
 from kvkeep.hf.kinds.recurrent_layers import Divided, recurrent_layers
 from kvkeep.hf.kinds.states import TransformersStates
@@ -64,7 +65,7 @@ class Recurrent(Kind):
         if recurrent.isdisjoint(names):
             return []
         own = getattr(text, "number_of_conv_states", 1)
-        return [own if name in recurrent else 0 for name in names]
+        return with_further_runs(text, [own if name in recurrent else 0 for name in names])
 
     def states(self, text: PreTrainedConfig) -> RecurrentStates:
         return TransformersStates(self.numbers(text))

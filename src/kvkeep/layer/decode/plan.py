@@ -138,7 +138,7 @@ class StepPlan:
             x.is_cpu and x.stride(3) == 1 and type(x) is Tensor and not x.is_neg()
             for x in (q, k, v)
         )
-        if not plain or inputs.sinks is not None or inputs.until is not None:
+        if not plain or inputs.special:
             return None
         if cursor.readers and policy.evicts and policy.reach is None:
             return None  # the layer settles only after its readers have attended
@@ -267,7 +267,7 @@ class StepPlan:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether the plan accepts inputs of one token a row."""
-        if inputs.sinks is not None or inputs.until is not None:
+        if inputs.special:
             return False
         if exactly(inputs) != self._exactly and not self._takes_like(inputs):
             return False
@@ -301,7 +301,12 @@ class StepPlan:
             return None
         q, k, v = inputs[:3]
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
-        if inputs.sinks is not None or inputs.until is not None or gradients:
+        if (
+            gradients
+            or inputs.sinks is not None
+            or inputs.until is not None
+            or inputs.bias is not None
+        ):
             if not self.takes(inputs):
                 return None
         elif exactly(inputs) != self._exactly and not self._takes_like(inputs):
