@@ -23,6 +23,7 @@ from kvkeep.blocks import join
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.config import decoder_config, decoder_of, layer_list
 from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.planes import Chunks
 from kvkeep.train import backward
@@ -49,9 +50,10 @@ STEPS = (PROMPT - NEW, *[1] * NEW)
 PADS = (6, 1, 0)
 PACKED = (5, 2, 17)
 DRAFTED, FEW = 3, 2
-JOINED, LONG = (3, 2, 3), (11, 9, 4)
+JOINED, LONG = (3, 2, 3), (12, 9, 3)
 """Lengths of texts that are joined, and of the text after them: together not longer than the window
-of 8 tokens that the tiny models have, and longer."""
+of 8 tokens that the tiny models have, and longer. A long text begins at a multiple of the blocks of
+4 tokens among which an index chooses."""
 PROGRAMS = frozenset({"compile", "export"})
 """Features that take torch several seconds to compile or to trace."""
 
@@ -201,7 +203,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
 
     def joined() -> str:
         """The tokens after two texts that were fed apart, against transformers' own keys and values
-        for their new positions."""
+        for their new positions, or for those that they keep."""
         chunked = any(isinstance(layer.window, Chunks) for layer in Cache(model).layers)
         few = (JOINED,) if chunked else (JOINED, LONG)  # a move changes where chunks begin
         return next(filter(None, map(joined_of, few)), "")
@@ -324,14 +326,19 @@ def _detached(model: Any) -> Iterator[None]:
 
 
 def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
-    """The logits of a tail after texts that do not see each other, by an unattached model."""
+    """The logits of a tail after texts that do not see each other, by an unattached model. Texts
+    are at their positions in the whole, or each from 0 on, if the model embeds positions."""
     indexed = any(kind.beside for kind in layer_kinds(model.config))
     new = partial(DynamicCache, config=model.config) if indexed else DynamicCache
-    caches, start, cache = [], 0, new()
+    caches, start, cache, embeds = [], 0, new(), _embeds_positions(model)
+
+    def placed(text: Tensor) -> dict[str, Any]:
+        place = torch.arange(start, start + text.shape[1])[None]
+        return {"use_cache": True} | ({} if embeds else {"position_ids": place})
+
     for text in texts:
         caches.append(new())
-        place = torch.arange(start, start + text.shape[1])[None]
-        model(text, position_ids=place, use_cache=True, **as_cache(model, caches[-1]))
+        model(text, **placed(text), **as_cache(model, caches[-1]))
         start += text.shape[1]
     for index, layers in enumerate(zip(*(own.layers for own in caches), strict=True)):
         joined = {
@@ -343,10 +350,25 @@ def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
         for name, keys in joined.items():
             own: Any = cache.layers[index]
             (own.update_indexer if name == "indexer_keys" else own.update_index)(keys)
-    place = torch.arange(start, start + tail.shape[1])[None]
-    given = as_cache(model, cache) | {"position_ids": place, "use_cache": True}
-    logits: Tensor = model(tail, **given).logits
+    logits: Tensor = model(tail, **placed(tail), **as_cache(model, cache)).logits
     return logits
+
+
+def _embeds_positions(model: Any) -> bool:
+    """Whether the first layer's input for a token depends on the token's position."""
+    text, inputs = decoder_config(model.config), list[Tensor]()
+    count = len(getattr(text, "layer_types", None) or range(text.num_hidden_layers))
+    layers = layer_list(decoder_of(model), count)
+    if layers is None:
+        return False
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append((args[0] if args else kwargs["hidden_states"])[:, -1])
+
+    with torch.no_grad(), layers[0].register_forward_pre_hook(keep, with_kwargs=True):
+        for tokens in (1, 2):
+            model(torch.full((1, tokens), 5), use_cache=False)
+    return not torch.allclose(*inputs, atol=1e-5)
 
 
 def _fed(model: Any, cache: Any, inputs: dict[str, Any], chunks: tuple[int, ...] = ()) -> Tensor:
