@@ -462,6 +462,11 @@ def _rotaries(model: Any) -> list[Rotary | None]:
     """The rotary embedding of each layer. With a config only, the layers cannot be tried."""
     if isinstance(model, PreTrainedConfig):
         require_same_frequencies(model)
+        if any(kind.latent for kind in layer_kinds(model)):
+            raise UnsupportedError(
+                "only a part of a latent rotates, and a config does not tell which; build the "
+                "cache from the model"
+            )
         return rotaries_of(model)
     return host_of(model).rotaries()
 

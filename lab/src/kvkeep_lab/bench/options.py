@@ -330,8 +330,13 @@ class Reuse(OfModel):
 
     def notes(self, result: Mapping[str, Any]) -> str:
         """See `Benchmark`."""
-        found = any(row["mode"] == "redis" for row in result["rows"])
-        return "" if found else "redis-server is not installed, so the redis mode is left out"
+        found = {row["mode"] for row in result["rows"]}
+        notes = []
+        if "redis" not in found:
+            notes.append("redis-server is not installed, so the redis mode is left out")
+        if "blocks:0.15" not in found:
+            notes.append("layers have a sliding window, so no blocks are recomputed in part")
+        return "; ".join(notes)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.blocks import prefill
+from kvkeep.blocks.join import windowed
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
-from kvkeep.host import ModelCache
+from kvkeep.host import ModelCache, host_of
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep_lab.bench.contenders import read
@@ -34,6 +35,9 @@ MODES = (
     *("cold", "prefix", "disk", "redis"),
     *("blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all"),
 )
+REPAIRING = ("blocks:boundary:32", "blocks:0.15")
+"""Modes that models with sliding windows lack."""
+
 _QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
 
 
@@ -44,7 +48,8 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     plain prefill. The mode "cold" computes everything; "prefix", "disk" and "redis" find the
     documents stored in this order, in memory or in a backend; "blocks:R" joins documents that were
     computed separately, with `recompute=R`. Without a `redis` server, one is started for the run if
-    redis-server is installed, and otherwise the mode is left out.
+    redis-server is installed, and otherwise the mode is left out; so are modes that recompute some
+    tokens, if layers have a sliding window.
 
     Returns:
         `rows`: for each mode, medians over the turns of `ttft_s` and its `speedup` over cold; and,
@@ -67,7 +72,9 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
         url = during.enter_context(_server(folder)) if asked.redis is None else asked.redis
         if url is not None:
             backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
-        modes = [mode for mode in MODES if mode != "redis" or mode in backends]
+        lacking = set(REPAIRING) if windowed(host_of(loaded).new_cache()) else set[str]()
+        lacking |= {"redis"} - set(backends)
+        modes = [mode for mode in MODES if mode not in lacking]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
         work = Work(progress, asked.turns)
         for turn in range(asked.turns):
