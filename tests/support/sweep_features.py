@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -331,14 +332,18 @@ def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
     indexed = any(kind.beside for kind in layer_kinds(model.config))
     new = partial(DynamicCache, config=model.config) if indexed else DynamicCache
     caches, start, cache, embeds = [], 0, new(), _embeds_positions(model)
+    by_columns = hasattr(decoder_config(model.config), "index_block_size")
 
-    def placed(text: Tensor) -> dict[str, Any]:
+    def placed(text: Tensor, start: int) -> dict[str, Any]:
         place = torch.arange(start, start + text.shape[1])[None]
         return {"use_cache": True} | ({} if embeds else {"position_ids": place})
 
     for text in texts:
         caches.append(new())
-        model(text, **placed(text), **as_cache(model, caches[-1]))
+        at = 0 if by_columns else start
+        model(text, **placed(text, at), **as_cache(model, caches[-1]))
+        if by_columns:
+            _turn_keys(model, caches[-1], start)
         start += text.shape[1]
     for index, layers in enumerate(zip(*(own.layers for own in caches), strict=True)):
         joined = {
@@ -350,8 +355,22 @@ def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
         for name, keys in joined.items():
             own: Any = cache.layers[index]
             (own.update_indexer if name == "indexer_keys" else own.update_index)(keys)
-    logits: Tensor = model(tail, **placed(tail), **as_cache(model, cache)).logits
+    logits: Tensor = model(tail, **placed(tail, start), **as_cache(model, cache)).logits
     return logits
+
+
+def _turn_keys(model: Any, cache: DynamicCache, by: int) -> None:
+    """Move keys by some positions, by the model's own code: its index takes positions for columns,
+    so it cannot compute a text at other positions."""
+    embedding = next(x for x in model.modules() if type(x).__name__.endswith("RotaryEmbedding"))
+    rotate = sys.modules[type(embedding).__module__].apply_rotary_pos_emb
+    for layer in cache.layers:
+        for name in ("keys", "idx_keys"):
+            keys = getattr(layer, name, None)
+            if keys is not None:
+                angles = embedding(keys, torch.full((1, 1), by))
+                cos, sin = (x[..., : keys.shape[-1]] for x in angles)
+                setattr(layer, name, rotate(keys, keys, cos, sin)[0])
 
 
 def _embeds_positions(model: Any) -> bool:
