@@ -24,7 +24,7 @@ from kvkeep.blocks import join
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import decoder_config, decoder_of, layer_list
+from kvkeep.hf.config import decoder_config, decoder_of, layer_lists
 from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.planes import Chunks
 from kvkeep.train import backward
@@ -375,19 +375,24 @@ def _turn_keys(model: Any, cache: DynamicCache, by: int) -> None:
 
 def _embeds_positions(model: Any) -> bool:
     """Whether the first layer's input for a token depends on the token's position."""
-    text, inputs = decoder_config(model.config), list[Tensor]()
+    text, inputs = decoder_config(model.config), dict[Any, list[Tensor]]()
     count = len(getattr(text, "layer_types", None) or range(text.num_hidden_layers))
-    layers = layer_list(decoder_of(model), count)
-    if layers is None:
-        return False
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append((args[0] if args else kwargs["hidden_states"])[:, -1])
+        hidden = args[0] if args else kwargs["hidden_states"]
+        inputs.setdefault(module, []).append(hidden[:, -1])
 
-    with torch.no_grad(), layers[0].register_forward_pre_hook(keep, with_kwargs=True):
+    hooks = [
+        one[0].register_forward_pre_hook(keep, with_kwargs=True)
+        for one in layer_lists(decoder_of(model), count)
+    ]
+    with torch.no_grad():
         for tokens in (1, 2):
             model(torch.full((1, tokens), 5), use_cache=False)
-    return not torch.allclose(*inputs, atol=1e-5)
+    for hook in hooks:
+        hook.remove()
+    first = next(iter(inputs.values()), [])  # the layers run before parts of them
+    return len(first) == 2 and not torch.allclose(*first, atol=1e-5)
 
 
 def _fed(model: Any, cache: Any, inputs: dict[str, Any], chunks: tuple[int, ...] = ()) -> Tensor:

@@ -43,10 +43,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, decoder)
 
 
-def layer_list(decoder: nn.Module, count: int) -> nn.ModuleList | None:
-    """The list of a decoder's `count` layers; None if it has none."""
+def layer_lists(decoder: nn.Module, count: int) -> list[nn.ModuleList]:
+    """The lists of `count` modules in a decoder, the outermost first. One of them has the decoder's
+    layers; others may have layers for images."""
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
-    return next((found for found in lists if len(found) == count), None)
+    return [found for found in lists if len(found) == count]
 
 
 def changing_ropes(config: PreTrainedConfig) -> list[str]:

@@ -20,7 +20,7 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.attach import attach, attach_routed, unwrapped
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed, layer_list
+from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed, layer_lists
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.hf.interface.layers_cache import LayersCache
@@ -252,10 +252,10 @@ def _require_layerwise(model: Any) -> None:
 
 
 def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
-    found = layer_list(decoder, count)
-    if found is None:
+    found = layer_lists(decoder, count)
+    if not found:
         raise _refused(decoder, f"has no list of its {count} layers")
-    return found
+    return found[0]
 
 
 def _refused(model: Any, clause: str) -> UnsupportedError:

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError, reason_of
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import decoder_config, decoder_of, layer_list
+from kvkeep.hf.config import decoder_config, decoder_of, layer_lists
 from kvkeep.hf.forward.placing import placed, placing
 from kvkeep.hf.kinds import kinds_of, layer_kinds, to_slots
 from kvkeep.hf.weightless import cheap_forwards, without_weights
@@ -153,21 +153,28 @@ def _keys_of_same_states(decoder: PreTrainedModel) -> tuple[Keys, Keys]:
     each layer gets the first token's hidden state for it."""
     text = decoder_config(decoder.config)
     names = getattr(text, "layer_types", None)
-    layers = layer_list(decoder, text.num_hidden_layers if names is None else len(names))
-    if layers is None:
-        raise UnsupportedError("it has no list of its layers")
+    lists = layer_lists(decoder, text.num_hidden_layers if names is None else len(names))
     states = dict[nn.Module, Tensor]()
+
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[layer] = args[0] if args else kwargs.get("hidden_states")
 
     def same(
         layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        last = states.setdefault(layer, hidden[:, -1:])
-        return (torch.cat([hidden[:, :-1], last], dim=1), *rest), kwargs
+        return (torch.cat([hidden[:, :-1], states[layer]], dim=1), *rest), kwargs
 
+    hooks = [x.register_forward_pre_hook(keep, with_kwargs=True) for one in lists for x in one]
+    alone = _last_keys(decoder, 1)
+    for hook in hooks:
+        hook.remove()
+    layers = next((one for one in lists if states.keys() >= {*one}), None)
+    if layers is None:
+        raise UnsupportedError("it has no list of its layers")
     for layer in layers:
         layer.register_forward_pre_hook(same, with_kwargs=True)
-    return _last_keys(decoder, 1), _last_keys(decoder, _AT + 1)
+    return alone, _last_keys(decoder, _AT + 1)
 
 
 def _last_keys(decoder: PreTrainedModel, tokens: int, **given: Tensor) -> Keys:
