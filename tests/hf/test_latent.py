@@ -279,7 +279,7 @@ def test_a_scorer_of_keys_of_heads_is_refused(tmp_path, model):
 
 
 def test_what_a_latent_cannot_do_is_refused_with_the_reason(model):
-    with pytest.raises(SpecError, match="both have one codec; use int4$"):
+    with pytest.raises(SpecError, match=r"both have one codec; use int4$"):
         kvkeep.Cache(model, "keep_all+int8/int4")
     with kvkeep.attach(model), torch.no_grad():
         cache = kvkeep.Cache(model, "keep_all@fixed:64")
