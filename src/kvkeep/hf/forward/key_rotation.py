@@ -83,6 +83,9 @@ def _applied(
     found: list[Rotary | None] = []
     for kind, some in zip(kinds, tried, strict=True):
         assert kind.place is not None
+        if kind.counts:  # no keys
+            found.append(None)
+            continue
         x, y = first[kind.place], later[kind.place]
         width = x.shape[-1] - kind.beside
         rotary = _found(decoder, kind.place, some, x[..., :width], y[..., :width])
