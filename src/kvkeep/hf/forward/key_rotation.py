@@ -157,7 +157,7 @@ def _keys_of_same_states(decoder: PreTrainedModel) -> tuple[Keys, Keys]:
     text = decoder_config(decoder.config)
     names = getattr(text, "layer_types", None)
     lists = layer_lists(decoder, text.num_hidden_layers if names is None else len(names))
-    states = dict[nn.Module, Tensor]()
+    states = dict[nn.Module, Any]()
 
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states[layer] = args[0] if args else kwargs.get("hidden_states")
