@@ -27,8 +27,8 @@ def _model(more: str = "") -> Any:
 
 def _model_or_random() -> Any:
     return _model(
-        "; or random-1b, with random weights; for `bench serve` random-hybrid, random-latent or "
-        "random-shared too"
+        "; or random-1b, with random weights; for `bench serve` random-hybrid, random-latent, "
+        "random-shared or random-windowed too"
     )
 
 
@@ -316,6 +316,7 @@ class Fork(OfModel):
 class Reuse(OfModel):
     """Reuse of stored documents: time to the first token, and the loss of quality."""
 
+    model: str = _model("; or random-windowed, with random weights and sliding windows of 512")
     title = "{documents} documents and a question, {tokens} tokens, {model}, {dtype}"
     example = "reuse --documents 6 --turns 3"
     documents: int = _count(6, "Documents before the question.", 2)
