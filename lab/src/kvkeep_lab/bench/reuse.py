@@ -64,7 +64,7 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     if asked.model in RANDOM:
         loaded = random_model(asked.model, dtype_named(asked.dtype), device_named(None))
         text = torch.randint(loaded.config.vocab_size, (sum(lengths) + _ASKED,))
-        text, question = text.split([sum(lengths), _ASKED])
+        text, question = torch.split(text, [sum(lengths), _ASKED])
     else:
         loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
         text = tokens_of_text(tokenizer, sum(lengths))[0]
