@@ -27,6 +27,11 @@ class Rotary:
     first: int = 0
     beside: Rotary | None = None
 
+    @property
+    def turns(self) -> bool:
+        """Whether any dimension is rotated."""
+        return len(self.inv_freq) > 0 or (self.beside is not None and self.beside.turns)
+
     def turn(self, x: Tensor, by: Tensor) -> Tensor:
         """Rotate x (..., D) forward by `by` positions, which broadcasts to (...). Returns a copy in
         x's dtype, computed in at least float32."""

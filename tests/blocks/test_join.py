@@ -7,7 +7,7 @@ import torch
 from support.joined_logits import expected
 from support.sweep_configs import model_of
 from support.sweep_features import after_own
-from support.tiny_models import tiny
+from support.tiny_models import growing_rope, tiny
 from transformers import DynamicCache
 
 import kvkeep
@@ -33,6 +33,8 @@ LLAMA3 = {
     "rope_theta": 1e4,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+DYNAMIC = growing_rope("dynamic")
+LONG = growing_rope("longrope") | {"original_max_position_embeddings": 64}
 BY_TYPE = {
     "full_attention": LINEAR | {"rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -42,6 +44,8 @@ MODELS = {
     "linear": ("llama", {"rope_parameters": LINEAR}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
     "yarn": ("llama", {"rope_parameters": YARN}),
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC}),
+    "longrope": ("llama", {"rope_parameters": LONG}),
     "partial": ("phi", {}),
     "interleaved": ("cohere", {}),
     "partial, interleaved": ("glm4", {}),
@@ -282,15 +286,41 @@ def test_bad_input():
         for kind, message, caches in cases:
             with pytest.raises(kind, match=message):
                 join(model, caches)
-        learned = tiny("gpt2")
-        with pytest.raises(UnsupportedError, match="no rotary embedding"):
-            join(learned, [alone(learned, parts[0])])
         own = model_of("roformer")  # rotates by a table among its weights
         with pytest.raises(UnsupportedError, match="another way than by its rotary embedding"):
             join(own, [alone(own, parts[0])])
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        dynamic = tiny("llama", rope_parameters=rope)
-        with pytest.raises(UnsupportedError, match="cannot find the rotary embedding"):
-            join(dynamic, [alone(dynamic, parts[0])])
         assert join(model, [kvkeep.Cache(model)]).fed == 0
         assert cache.shared_bytes == 0
+
+
+@pytest.mark.parametrize(("rope", "most"), [(DYNAMIC, 63), (LONG, 64)])
+def test_frequencies_that_change_with_the_length(rope, most):
+    """Also after the model has read a longer text, for which they changed."""
+    model = tiny("llama", max_position_embeddings=64, rope_parameters=rope)
+    model.set_attn_implementation("eager")
+    *parts, tail, longer = texts((30, most - 34, 4, 70))
+    wanted = expected(model, parts, tail)
+    with kvkeep.attach(model), torch.inference_mode():
+        alone(model, longer)
+        caches = [alone(model, part) for part in (*parts, tail, tail[:, :1])]
+        found = model(tail, past_key_values=join(model, caches[:2])).logits
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        assert join(model, caches[:3]).fed == most
+        with pytest.raises(UnsupportedError, match=f"change after {most} tokens"):
+            join(model, caches)
+        with pytest.raises(UnsupportedError, match="predict queries"):
+            kvkeep.Cache(model, "expected_attention:16")
+
+
+def test_an_index_of_blocks():
+    """Of 4 tokens, of which two are chosen: a text begins at a block, or in one of two blocks."""
+    model = model_of("minimax_m3_vl_text")
+    *parts, tail = texts((12, 9, 2, 5))
+    with torch.no_grad():
+        wanted = after_own(model, parts, tail)
+        with kvkeep.attach(model):
+            caches = [alone(model, part) for part in parts]
+            found = model(tail, past_key_values=join(model, caches)).logits
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+            with pytest.raises(UnsupportedError, match="a text of 9 that begins at position 2"):
+                join(model, [caches[2], caches[1]])

@@ -11,6 +11,7 @@ from shutil import which
 
 import pytest
 import torch
+from kvkeep_lab.bench.random_model import RANDOM
 from kvkeep_lab.bench.resident import in_core
 from support import command_line, finetune_inputs
 from support.command_line import last_line
@@ -143,6 +144,17 @@ def test_reuse():
         assert rows[mode]["top1"] == 1
     assert rows["blocks:0"]["kl"] > 1e-3
     assert all(row["ttft_s"] > 0 and row["speedup"] > 0 for row in rows.values())
+
+
+def test_reuse_with_a_random_model_of_sliding_windows(monkeypatch):
+    tiny = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "sliding_window": 8}
+    monkeypatch.setitem(RANDOM, "random-windowed", RANDOM["random-windowed"] | tiny)
+    sizes = ("--documents", "3", "--shortest", "20", "--longest", "40", "--answer", "3")
+    found = last_line(run("reuse", "--model", "random-windowed", *sizes, "--turns", "1", "--json"))
+    rows = {row["mode"]: row for row in found["rows"]}
+    assert list(rows)[:2] == ["cold", "prefix"]
+    assert list(rows)[-2:] == ["blocks:0", "blocks:all"]
+    assert rows["prefix"]["kl"] < 1e-5
 
 
 @pytest.mark.parametrize(

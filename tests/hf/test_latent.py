@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 
 import pytest
 import torch
+from kvkeep_lab.bench.decode_loop import buffers
+from kvkeep_lab.bench.resident import in_core
+from support import tiny_scorer
 from support.random_ids import ids
 from support.sweep_models import model_of
 from support.tiny_models import tiny
-from transformers import DynamicCache
+from transformers import DeepseekV3Config, DynamicCache
 
 import kvkeep
 from kvkeep.errors import SpecError, StateError, UnsupportedError
@@ -27,6 +31,7 @@ POLICIES = [
     "keydiff:10",
     "knorm:10,sinks=1",
     "random:10,sinks=1,recent=1",
+    "expected_attention:10,recent=2",
     "pyramid:2(h2o:10)",
 ]
 NEAR = {"atol": 5e-5, "rtol": 2e-4}
@@ -265,13 +270,17 @@ def test_an_interrupted_step_is_noticed(model):
     torch.testing.assert_close(found, expected, **NEAR)
 
 
+def test_a_scorer_of_keys_of_heads_is_refused(tmp_path, model):
+    path = tiny_scorer.write(tmp_path / "a.scorer", model)
+    with pytest.raises(SpecError, match="policy kvzap scores a head's keys"):
+        kvkeep.Cache(model, f"kvzap:25%,scorer={path}")
+    with pytest.raises(UnsupportedError, match="build the cache from the model"):
+        kvkeep.Cache(model.config, "expected_attention:10")
+
+
 def test_what_a_latent_cannot_do_is_refused_with_the_reason(model):
-    for spec, why in (
-        ("expected_attention:10", "only a part has a position; use snapkv or h2o$"),
-        ("keep_all+int8/int4", "both have one codec; use int4$"),
-    ):
-        with pytest.raises(SpecError, match=why):
-            kvkeep.Cache(model, spec)
+    with pytest.raises(SpecError, match=r"both have one codec; use int4$"):
+        kvkeep.Cache(model, "keep_all+int8/int4")
     with kvkeep.attach(model), torch.no_grad():
         cache = kvkeep.Cache(model, "keep_all@fixed:64")
         four = torch.zeros(1, 1, 5, 5)
@@ -296,6 +305,24 @@ def test_a_slot_holds_the_latent_once(model):
     position = 4
     assert cache.live_bytes == len(cache.layers) * 30 * (4 * width + position)
     assert cache.live_bytes == kvkeep.Cache(model).bytes_for(30)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux counts pages in memory")
+def test_latents_take_little_more_memory_than_their_elements():
+    """A layer of the shape of DeepSeek-V3, whose storage grows with chunks and with single steps:
+    all pages of its buffers that are in memory."""
+    config = DeepseekV3Config(num_hidden_layers=1, dtype="bfloat16")
+    cache = kvkeep.Cache(config)
+    (layer,) = cache.layers
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    assert width == 576
+    for n in (900, *[1] * 30, 1300, *[1] * 30):
+        k = torch.randn(1, 1, n, width, dtype=torch.bfloat16)
+        layer.extend(k, k[..., : config.kv_lora_rank])
+        layer.settle()
+        if layer.fed in (930, 2260):
+            held = in_core(buffers(cache)) / k.element_size()
+            assert layer.fed * width < held <= 1.15 * layer.fed * width
 
 
 @torch.no_grad()

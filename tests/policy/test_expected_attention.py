@@ -21,6 +21,7 @@ def rotation(position, rotary):
     matrix, half = torch.eye(DIM, dtype=torch.float64), rotary.inv_freq.shape[0]
     for i, frequency in enumerate(rotary.inv_freq.double().tolist()):
         a, b = (2 * i, 2 * i + 1) if rotary.interleaved else (i, i + half)
+        a, b = rotary.first + a, rotary.first + b
         cos, sin = math.cos(position * frequency), math.sin(position * frequency)
         matrix[a, a] = matrix[b, b] = cos
         matrix[a, b], matrix[b, a] = -sin, sin
@@ -61,8 +62,9 @@ def expected_scores(queries, keys, values, newest, rotary, scale):
         None,
         Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02])),
         Rotary(torch.tensor([1.0, 0.3]), interleaved=True),
+        Rotary(torch.tensor([1.0, 0.3]), first=3),
     ],
-    ids=["none", "halves", "interleaved, partial"],
+    ids=["none", "halves", "interleaved, partial", "the end of a latent"],
 )
 def test_decisions(rotary, chunks, recent):
     text = f"expected_attention:8,recent={recent},future={FUTURE},sinks={SINKS}"

@@ -19,11 +19,22 @@ def block_diagonal(lengths, tail):
 
 
 @torch.no_grad()
-def expected(model, parts, tail):
-    """Logits of the tail (1, n) after the parts, by the model without kvkeep."""
+def expected(model, parts, tail, *, kept=False, window=None):
+    """Logits of the tail (1, n) after the parts, by the model without kvkeep.
+
+    `kept`: positions begin at 0 in each part; otherwise they count all tokens. `window`: the tail
+    sees so many of the last tokens.
+    """
     whole = torch.cat([*parts, tail], dim=1)
-    mask = block_diagonal([part.shape[1] for part in parts], tail.shape[1])
+    lengths = [part.shape[1] for part in parts]
+    mask = block_diagonal(lengths, tail.shape[1])
     place = torch.arange(whole.shape[1])[None]
+    if window is not None:
+        far = place - place.mT <= -window
+        far[: sum(lengths)] = False
+        mask = mask.masked_fill(far, torch.finfo(torch.float32).min)
+    if kept:
+        place = torch.cat([*(torch.arange(n) for n in lengths), place[0, sum(lengths) :]])[None]
     logits = model(whole, attention_mask=mask, position_ids=place, use_cache=False).logits
     return logits[:, -tail.shape[1] :]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from kvkeep.blocks import join
 from kvkeep.errors import KVKeepError, UnsupportedError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.cache_argument import as_cache
+from kvkeep.hf.config import decoder_config, decoder_of, layer_lists
 from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.planes import Chunks
 from kvkeep.train import backward
@@ -49,9 +51,10 @@ STEPS = (PROMPT - NEW, *[1] * NEW)
 PADS = (6, 1, 0)
 PACKED = (5, 2, 17)
 DRAFTED, FEW = 3, 2
-JOINED, LONG = (3, 2, 3), (11, 9, 4)
+JOINED, LONG = (3, 2, 3), (12, 9, 3)
 """Lengths of texts that are joined, and of the text after them: together not longer than the window
-of 8 tokens that the tiny models have, and longer."""
+of 8 tokens that the tiny models have, and longer. A long text begins at a multiple of the blocks of
+4 tokens among which an index chooses."""
 PROGRAMS = frozenset({"compile", "export"})
 """Features that take torch several seconds to compile or to trace."""
 
@@ -201,7 +204,7 @@ def features(kind: str, model: Any, expected: Expected, own: str) -> Iterator[Co
 
     def joined() -> str:
         """The tokens after two texts that were fed apart, against transformers' own keys and values
-        for their new positions."""
+        for their new positions, or for those that they keep."""
         chunked = any(isinstance(layer.window, Chunks) for layer in Cache(model).layers)
         few = (JOINED,) if chunked else (JOINED, LONG)  # a move changes where chunks begin
         return next(filter(None, map(joined_of, few)), "")
@@ -324,14 +327,23 @@ def _detached(model: Any) -> Iterator[None]:
 
 
 def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
-    """The logits of a tail after texts that do not see each other, by an unattached model."""
+    """The logits of a tail after texts that do not see each other, by an unattached model. Texts
+    are at their positions in the whole, or each from 0 on, if the model embeds positions."""
     indexed = any(kind.beside for kind in layer_kinds(model.config))
     new = partial(DynamicCache, config=model.config) if indexed else DynamicCache
-    caches, start, cache = [], 0, new()
+    caches, start, cache, embeds = [], 0, new(), _embeds_positions(model)
+    by_columns = hasattr(decoder_config(model.config), "index_block_size")
+
+    def placed(text: Tensor, start: int) -> dict[str, Any]:
+        place = torch.arange(start, start + text.shape[1])[None]
+        return {"use_cache": True} | ({} if embeds else {"position_ids": place})
+
     for text in texts:
         caches.append(new())
-        place = torch.arange(start, start + text.shape[1])[None]
-        model(text, position_ids=place, use_cache=True, **as_cache(model, caches[-1]))
+        at = 0 if by_columns else start
+        model(text, **placed(text, at), **as_cache(model, caches[-1]))
+        if by_columns:
+            _turn_keys(model, caches[-1], start)
         start += text.shape[1]
     for index, layers in enumerate(zip(*(own.layers for own in caches), strict=True)):
         joined = {
@@ -343,10 +355,44 @@ def after_own(model: Any, texts: list[Tensor], tail: Tensor) -> Tensor:
         for name, keys in joined.items():
             own: Any = cache.layers[index]
             (own.update_indexer if name == "indexer_keys" else own.update_index)(keys)
-    place = torch.arange(start, start + tail.shape[1])[None]
-    given = as_cache(model, cache) | {"position_ids": place, "use_cache": True}
-    logits: Tensor = model(tail, **given).logits
+    logits: Tensor = model(tail, **placed(tail, start), **as_cache(model, cache)).logits
     return logits
+
+
+def _turn_keys(model: Any, cache: DynamicCache, by: int) -> None:
+    """Move keys by some positions, by the model's own code: its index takes positions for columns,
+    so it cannot compute a text at other positions."""
+    embedding = next(x for x in model.modules() if type(x).__name__.endswith("RotaryEmbedding"))
+    rotate = sys.modules[type(embedding).__module__].apply_rotary_pos_emb
+    for layer in cache.layers:
+        for name in ("keys", "idx_keys"):
+            keys = getattr(layer, name, None)
+            if keys is not None:
+                angles = embedding(keys, torch.full((1, 1), by))
+                cos, sin = (x[..., : keys.shape[-1]] for x in angles)
+                setattr(layer, name, rotate(keys, keys, cos, sin)[0])
+
+
+def _embeds_positions(model: Any) -> bool:
+    """Whether the first layer's input for a token depends on the token's position."""
+    text, inputs = decoder_config(model.config), dict[Any, list[Tensor]]()
+    count = len(getattr(text, "layer_types", None) or range(text.num_hidden_layers))
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        inputs.setdefault(module, []).append(hidden[:, -1])
+
+    hooks = [
+        one[0].register_forward_pre_hook(keep, with_kwargs=True)
+        for one in layer_lists(decoder_of(model), count)
+    ]
+    with torch.no_grad():
+        for tokens in (1, 2):
+            model(torch.full((1, tokens), 5), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    first = next(iter(inputs.values()), [])  # the layers run before parts of them
+    return len(first) == 2 and not torch.allclose(*first, atol=1e-5)
 
 
 def _fed(model: Any, cache: Any, inputs: dict[str, Any], chunks: tuple[int, ...] = ()) -> Tensor:

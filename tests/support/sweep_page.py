@@ -189,8 +189,9 @@ def _top(rows: dict[str, Row]) -> list[str]:
         *_item(
             "**join**: after two texts that were fed separately and [joined](blocks.md), the next "
             "tokens have the same logits as with keys and values that transformers computed for "
-            "these positions. The texts are longer than windows; in models with chunked attention, "
-            "they are shorter than a chunk."
+            "these positions; in models that add positions to their embeddings, each text keeps "
+            "its own positions, from 0 on. The texts are longer than windows; in models with "
+            "chunked attention, they are shorter than a chunk."
         ),
         *_item(
             "**pack**: in [one forward](batch.md) of several sequences of different lengths, each "

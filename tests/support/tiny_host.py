@@ -123,7 +123,7 @@ class TinyHost(Host):
         dtype = self.model.embedding.weight.dtype
         return [Geometry(1, HEADS, WIDTH, WIDTH, dtype)] * len(self.model.layers)
 
-    def rotaries(self) -> list[Rotary | None]:
+    def rotaries(self, tokens: int | None = None) -> list[Rotary | None]:
         return [Rotary(self.model.inv_freq)] * len(self.model.layers)
 
     @property

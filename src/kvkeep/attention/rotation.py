@@ -31,6 +31,11 @@ class Rotation:
     first: int = 0
     beside: Rotary | None = None
 
+    @property
+    def turns(self) -> bool:
+        """Whether any dimension is rotated."""
+        return Rotary(self.inv_freq, beside=self.beside).turns
+
     def turn(self, q: Tensor) -> Tensor:
         """R(-offset) applied to q (..., D), computed in at least float32; a copy."""
         return self._turned(q, -self.offset)

@@ -1,4 +1,4 @@
-"""Joins caches of separately computed texts by moving them to new positions."""
+"""Joins caches of separately computed texts, which are moved to new positions if keys rotate."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def join(
     text's offset. When a policy evicts, or a snapshot is taken, keys are rotated once, and encoded
     again. Only the first text should begin with a BOS token.
 
+    If a model adds positions to its embeddings (learned or sinusoidal: GPT-2, OPT, BART), keys
+    cannot be moved, so each text keeps the positions with which it was computed, from 0 on. The
+    result equals one forward of all texts under a block-diagonal mask, with positions that begin at
+    0 in each text. The positions of slots, which windows and policies compare, count the tokens of
+    all texts, as do the positions of tokens fed afterwards. Source: Parallel Context Windows (arXiv
+    2212.10947), where the tokens afterwards follow the longest text.
+
     Args:
         model: the model that computed the caches.
         caches: caches of one row each, with the same specs. They are frozen, and remain usable.
@@ -51,17 +58,24 @@ def join(
         capacity: see `kvkeep.Cache`.
 
     Raises:
-        ShapeError: no caches, or a cache with several rows.
+        ShapeError: no caches, a cache with several rows, or more tokens than a model has positions
+            that it adds to its embeddings.
         StateError: the caches differ in specs, or in whether the model was attached; or a cache of
             `spec` cannot begin with these caches' slots.
-        UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its positions
-            are learned, its frequencies depend on the length, or it has recurrent layers.
+        UnsupportedError: a cache evicted tokens, or the model's keys cannot be moved: its layers
+            use positions in an unknown way, its frequencies change within the number of all tokens
+            (`dynamic`, `longrope`), or it has recurrent layers.
     """
+    host = host_of(model)
+    _require_alike(caches)
     *starts, columns = accumulate((cache.fed for cache in caches), initial=0)
-    joined = join_at(host_of(model), caches, starts, columns)
+    rotaries = host.rotaries(columns)
+    if not any(rotaries):
+        _require_positions(host, columns)
+    joined = _joined(host, caches, starts, columns, [one or _NONE for one in rotaries])
     if spec is None:
         return joined
-    cache = host_of(model).new_cache(spec, capacity=capacity)
+    cache = host.new_cache(spec, capacity=capacity)
     exact = exact_specs(cache.specs)
     if not encodes_alike(exact, joined.specs):
         raise StateError(
@@ -83,9 +97,25 @@ def join_at(
             tokens; see `kvkeep.blocks.recomputation`.
     """
     _require_alike(caches)
-    rotaries = moving(host)
+    return _joined(host, caches, starts, columns, moving(host))
+
+
+def _joined(
+    host: Host,
+    caches: Sequence[ModelCache],
+    starts: Sequence[int],
+    columns: int,
+    rotaries: Sequence[Rotary],
+) -> ModelCache:
+    """See `join_at`. `rotaries`: of each layer, without frequencies if keys do not rotate."""
     result = host.new_cache(caches[0].specs)
     texts = [(cache, start) for cache, start in zip(caches, starts, strict=True) if cache.fed]
+    for cache, start in texts:
+        if start and (reason := cache.why_not_moved(cache.fed, start)):
+            raise UnsupportedError(
+                f"the model {reason}; feed the texts one after the other, or let each text begin "
+                "at a multiple of the block"
+            )
     for cache, _ in texts:
         cache.freeze()
     for index, layer in enumerate(result.layers if texts else ()):
@@ -113,10 +143,23 @@ def moving(host: Host) -> list[Rotary]:
     if not any(found):
         raise UnsupportedError(
             f"{host.name} has no rotary embedding, so the keys of a text cannot be moved to other "
-            "positions; use a PrefixStore, which reuses keys at their original positions"
+            "positions; use kvkeep.blocks.join, which leaves texts at the positions with which "
+            "they were computed, or a PrefixStore"
         )
-    none = Rotary(torch.empty(0))
-    return [one or none for one in found]
+    return [one or _NONE for one in found]
+
+
+_NONE = Rotary(torch.empty(0))
+
+
+def _require_positions(host: Host, tokens: int) -> None:
+    """Raise ShapeError if a model that adds positions to its embeddings has fewer than `tokens`."""
+    most = host.context
+    if most is not None and tokens > most:
+        raise ShapeError(
+            f"texts of {tokens} tokens, but {host.name} has embeddings for {most} positions; join "
+            "fewer or shorter texts"
+        )
 
 
 def windowed(cache: ModelCache) -> str:

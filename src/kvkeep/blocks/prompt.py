@@ -300,9 +300,11 @@ def _why_not(block: BlockTokens, host: Host, cache: ModelCache, budget: int | No
     active: Activation | None = cache.activation
     if active is not None and block.span.stop > active.start:
         return f"an adapter is active from token {active.start} on, so the block cannot be moved"
+    tokens = block.span.stop - block.span.start
+    if reason := cache.why_not_moved(tokens, block.span.start):
+        return f"the model {reason}"
     if budget is None:
         return ""
-    tokens = block.span.stop - block.span.start
     nbytes = compressed_bytes(cache, host.geometries(), tokens)
     if nbytes > budget:
         return f"its {tokens} tokens take {nbytes} bytes, but the store holds {budget}"

@@ -39,7 +39,7 @@ from kvkeep.hf.kinds import (
 )
 from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
-from kvkeep.hf.rotary import rotaries_of
+from kvkeep.hf.rotary import require_same_frequencies, rotaries_of
 from kvkeep.host import ModelCache, Specs, host_of, per_layer, saving
 from kvkeep.host.cache import DEFAULT_SPEC
 from kvkeep.host.compress import compress
@@ -377,6 +377,10 @@ class Cache(  # type: ignore[misc]
         """Why the model lacks a feature, as a clause about the model; empty if it does not."""
         return why_not(self.kinds, feature)
 
+    def why_not_moved(self, tokens: int, start: int) -> str:
+        reasons = (kind.why_not_moved(self.config, tokens, start) for kind in self.kinds)
+        return next(filter(None, reasons), "")
+
     def _require_routed(self) -> None:
         if not is_routed(self.config):
             raise UnsupportedError(
@@ -457,6 +461,12 @@ class Cache(  # type: ignore[misc]
 def _rotaries(model: Any) -> list[Rotary | None]:
     """The rotary embedding of each layer. With a config only, the layers cannot be tried."""
     if isinstance(model, PreTrainedConfig):
+        require_same_frequencies(model)
+        if any(kind.latent for kind in layer_kinds(model)):
+            raise UnsupportedError(
+                "only a part of a latent rotates, and a config does not tell which; build the "
+                "cache from the model"
+            )
         return rotaries_of(model)
     return host_of(model).rotaries()
 

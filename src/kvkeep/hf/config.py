@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedError
@@ -42,11 +43,35 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, decoder)
 
 
+def layer_lists(decoder: nn.Module, count: int) -> list[nn.ModuleList]:
+    """The lists of `count` modules in a decoder, the outermost first. One of them has the decoder's
+    layers; others may have layers for images."""
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
+    return [found for found in lists if len(found) == count]
+
+
 def changing_ropes(config: PreTrainedConfig) -> list[str]:
     """The types of a model's rotary embeddings whose frequencies depend on the text's length."""
+    return [x["rope_type"] for x in _ropes(config) if x.get("rope_type") in ("dynamic", "longrope")]
+
+
+def same_frequencies(config: PreTrainedConfig) -> int | None:
+    """The most tokens of texts for which no frequency of a model's rotary embeddings depends on the
+    text's length; None: it never does."""
+    limits = []
+    for rope in _ropes(config):
+        if rope.get("rope_type") == "longrope":
+            limits.append(int(rope["original_max_position_embeddings"]))
+        elif rope.get("rope_type") == "dynamic":
+            # A model that has read a longer text returns to its first frequencies only below it.
+            limits.append(int(decoder_config(config).max_position_embeddings) - 1)
+    return min(limits, default=None)
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of a model's rotary embedding, or of those of its types of layers."""
     rope = getattr(decoder_config(config), "rope_parameters", None) or {}
-    each = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # one, or one per layer type
-    return [x["rope_type"] for x in each if x.get("rope_type") in ("dynamic", "longrope")]
+    return [rope, *(x for x in rope.values() if isinstance(x, dict))]
 
 
 def is_routed(config: PreTrainedConfig) -> bool:

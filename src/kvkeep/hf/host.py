@@ -35,7 +35,7 @@ from kvkeep.hf.kinds.multimodal import TEXT, require_counted, telling, why_not_c
 from kvkeep.hf.layerwise import Decoder
 from kvkeep.hf.loading.fingerprint import activation_in, fingerprint
 from kvkeep.hf.parallel import head_processes, is_parallel
-from kvkeep.hf.rotary import rotaries_of
+from kvkeep.hf.rotary import require_same_frequencies, rotaries_of
 from kvkeep.host import (
     Activation,
     Host,
@@ -77,17 +77,16 @@ class TransformersHost(Host):
     def parallel(self) -> bool:
         return is_parallel(self.model)
 
-    def rotaries(self) -> list[Rotary | None]:
+    def rotaries(self, tokens: int | None = None) -> list[Rotary | None]:
         config = base_config(self.model)
         require(config, Feature.MOVED, "use it without policies and blocks that move keys")
+        require_same_frequencies(config, tokens)
         model = unwrapped(self.model)
         if any(kind.placeless for kind in kinds_of(model)):  # keys are the same at any position
             return [Rotary(torch.empty(0))] * len(self.kinds)
         try:
             found = rotaries_of(config)
         except UnsupportedError:
-            if self.changing_rotary:
-                raise
             found = None
         in_part = any(kind.latent for kind in self.kinds)  # only an unknown part of a key rotates
         return as_applied(model, None if in_part else found)
@@ -103,7 +102,10 @@ class TransformersHost(Host):
 
     @property
     def context(self) -> int | None:
-        return getattr(_text_config(self.model), "max_position_embeddings", None)
+        text = _text_config(self.model)
+        whole = getattr(text, "max_position_embeddings", None)
+        whole = getattr(text, "max_target_positions", None) if whole is None else whole
+        return None if whole is None else whole - first_position(unwrapped(self.model))
 
     @property
     def vocabulary(self) -> int:

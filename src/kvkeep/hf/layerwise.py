@@ -20,7 +20,7 @@ from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.features import Feature
 from kvkeep.hf.attach import attach, attach_routed, unwrapped
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
+from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed, layer_lists
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.inputs import check_tokens
 from kvkeep.hf.interface.layers_cache import LayersCache
@@ -252,9 +252,8 @@ def _require_layerwise(model: Any) -> None:
 
 
 def _layers_of(decoder: nn.Module, count: int) -> nn.ModuleList:
-    lists = (x for x in decoder.modules() if isinstance(x, nn.ModuleList) and len(x) == count)
     # A tower for images may have as many layers, but they are not numbered.
-    found = sorted(lists, key=_is_unnumbered)
+    found = sorted(layer_lists(decoder, count), key=_is_unnumbered)
     if not found:
         raise _refused(decoder, f"has no list of its {count} layers")
     return found[0]

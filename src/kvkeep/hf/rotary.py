@@ -12,12 +12,30 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.config import decoder_config
+from kvkeep.hf.config import changing_ropes, decoder_config, same_frequencies
 from kvkeep.hf.kinds import kinds_of, layer_kinds
 from kvkeep.rotary import Rotary
 
 _OF_ATTENTION = "apply_rotary_position_embeddings"
 """The method of RoFormer's attention that rotates queries and keys."""
+
+
+def require_same_frequencies(config: PreTrainedConfig, tokens: int | None = None) -> None:
+    """Raise UnsupportedError if frequencies of a model's rotary embedding depend on the length of
+    texts of up to `tokens` tokens; None: of any length."""
+    most = same_frequencies(config)
+    if most is None or (tokens is not None and tokens <= most):
+        return
+    text, kind = decoder_config(config), changing_ropes(config)[0]
+    why = f"the rotary frequencies of {text.model_type} ({kind}) change after {most} tokens, so "
+    if tokens is None:
+        raise UnsupportedError(
+            f"{why}kvkeep cannot move keys and predict queries; use the policy snapkv or h2o, and "
+            "kvkeep.blocks.join for shorter texts"
+        )
+    raise UnsupportedError(
+        f"{why}keys cannot be moved in a text of {tokens}; join fewer or shorter texts"
+    )
 
 
 def rotaries_of(config: PreTrainedConfig) -> list[Rotary | None]:
@@ -59,8 +77,7 @@ def _by_name(text: PreTrainedConfig, names: set[str]) -> dict[str, Rotary | None
             continue
         shared = getattr(embedding, "inv_freq", None)
         inv_freq = getattr(embedding, f"{name}_inv_freq", shared)
-        changing = own.get("rope_type") in ("dynamic", "longrope")  # depends on the text's length
-        if turning is None or inv_freq is None or changing:
+        if turning is None or inv_freq is None:
             raise UnsupportedError(
                 f"kvkeep cannot find the rotary embedding of {text.model_type} in layers of type "
                 f"{name}, which is needed to move keys and to predict queries; use the policy "

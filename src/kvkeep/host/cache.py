@@ -94,6 +94,12 @@ class ModelCache(Cache):
         """Whether its tokens cannot be fed in one forward with tokens of other caches."""
         return self.activation is not None
 
+    def why_not_moved(self, tokens: int, start: int) -> str:
+        """Why the tokens of a text that was computed from position 0 on cannot be moved to begin at
+        position `start`, as a clause about the model; empty if they can, or for reasons that do not
+        depend on the positions."""
+        return ""
+
     def begin(self, columns: int) -> None:
         """Check that a forward of `columns` columns can begin."""
         self.admit(columns)

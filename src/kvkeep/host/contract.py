@@ -85,12 +85,16 @@ class Host(ABC):
         return False
 
     @abstractmethod
-    def rotaries(self) -> list[Rotary | None]:
-        """Each layer's rotary embedding; None for a layer without one.
+    def rotaries(self, tokens: int | None = None) -> list[Rotary | None]:
+        """Each layer's rotary embedding; None for a layer without one, whose keys depend on their
+        position only by the layer's input.
+
+        Args:
+            tokens: the length of the longest text; None: any length. Frequencies may depend on it.
 
         Raises:
-            UnsupportedError: a layer's rotary embedding is unknown, or the layer does not cache
-                keys.
+            UnsupportedError: a layer's rotary embedding is unknown or changes, or the layer does
+                not cache keys.
         """
 
     def recurrent_specs(self) -> dict[str, StateSpec]:

@@ -46,7 +46,8 @@ class Run(NamedTuple):
 
     Caches share `planes`. Each layer has its own copy of the planes in `own`: the planes that a
     policy changes, and the positions if slots were moved or hidden. `rotation` turns keys from the
-    positions at which they were computed to the slots' positions; None: the slots were not moved.
+    positions at which they were computed to the slots' positions; None: the slots were not moved,
+    or keys are not rotated.
     """
 
     planes: FrozenPlanes
@@ -62,7 +63,7 @@ class Run(NamedTuple):
         place = planes[POSITION]
         moved = torch.where(place < 0, place, place + rotation.offset)
         rest = {name: planes[name] for name in planes if name != POSITION}
-        return cls(FrozenPlanes(rest), {POSITION: moved}, rotation)
+        return cls(FrozenPlanes(rest), {POSITION: moved}, rotation if rotation.turns else None)
 
     @property
     def joined(self) -> Planes:

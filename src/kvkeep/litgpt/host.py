@@ -87,7 +87,7 @@ class LitGPTHost(Host):
             one = Geometry(1, config.n_query_groups, config.head_size, config.head_size, dtype)
         return [one._replace(device=device) for device in self.devices()]
 
-    def rotaries(self) -> list[Rotary | None]:
+    def rotaries(self, tokens: int | None = None) -> list[Rotary | None]:
         config, cos, sin = self._config, self.model.cos, self.model.sin
         width = config.rope_n_elem
         if config.latent_attention:

@@ -28,8 +28,8 @@ def _model(more: str = "") -> Any:
 
 def _model_or_random() -> Any:
     return _model(
-        "; or random-1b, with random weights; for `bench serve` random-hybrid, random-latent or "
-        "random-shared too"
+        "; or random-1b, with random weights; for `bench serve` random-hybrid, random-latent, "
+        "random-shared or random-windowed too"
     )
 
 
@@ -317,6 +317,7 @@ class Fork(OfModel):
 class Reuse(OfModel):
     """Reuse of stored documents: time to the first token, and the loss of quality."""
 
+    model: str = _model("; or random-windowed, with random weights and sliding windows of 512")
     title = "{documents} documents and a question, {tokens} tokens, {model}, {dtype}"
     example = "reuse --documents 6 --turns 3"
     documents: int = _count(6, "Documents before the question.", 2)
@@ -331,8 +332,13 @@ class Reuse(OfModel):
 
     def notes(self, result: Mapping[str, Any]) -> str:
         """See `Benchmark`."""
-        found = any(row["mode"] == "redis" for row in result["rows"])
-        return "" if found else "redis-server is not installed, so the redis mode is left out"
+        found = {row["mode"] for row in result["rows"]}
+        notes = []
+        if "redis" not in found:
+            notes.append("redis-server is not installed, so the redis mode is left out")
+        if "blocks:0.15" not in found:
+            notes.append("layers have a sliding window, so no blocks are recomputed in part")
+        return "; ".join(notes)
 
 
 @dataclass(frozen=True)

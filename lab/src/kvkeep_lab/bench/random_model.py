@@ -18,8 +18,9 @@ RANDOM: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("random_models.json").read_text("utf-8")
 )
 """Configs by name: of the shape of Llama 3.2 1B, and smaller ones, in which three layers of four
-are recurrent (Qwen 3.5), which cache a latent (DeepSeek V3), and of which half of the layers read
-the keys and values of other layers (Gemma 4)."""
+are recurrent (Qwen 3.5), which cache a latent (DeepSeek V3), of which half of the layers read the
+keys and values of other layers (Gemma 4), and of which ten of twelve layers have a sliding window
+(Gemma 3)."""
 
 _SHARP = 3.0
 """Factor on random keys. It concentrates attention on a few keys, so that errors are visible."""

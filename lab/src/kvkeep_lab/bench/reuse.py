@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from kvkeep.blocks import prefill
+from kvkeep.blocks.join import windowed
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.models import load
-from kvkeep.host import ModelCache
+from kvkeep.host import ModelCache, host_of
+from kvkeep.host.placement import device_named, dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep_lab.bench.contenders import read
 from kvkeep_lab.bench.options import Reuse
+from kvkeep_lab.bench.random_model import RANDOM, random_model
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.text import tokens_of_text
 
@@ -34,30 +37,40 @@ MODES = (
     *("cold", "prefix", "disk", "redis"),
     *("blocks:0", "blocks:boundary:32", "blocks:0.15", "blocks:all"),
 )
+REPAIRING = ("blocks:boundary:32", "blocks:0.15")
+"""Modes that models with sliding windows lack."""
+
 _QUESTION = "\n\nQuestion: What are the texts above about?\nAnswer:"
+_ASKED = 16  # tokens of a question to a random model
 
 
 def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     """Prefill documents, in a new order each turn, followed by a question.
 
-    The documents are cut from real text, and quality is measured over the greedy answer after a
-    plain prefill. The mode "cold" computes everything; "prefix", "disk" and "redis" find the
-    documents stored in this order, in memory or in a backend; "blocks:R" joins documents that were
-    computed separately, with `recompute=R`. Without a `redis` server, one is started for the run if
-    redis-server is installed, and otherwise the mode is left out.
+    The documents are cut from real text, or random tokens for a random model. Quality is measured
+    over the greedy answer after a plain prefill. The mode "cold" computes everything; "prefix",
+    "disk" and "redis" find the documents stored in this order, in memory or in a backend;
+    "blocks:R" joins documents that were computed separately, with `recompute=R`. Without a `redis`
+    server, one is started for the run if redis-server is installed, and otherwise the mode is left
+    out; so are modes that recompute some tokens, if layers have a sliding window.
 
     Returns:
         `rows`: for each mode, medians over the turns of `ttft_s` and its `speedup` over cold; and,
         compared with the plain prefill, `kl` in nats, `top1`, the share of equal greedy choices,
         and `perplexity_ratio` of the answer.
     """
-    loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
-    attach(loaded)
     draw = random.Random(0)
     lengths = [draw.randint(asked.shortest, asked.longest) for _ in range(asked.documents)]
-    text = tokens_of_text(tokenizer, sum(lengths))[0]
+    if asked.model in RANDOM:
+        loaded = random_model(asked.model, dtype_named(asked.dtype), device_named(None))
+        text = torch.randint(loaded.config.vocab_size, (sum(lengths) + _ASKED,))
+        text, question = torch.split(text, [sum(lengths), _ASKED])
+    else:
+        loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
+        text = tokens_of_text(tokenizer, sum(lengths))[0]
+        question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    attach(loaded)
     texts = list(torch.split(text, lengths))
-    question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
     blocks = PrefixStore()
     prefill(loaded, texts, store=blocks)
     with ExitStack() as during:
@@ -67,7 +80,9 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
         url = during.enter_context(_server(folder)) if asked.redis is None else asked.redis
         if url is not None:
             backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
-        modes = [mode for mode in MODES if mode != "redis" or mode in backends]
+        lacking = set(REPAIRING) if windowed(host_of(loaded).new_cache()) else set[str]()
+        lacking |= {"redis"} - set(backends)
+        modes = [mode for mode in MODES if mode not in lacking]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
         work = Work(progress, asked.turns)
         for turn in range(asked.turns):

@@ -98,6 +98,10 @@ class Kind:
         """The recurrent states for a new cache; None: the model has none."""
         return None
 
+    def why_not_moved(self, text: PreTrainedConfig, tokens: int, start: int) -> str:
+        """See `ModelCache.why_not_moved`."""
+        return ""
+
     def state_specs(self, model: PreTrainedModel) -> dict[str, StateSpec]:
         """The specs of the recurrent states; see `Host.recurrent_specs`."""
         return {}

@@ -10,13 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvkeep.features import Feature, Lacks
 from kvkeep.hf.config import decoder_of, refused
 from kvkeep.hf.handover import Handed, IndexPart
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
@@ -26,10 +25,6 @@ from kvkeep.layer.sight import Sighted
 
 class Blocks(Kind):
     """Models whose index chooses blocks of tokens."""
-
-    lacks: ClassVar[Lacks] = {
-        Feature.JOINED: "has an index of blocks, which would hold other tokens after a move"
-    }
 
     def has(self, text: PreTrainedConfig) -> bool:
         return "minimax_m3_sparse" in (getattr(text, "layer_types", None) or ())
@@ -44,6 +39,18 @@ class Blocks(Kind):
                 f"its index has {text.index_n_heads} heads for {text.num_key_value_heads} kv heads",
             )
         return layers
+
+    def why_not_moved(self, text: PreTrainedConfig, tokens: int, start: int) -> str:
+        """A text's own choice of blocks is the same after a move if its blocks are the same, or if
+        all of them are chosen."""
+        size, local = text.index_block_size, text.index_local_blocks
+        blocks = (start + tokens - 1) // size - start // size + max(1, local)
+        if blocks <= text.index_topk_blocks or (start % size == 0 and local <= 1):
+            return ""
+        return (
+            f"has an index of blocks of {size} tokens, which would hold other tokens of a text of "
+            f"{tokens} that begins at position {start}"
+        )
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
         """Let indexers choose among the tokens of a kvkeep cache."""

@@ -44,13 +44,13 @@ class Latent(Kind):
         return [one if one is None else replace(one, latent=width) for one, width in pairs]
 
     def require_specs(self, specs: Sequence[CacheSpec]) -> None:
-        """Raise SpecError if a policy needs keys that a cache of latents does not hold."""
+        """Raise SpecError if a policy's scores were fitted to keys and values of heads."""
         for spec in dict.fromkeys(specs):
-            if Need.ROTARY in spec.policy.needs:
+            if Need.ROTARY in spec.policy.needs and Need.QUERIES not in spec.policy.needs:
                 raise SpecError(
-                    f"policy {spec.policy.name} predicts queries of later positions, but the model "
-                    "caches a latent, one for all heads, of which only a part has a position; use "
-                    "snapkv or h2o"
+                    f"policy {spec.policy.name} scores a head's keys before their rotation, but "
+                    "the model caches a latent, one for all heads; use expected_attention, snapkv "
+                    "or h2o"
                 )
 
     def to_slots(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
