@@ -16,7 +16,7 @@ from kvkeep.store import PrefixStore
 
 
 @pytest.mark.parametrize(
-    ("seed", "operations"), [(0, 1000), pytest.param(1, 10_000, marks=pytest.mark.slow)]
+    ("seed", "operations"), [(0, 500), pytest.param(1, 10_000, marks=pytest.mark.slow)]
 )
 def test_random_workloads(seed, operations):
     """Texts that share beginnings, a budget for a part of them, locks."""
