@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,6 +23,7 @@ from support.attend_calls import (
 )
 from support.instruction_sets import BEST, SETS
 from support.pairwise import pairwise
+from support.process_group import execute, start
 
 from kvkeep import native_library
 from kvkeep.attention import Segment, View, attend, native, reference
