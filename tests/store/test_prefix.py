@@ -182,7 +182,7 @@ def test_threads():
     def work(seed):
         draw = random.Random(seed)
         try:
-            for _ in range(150):
+            for _ in range(80):
                 tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 20))]
                 if draw.random() < 0.5:
                     store.insert("m", torch.tensor(tokens), fed(tokens))
