@@ -20,6 +20,8 @@ _starter: list[Connection] = []
 def prepare() -> None:
     """Fork a process that starts the tests' processes. It has imported what the tests import, which
     takes seconds, but has run none of them: forks of a process with threads may hang."""
+    if not hasattr(os, "fork"):
+        return
     ours, theirs = multiprocessing.Pipe()
     if os.fork():
         theirs.close()
