@@ -36,10 +36,10 @@ def _one_program(monkeypatch):
         monkeypatch.setattr(module, "NUMBERS", (ROWS,))
 
 
-def hosts():
-    """The same model, of two recurrent layers and two of attention, attached without and with
+def hosts(kind="lfm2"):
+    """The same model, of a recurrent layer and one of attention, attached without and with
     compile=True."""
-    model = model_of("lfm2")
+    model = model_of(kind, 2)
     other = copy.deepcopy(model)
     kvkeep.attach(model, compile=False)
     kvkeep.attach(other, compile=True)
@@ -88,9 +88,10 @@ def noted(monkeypatch):
 
 
 @torch.no_grad()
-def test_sequences_join_and_leave(noted):
+@pytest.mark.parametrize("kind", ["lfm2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_sequences_join_and_leave(noted, kind):
     torch.manual_seed(0)
-    both = Both(hosts(), SPECS)
+    both = Both(hosts(kind), SPECS)
     both.feed([5, 9, 3, 12, 20])
     for step in range(24):
         # Sometimes one sequence waits, or reads a prompt's chunk.
@@ -109,7 +110,7 @@ def test_steps_of_plain_caches_are_calls_of_the_library(noted):
     noted.update(dict.fromkeys(noted, 0))
     for _ in range(4):
         both.feed([1, 1])
-    layers = len(both.caches[0][0])
+    layers = len(both.caches[0][0].layers)
     assert noted == {"programs": 4, "python": 0, "prepared": 4 * layers}
 
 
@@ -130,7 +131,7 @@ def test_inputs_that_prepared_steps_do_not_take(monkeypatch, noted):
     monkeypatch.setattr(PackedLayer, "prepared", other)
     noted["python"] = 0
     both.feed([1, 1])
-    assert noted["python"] == len(both.caches[0][0])
+    assert noted["python"] == len(both.caches[0][0].layers)
 
 
 @torch.no_grad()
