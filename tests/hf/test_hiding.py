@@ -125,7 +125,7 @@ def read(model, spec):
     [
         ("h2o:6", "hides 3 .*policy h2o has already used them .*keep_all or a window"),
         ("snapkv:6,window=2", "policy snapkv"),
-        ("keep_all+kivi", "codec kivi has encoded"),
+        ("keep_all+kivi", "codec kivi .* has encoded"),
         (["keep_all", "h2o:6"], "policy h2o"),
     ],
 )
