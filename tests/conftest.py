@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import typer.testing
+from support import process_group
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    process_group.prepare()
 
 
 @pytest.hookimpl(trylast=True)

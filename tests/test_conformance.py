@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.pairwise import pairwise
+from support.pairwise import covering, pairwise
+from support.slow import slow_unless
 
 from kvkeep.attention import Options, backends, dispatch
 from kvkeep.codec import CODECS, Codec, Plain
@@ -62,6 +63,17 @@ def cases():
             )
 
 
+def features(case):
+    spec, *beside = case
+    return spec.policy.name, spec.key_codec.name, spec.storage.name, *beside
+
+
+CASES = list(cases())
+QUICK = covering(CASES, features)
+"""Every two of a policy, a codec, a storage, a backend, chunks, padding and a geometry that one of
+`CASES` has."""
+
+
 def test_every_policy_and_codec_has_an_example():
     assert set(EXAMPLES) == set(POLICIES) - {"kvzap"}
     assert set(CODEC_ERRORS) == set(CODECS)
@@ -82,7 +94,8 @@ def test_all_that_is_legal_is_here():
 
 @pytest.mark.parametrize(
     ("spec", "backend", "chunk", "padding", "geometry"),
-    [pytest.param(*c, id="-".join(map(str, c))) for c in cases()],
+    slow_unless(QUICK.__contains__, CASES),
+    ids=str,
 )
 def test_against_the_oracle(spec, backend, chunk, padding, geometry):
     group, width = geometry

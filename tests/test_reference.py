@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import runpy
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -30,15 +31,39 @@ def named_by_pages() -> list[str]:
     return [path for text in texts for path in DIRECTIVE.findall(text)]
 
 
-def listed() -> set[str]:
-    """Names in the `__all__` of a module; the command line has a page of another kind."""
-    found = set()
+def exporting() -> dict[str, Path]:
+    """Modules with an `__all__`, and their files; the command line has a page of another kind."""
+    found = {}
     for file in (path for package in PACKAGES for path in package.rglob("*.py")):
         home = next(package.parent for package in PACKAGES if package in file.parents)
         module = ".".join(file.relative_to(home).with_suffix("").parts).removesuffix(".__init__")
         if EXPORTS.search(file.read_text()) and ".cli" not in module:
-            found |= {f"{module}.{name}" for name in import_module(module).__all__}
+            found[module] = file
     return found
+
+
+def listed() -> set[str]:
+    return {f"{module}.{name}" for module in exporting() for name in import_module(module).__all__}
+
+
+def bound(
+    statements: list[ast.stmt], checking: bool = False
+) -> Iterator[tuple[str | None, ast.stmt]]:
+    """The names that a module's statements bind, found without running them. Under TYPE_CHECKING,
+    an import counts if it has the form `import name as name`: type checkers export no other."""
+    for statement in statements:
+        match statement:
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                yield from bound(statement.body, checking=True)
+            case ast.Import() | ast.ImportFrom():
+                for alias in statement.names:
+                    yield alias.asname or (None if checking else alias.name), statement
+            case ast.FunctionDef() | ast.ClassDef():
+                yield statement.name, statement
+            case ast.Assign() | ast.AnnAssign():
+                targets = [getattr(statement, "target", None), *getattr(statement, "targets", [])]
+                names = (node for target in targets if target for node in ast.walk(target))
+                yield from ((node.id, statement) for node in names if isinstance(node, ast.Name))
 
 
 def imported_by_documents() -> set[str]:
@@ -86,3 +111,20 @@ def test_nothing_else_has_one(public):
 def test_each_has_one_place():
     described = [key(path) for path in named_by_pages()]
     assert len(described) == len(set(described))
+
+
+def test_type_checkers_find_every_public_name():
+    """So do the tools that make the reference's pages. Neither runs a module, so neither sees names
+    that a package's `__getattr__` imports."""
+    unknown, other = [], []
+    for module, file in exporting().items():
+        names = dict(bound(ast.parse(file.read_text()).body))
+        for name in import_module(module).__all__:
+            path = f"{module}.{name}"
+            if name not in names:
+                unknown.append(path)
+            elif isinstance(source := names[name], ast.ImportFrom):
+                real = next(a.name for a in source.names if name in (a.asname, a.name))
+                if found_at(path) is not getattr(import_module(source.module or ""), real):
+                    other.append(path)
+    assert (unknown, other) == ([], [])

@@ -50,11 +50,21 @@ class Meddling(Mine):
         planes["k"].mul_(2)
 
 
-def test_a_right_policy_passes(monkeypatch):
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "mine:8,recent=2",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("adakv(mine:8)", "pyramid(mine:8)")),
+    ],
+)
+def test_a_right_policy_passes(monkeypatch, spec):
     monkeypatch.setitem(POLICIES, "mine", Mine)
-    check_policy("mine:8,recent=2")
-    check_policy("adakv(mine:8)")
-    check_policy("pyramid(mine:8)")
+    base._warn_once.cache_clear()
+    with warnings.catch_warnings():  # none of codecs that nobody chose
+        warnings.simplefilter("error")
+        check_policy(spec)
+    with pytest.warns(PrecisionWarning):  # it was not used up
+        CacheSpec.parse("mine:8+int4:centre=0").layer()
 
 
 @pytest.mark.parametrize("wrong", [ByPlace, TooFew, Meddling])
@@ -62,16 +72,6 @@ def test_a_wrong_policy_does_not(monkeypatch, wrong):
     monkeypatch.setitem(POLICIES, "mine", wrong)
     with pytest.raises(AssertionError):
         check_policy("mine:8,recent=2")
-
-
-def test_codecs_that_nobody_chose_give_no_warning(monkeypatch):
-    monkeypatch.setitem(POLICIES, "mine", Mine)
-    base._warn_once.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_policy("mine:8,recent=2")
-    with pytest.warns(PrecisionWarning):  # it was not used up
-        CacheSpec.parse("mine:8+int4:centre=0").layer()
 
 
 def test_no_policy():

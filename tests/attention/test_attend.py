@@ -77,7 +77,7 @@ def written_out(
     return out, mass
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     rows=st.integers(1, 2),

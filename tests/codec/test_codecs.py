@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.pairwise import pairwise
 
 from kvkeep import native_library
 from kvkeep.codec import CODECS, Fp8, Int2, Int3, Int4, Int5, Int6, Int8, Kivi
@@ -107,9 +108,11 @@ def test_hadamard_spreads_and_returns():
         torch.testing.assert_close(hadamard(x).norm(dim=1), x.norm(dim=1))
 
 
-@pytest.mark.parametrize("codec", EVERY, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "width"),
+    pairwise(EVERY, [torch.float32, torch.bfloat16, torch.float16], [64, 80, 128]),
+    ids=str,
+)
 def test_planes_are_as_declared_and_the_error_as_expected(codec, dtype, width):
     x = torch.randn(2, 3, 64, width).to(dtype)
     planes = codec.encode(x)

@@ -78,7 +78,7 @@ def test_saved_caches(tmp_path, spec, count):
     assert refused > count // 6
 
 
-@counts(30, 4_000)
+@counts(16, 4_000)
 def test_blocks_on_disk(tmp_path, count):
     """What is found is right, and what was lost is put again."""
     draw = random.Random(count)
@@ -100,7 +100,7 @@ def test_blocks_on_disk(tmp_path, count):
         assert disk.failures == 0, disk.last_error
 
 
-@counts(200, 20_000)
+@counts(120, 20_000)
 def test_values_in_redis(monkeypatch, count):
     """As a server would send them; that they are put aside is asked of it, too."""
     pytest.importorskip("redis")

@@ -11,7 +11,7 @@ from torch import nn
 import kvkeep
 from kvkeep import native_library
 from kvkeep.graph.compiled_library import CompiledLibrary
-from kvkeep.graph.linear_op import grouped, route_experts
+from kvkeep.graph.linear_op import grouped, linears, route_experts
 from kvkeep.graph.package import Package, compile_package
 
 pytestmark = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
@@ -39,11 +39,14 @@ def test_like_transformers_operator(dtype, transposed):
 
 
 def test_as_a_function_of_programs(tmp_path):
+    """With linear layers, whose input's elements do not lie side by side."""
+
     class Both(nn.Module):
         def forward(self, x, weight, other, doubled, offs):
-            return torch.cat([grouped(x, w, offs) for w in (weight, other)], 1), grouped(
-                doubled, other.double(), offs
-            )
+            joined = torch.cat([grouped(x, w, offs) for w in (weight, other)], 1)
+            twisted = torch.stack([x[:4], x[:4] + 1], dim=-1)[..., 0]
+            layers = linears(twisted, [weight[0].T, weight[1].T], [None, None], [])
+            return joined, grouped(doubled, other.double(), offs), layers
 
     (x, weight), (_, other) = given(), given(transposed=True)
     inputs = x, weight, other, x.double(), OFFS

@@ -17,10 +17,7 @@ from torch._dynamo.exc import Unsupported
 import kvkeep
 from kvkeep import Cache
 from kvkeep.errors import SavedCacheError, StateError, UnsupportedError
-from kvkeep.generate import Batch, SamplingParams
 from kvkeep.graph.package import Package
-from kvkeep.hf.forward import packed
-from kvkeep.hf.steps import compiled
 from kvkeep.layer.layer import LayerCache
 
 pytestmark = pytest.mark.usefixtures("saved_graphs")
@@ -118,29 +115,6 @@ def test_states_of_an_interrupted_program_are_not_used(monkeypatch: pytest.Monke
     torch.testing.assert_close(model(text[:, 12:13], past_key_values=cache).logits, last)
 
 
-@torch.no_grad()
-def test_a_batch_and_drafts(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of a batch are rows of a program, with spare ones behind them; forwards while drafts
-    are recorded, whose states must return to copies, run in none."""
-    for module in (packed, compiled):
-        monkeypatch.setattr(module, "NUMBERS", (3,))
-    plain, model = pair("lfm2")
-    texts = [ids(1, n)[0] for n in (9, 5)]
-    found = []
-    for one in (plain, model):
-        answers = Batch(one)
-        added = [answers.add(x, SamplingParams(max_new_tokens=6))[0] for x in texts]
-        list(answers)
-        found.append([answer.tokens for answer in added])
-    assert found[0] == found[1]
-    assert len(programs) == 5
-    programs.clear()
-    options = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 2}
-    text = torch.cat([texts[0], texts[0]])[None]
-    assert plain.generate(text, **options).equal(model.generate(text, **options))
-    assert not programs
-
-
 def test_a_graph_of_ones_own_keeps_no_states() -> None:
     model = tiny("lfm2")
     with kvkeep.attach(model), torch.no_grad():
@@ -203,8 +177,17 @@ def test_programs(kind: str, spec: str, tmp_path: Any) -> None:
         torch.testing.assert_close(torch.stack(found, dim=1), expected, **NEAR)
 
 
-def test_a_program_that_was_interrupted_before_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, program = ids(1, 12), kvkeep.export(tiny("gemma4_text"), "h2o:6@fixed")
+@pytest.fixture(scope="module")
+def reading() -> Any:
+    """A program with layers that read an earlier layer's slots."""
+    return kvkeep.export(tiny("gemma4_text"), "h2o:6@fixed")
+
+
+def test_a_program_that_was_interrupted_before_a_reading(
+    reading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, program = ids(1, 12), reading
+    program.reset()
     first = program(text)
     with monkeypatch.context() as patch:
 
@@ -220,9 +203,10 @@ def test_a_program_that_was_interrupted_before_a_reading(monkeypatch: pytest.Mon
     assert program(text).equal(first)
 
 
-def test_a_file_whose_reading_has_another_state_is_refused(tmp_path: Any) -> None:
+def test_a_file_whose_reading_has_another_state_is_refused(reading: Any, tmp_path: Any) -> None:
     path, other = tmp_path / "a.pt2", tmp_path / "b.pt2"
-    kvkeep.export(tiny("gemma4_text"), "keep_all@fixed:16").save(path)
+    reading.reset()
+    reading.save(path)
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as target:
         for name in source.namelist():
             data = source.read(name)

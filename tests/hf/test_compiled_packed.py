@@ -8,11 +8,13 @@ from weakref import ref
 
 import pytest
 import torch
-from support.tiny_models import tiny
+from support.random_ids import ids
+from support.sweep_configs import model_of
 from torch._dynamo.utils import counters
 
 import kvkeep
 from kvkeep import native_library
+from kvkeep.generate import Batch, SamplingParams
 from kvkeep.graph.package import Package
 from kvkeep.hf.attach import compiled_steps
 from kvkeep.hf.forward import packed
@@ -34,9 +36,10 @@ def _one_program(monkeypatch):
         monkeypatch.setattr(module, "NUMBERS", (ROWS,))
 
 
-def hosts(family="llama"):
-    """The same model attached without and with compile=True."""
-    model = tiny(family)
+def hosts(kind="lfm2"):
+    """The same model, of a recurrent layer and one of attention, attached without and with
+    compile=True."""
+    model = model_of(kind, 2)
     other = copy.deepcopy(model)
     kvkeep.attach(model, compile=False)
     kvkeep.attach(other, compile=True)
@@ -85,9 +88,10 @@ def noted(monkeypatch):
 
 
 @torch.no_grad()
-def test_sequences_join_and_leave(noted):
+@pytest.mark.parametrize("kind", ["lfm2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_sequences_join_and_leave(noted, kind):
     torch.manual_seed(0)
-    both = Both(hosts(), SPECS)
+    both = Both(hosts(kind), SPECS)
     both.feed([5, 9, 3, 12, 20])
     for step in range(24):
         # Sometimes one sequence waits, or reads a prompt's chunk.
@@ -106,7 +110,7 @@ def test_steps_of_plain_caches_are_calls_of_the_library(noted):
     noted.update(dict.fromkeys(noted, 0))
     for _ in range(4):
         both.feed([1, 1])
-    layers = len(both.caches[0][0])
+    layers = len(both.caches[0][0].layers)
     assert noted == {"programs": 4, "python": 0, "prepared": 4 * layers}
 
 
@@ -127,7 +131,7 @@ def test_inputs_that_prepared_steps_do_not_take(monkeypatch, noted):
     monkeypatch.setattr(PackedLayer, "prepared", other)
     noted["python"] = 0
     both.feed([1, 1])
-    assert noted["python"] == len(both.caches[0][0])
+    assert noted["python"] == len(both.caches[0][0].layers)
 
 
 @torch.no_grad()
@@ -177,3 +181,23 @@ def test_warmed_steps_compile_nothing(noted):
     both.feed([1, 0])
     assert counters["stats"]["unique_graphs"] == graphs
     assert noted["programs"] == 2
+
+
+@torch.no_grad()
+def test_answers_of_a_batch(noted):
+    """Drafts run in no program, because their states must return to copies."""
+    models = [host.model for host in hosts()]
+    texts = [ids(1, n)[0] for n in (9, 5)]
+    found = []
+    for model in models:
+        answers = Batch(model)
+        added = [answers.add(x, SamplingParams(max_new_tokens=6))[0] for x in texts]
+        list(answers)
+        found.append([answer.tokens for answer in added])
+    assert found[0] == found[1]
+    assert noted["programs"] == 5
+    options = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 2}
+    text = torch.cat([texts[0], texts[0]])[None]
+    plain, compiled = (model.generate(text, **options) for model in models)
+    assert compiled.equal(plain)
+    assert noted["programs"] == 5

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.odd_attention import odd
+from support.one_program import FAMILY, WIDE, shared_model
 from support.tiny_models import tiny
 from torch import nn
 from torch._dynamo.utils import counters
@@ -28,12 +29,8 @@ from kvkeep.layer.decode.plan import FAILED
 from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.layer import LayerCache
 
-# Compiling a program takes ten seconds: tests that need none of their own share that of two layers
-# of Mistral, which have sliding windows, one row and one token.
 pytestmark = pytest.mark.usefixtures("saved_graphs")
 needs_library = pytest.mark.skipif(not native_library.available, reason=native_library.reason)
-
-WIDE = {"hidden_size": 192, "intermediate_size": 256, "vocab_size": 200}
 
 
 @pytest.fixture
@@ -50,16 +47,16 @@ def compiled(monkeypatch):
     return found
 
 
-def pair(family, **options):
+def pair(family=FAMILY):
     """A model attached without and with compile=True, with the same weights."""
-    model = tiny(family, **WIDE, **options)
+    model = shared_model() if family == FAMILY else tiny(family, **WIDE)
     other = copy.deepcopy(model)
     kvkeep.attach(model, compile=False)
     kvkeep.attach(other, compile=True)
     return model, other
 
 
-@pytest.mark.parametrize("family", ["mistral", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [FAMILY, pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_one_graph_for_generate_and_for_loops(family, compiled):
     plain, model = pair(family)
     ids = torch.randint(3, 200, (1, 7))
@@ -128,7 +125,7 @@ def test_layers_of_one_input_are_one_operation():
 
 
 def test_all_other_calls_go_to_the_models_own_forward(compiled):
-    plain, model = pair("mistral")
+    plain, model = pair()
     ids = torch.randint(3, 200, (2, 7))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -152,7 +149,7 @@ def test_all_other_calls_go_to_the_models_own_forward(compiled):
 
 
 def test_what_torch_cannot_compile_is_refused_before_anything_is_fed(monkeypatch):
-    _, model = pair("mistral")
+    _, model = pair()
     decoder = type(model.model)
     own = decoder.forward
 
@@ -177,7 +174,7 @@ def test_a_model_that_keeps_its_own_attention_is_refused():
 
 
 def test_weights_that_change_between_steps():
-    plain, model = pair("mistral")
+    plain, model = pair()
     ids = torch.randint(3, 200, (1, 7))
     with torch.no_grad():
         caches = [kvkeep.Cache(one) for one in (plain, model)]
@@ -185,6 +182,7 @@ def test_weights_that_change_between_steps():
             lambda one: None,
             lambda one: None,
             lambda one: one.lm_head.weight.mul_(-1),
+            lambda one: one.model.layers[1].self_attn.q_norm.weight.fill_(3),  # few numbers
             lambda one: setattr(one.model.norm, "weight", nn.Parameter(torch.linspace(-1, 1, 192))),
             lambda one: setattr(one.lm_head.weight, "data", one.lm_head.weight.data * 2),
         )
@@ -198,7 +196,7 @@ def test_weights_that_change_between_steps():
 
 @pytest.mark.slow  # compiles twice; test_saved_steps.py has what a program depends on
 def test_weights_that_change_their_type():
-    plain, model = pair("mistral")
+    plain, model = pair()
     ids = torch.randint(3, 200, (1, 7))
     with torch.no_grad():
         cache = kvkeep.Cache(model)
@@ -238,7 +236,7 @@ def ran(monkeypatch):
 @needs_library
 @pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_program_serves_all_caches(ran, rows):
-    plain, model = pair("mistral")
+    plain, model = pair()
     specs = ("keep_all", "window:5,sinks=1", "h2o:6", "keep_all+int8", "keep_all@concat")
     with torch.no_grad():
         ids = torch.randint(3, 200, (rows, 12))
@@ -261,7 +259,7 @@ def test_a_program_serves_all_caches(ran, rows):
 
 @needs_library
 def test_a_prepared_step_needs_no_python(ran):
-    _, model = pair("mistral")
+    _, model = pair()
     with torch.no_grad():
         cache = kvkeep.Cache(model, "h2o:6")
         model(torch.randint(3, 200, (1, 7)), past_key_values=cache)
@@ -272,7 +270,7 @@ def test_a_prepared_step_needs_no_python(ran):
 
 @needs_library
 def test_a_program_follows_the_number_of_threads_and_the_weights(ran):
-    plain, model = pair("mistral")
+    plain, model = pair()
     ids = torch.randint(3, 200, (1, 7))
     threads = torch.get_num_threads()
     caches = [kvkeep.Cache(one) for one in (plain, model)]
@@ -295,7 +293,7 @@ def test_a_program_follows_the_number_of_threads_and_the_weights(ran):
 @pytest.fixture
 def stepped():
     """A model with a compiled step, a cache for its next step, and that step's logits."""
-    _, model = pair("mistral")
+    _, model = pair()
     ids = torch.randint(3, 200, (1, 7))
     with torch.no_grad():
         cache = kvkeep.Cache(model)
@@ -369,7 +367,7 @@ def test_the_error_of_a_kernel_is_raised(stepped, monkeypatch):
 
 
 def test_threads_with_caches_of_their_own_share_a_program():
-    _, model = pair("mistral")
+    _, model = pair()
     prompts = [torch.randint(3, 200, (1, 5 + i)) for i in range(4)]
 
     def answer(ids):
@@ -382,7 +380,7 @@ def test_threads_with_caches_of_their_own_share_a_program():
 
 
 def test_detached_and_copied():
-    _, model = pair("mistral")
+    _, model = pair()
     other = copy.deepcopy(model)
     assert other.forward.model is other
     kvkeep.detach(model)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.random_ids import ids
-from support.slow import every
+from support.slow import slow_unless
 from support.tiny_models import tiny
 from transformers import DynamicCache
 
@@ -64,7 +64,7 @@ FAMILIES = ("llama", "mistral", "gemma3", "llama4", "deepseek-v3")
 SPECS = ("keep_all", "keep_all@fixed:96", "keep_all@concat", "window:64,sinks=4")
 
 
-@pytest.mark.parametrize("family", every(2, FAMILIES))
+@pytest.mark.parametrize("family", slow_unless({"gemma3", "deepseek-v3"}.__contains__, FAMILIES))
 def test_rows_that_ended_at_different_steps(family, tmp_path):
     model = tiny(family)
     expected, counts = conversation(model, DynamicCache(config=model.config))
@@ -125,7 +125,7 @@ def read(model, spec):
     [
         ("h2o:6", "hides 3 .*policy h2o has already used them .*keep_all or a window"),
         ("snapkv:6,window=2", "policy snapkv"),
-        ("keep_all+kivi", "codec kivi has encoded"),
+        ("keep_all+kivi", "codec kivi .* has encoded"),
         (["keep_all", "h2o:6"], "policy h2o"),
     ],
 )

@@ -163,7 +163,9 @@ def drafting(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("spec", ["keep_all", "window:12,sinks=2", "h2o:12"])
+@pytest.mark.parametrize(
+    "spec", ["window:12,sinks=2", "h2o:12", pytest.param("keep_all", marks=pytest.mark.slow)]
+)
 def test_drafts_give_the_text_without_them(
     drafting: Any, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

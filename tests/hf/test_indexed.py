@@ -78,7 +78,9 @@ def test_sequences_of_a_packed_forward_choose_among_their_own(model):
     torch.testing.assert_close(found, expected, **NEAR)
 
 
-@pytest.mark.parametrize("spec", ["window:9,sinks=2", "h2o:11"])
+@pytest.mark.parametrize(
+    "spec", ["h2o:11", pytest.param("window:9,sinks=2", marks=pytest.mark.slow)]
+)
 def test_budgets_evict_the_keys_of_the_index_too(model, spec):
     """If no more tokens are kept than are chosen, the same are seen with any index."""
     found = []

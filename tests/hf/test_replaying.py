@@ -89,7 +89,7 @@ def expected(family, spec, ids, **options):
     ]
     + [
         (family, "keep_all")
-        if family in ("gemma3", "mixtral", "gpt-oss", "deepseek-v3")
+        if family in ("gpt-oss", "deepseek-v3")
         else pytest.param(family, "keep_all", marks=pytest.mark.slow)
         for family in FAMILIES
         if family not in (*UNGRAPHED, "llama", "llama4")

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.one_program import shared_model
 from support.process_group import execute, start
-from support.tiny_models import tiny
 from torch import nn
-from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 
 import kvkeep
 from kvkeep import native_library
-from kvkeep.graph import linear_op, shims
+from kvkeep.graph import shims
 from kvkeep.graph.package import Package
 from kvkeep.hf import compile_ahead
 from kvkeep.hf.forward.packed import NUMBERS, numbers_up_to
@@ -31,10 +31,6 @@ pytestmark = [
     pytest.mark.skipif(not native_library.available, reason=native_library.reason),
     pytest.mark.usefixtures("saved_graphs"),
 ]
-
-
-def model_of(**options):
-    return tiny("llama", num_hidden_layers=1, **options)
 
 
 def steps(model, count=3, cache=None):
@@ -49,7 +45,7 @@ def steps(model, count=3, cache=None):
 @pytest.fixture
 def compiled():
     """Whether steps were compiled in this process, and how often programs have run."""
-    model = model_of()
+    model = shared_model()
     with kvkeep.attach(model, compile=True):
         steps(model, 1)
 
@@ -72,7 +68,7 @@ def runs(compiled, monkeypatch):
 
 
 def test_attach_uses_what_is_there(runs):
-    model = model_of()
+    model = shared_model()
     with kvkeep.attach(model, compile=False):
         expected = steps(model)
     assert not runs
@@ -86,7 +82,7 @@ def test_attach_uses_what_is_there(runs):
 
 
 def test_refused_as_without_a_graph(compiled):
-    model = model_of()
+    model = shared_model()
     with kvkeep.attach(model), torch.no_grad():
         cache = kvkeep.Cache(model, "keep_all@fixed:8")
         model(torch.arange(3, 10)[None], past_key_values=cache)
@@ -101,7 +97,7 @@ def test_refused_as_without_a_graph(compiled):
 def test_a_loaded_program_leaves_no_files(runs, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    model = model_of()
+    model = shared_model()
     with kvkeep.attach(model):
         steps(model, 1)
         assert len(runs) == 1
@@ -118,7 +114,7 @@ def test_a_loaded_program_leaves_no_files(runs, monkeypatch, tmp_path):
     ],
 )
 def test_not_by_another_model(runs, change):
-    model = model_of()
+    model = shared_model()
     change(model)
     with kvkeep.attach(model) as attachment:
         assert not attachment.compiled
@@ -143,12 +139,12 @@ def other_weight(model):
 
 
 def other_helper(model, patch):
-    own = modeling_llama.apply_rotary_pos_emb
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *given: own(*given))
+    own = modeling_qwen3.apply_rotary_pos_emb
+    patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda *given: own(*given))
 
 
 def other_method(model, patch):
-    patch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: x * 2)
+    patch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", lambda self, x: x * 2)
 
 
 def other_function(model, patch):
@@ -165,8 +161,8 @@ def other_scale(model, patch):
 
 @pytest.mark.parametrize("change", [other_helper, other_method, other_function, other_object])
 def test_other_code_has_another_key(change, monkeypatch):
-    before = ModelState(model_of()).key()
-    model = model_of()
+    before = ModelState(shared_model()).key()
+    model = shared_model()
     assert ModelState(model).key() == before
     change(model, monkeypatch)
     assert ModelState(model).key() != before
@@ -174,7 +170,7 @@ def test_other_code_has_another_key(change, monkeypatch):
 
 @pytest.mark.parametrize("change", [other_helper, other_method, other_scale])
 def test_other_code_is_noticed(runs, change, monkeypatch):
-    model = model_of()
+    model = shared_model()
     with kvkeep.attach(model):
         steps(model, 1)
         assert len(runs) == 1
@@ -184,7 +180,7 @@ def test_other_code_is_noticed(runs, change, monkeypatch):
 
 
 def test_token_ids_of_any_layout(runs):
-    model = model_of()
+    model = shared_model()
     with kvkeep.attach(model), torch.no_grad():
         logits = []
         for token in (
@@ -201,7 +197,7 @@ def test_token_ids_of_any_layout(runs):
 
 
 def test_not_by_a_model_whose_forward_was_replaced_before(runs):
-    model = model_of()
+    model = shared_model()
     own = model.forward
     model.forward = lambda *given, **options: own(*given, **options)
     with kvkeep.attach(model):
@@ -211,7 +207,7 @@ def test_not_by_a_model_whose_forward_was_replaced_before(runs):
 
 @pytest.mark.parametrize("change", [hooked, replaced, other_module, other_weight])
 def test_changes_while_attached_are_noticed(runs, change):
-    model, plain = model_of(), model_of()
+    model, plain = shared_model(), shared_model()
     plain.load_state_dict(model.state_dict())
     kvkeep.attach(plain, compile=False)
     kvkeep.attach(model)
@@ -226,7 +222,7 @@ def test_changes_while_attached_are_noticed(runs, change):
 
 def test_damaged_files_are_left_alone(runs):
     place = saved_steps.directory()
-    name = saved_steps.name_of(ModelState(model_of()).key(), ["input_ids"], 1)
+    name = saved_steps.name_of(ModelState(shared_model()).key(), ["input_ids"], 1)
     file, about = place / f"{name}.pt2", place / f"{name}.json"
     content, described = file.read_bytes(), about.read_text()
     other = json.loads(described) | {"inputs": 3}
@@ -240,7 +236,7 @@ def test_damaged_files_are_left_alone(runs):
         ):
             file.write_bytes(data)
             about.write_text(text)
-            model = model_of()
+            model = shared_model()
             with kvkeep.attach(model):
                 steps(model)
         assert not runs
@@ -278,12 +274,12 @@ def test_a_directory_of_others(monkeypatch, tmp_path):
 
 _SECOND = """
 import sys, torch, kvkeep
-from support.tiny_models import tiny
+from support.one_program import shared_model
 from kvkeep.graph.package import Package
 before = "torch._inductor.compile_fx" in sys.modules  # torchao imports it, and PEFT torchao
 run, found = Package.__call__, []
 Package.__call__ = lambda self, *given: found.append(1) or run(self, *given)
-model = tiny("llama", num_hidden_layers=1)
+model = shared_model()
 with torch.no_grad(), kvkeep.attach(model):
     cache = kvkeep.Cache(model)
     model(torch.arange(3, 9)[None], cache=cache)
@@ -298,37 +294,10 @@ def test_another_process(compiled):
     start(execute, 1, code, [], [str(Path(__file__).parent.parent)])
 
 
-class Twisted(nn.Module):
-    """Its linear layer is given an input whose elements do not lie side by side."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        twisted = torch.stack([x, x + 1], dim=-1)
-        return self.inner(twisted[..., 0])
-
-
-def test_small_weights_are_no_constants_and_inputs_may_be_strided(monkeypatch):
-    """Torch's compiler makes constants of the values of weights with few elements. Here is one
-    program for both, as each takes ten seconds to compile."""
-    monkeypatch.setattr(linear_op, "FEWEST_BYTES", 0)
-    with torch.no_grad():
-        for scale in (1.0, 3.0):
-            model = tiny("qwen3", num_hidden_layers=1, head_dim=8)
-            model.model.layers[0].self_attn.q_norm.weight.fill_(scale)
-            model.lm_head = Twisted(model.lm_head)
-            with kvkeep.attach(model, compile=False):
-                expected = steps(model)
-            with kvkeep.attach(model, compile=True):
-                torch.testing.assert_close(steps(model), expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.slow  # compiles a program of its own
 def test_a_float64_weight_that_is_no_longer_tied():
-    plain = model_of(tie_word_embeddings=True).double()
-    model = model_of(tie_word_embeddings=True).double()
+    plain = shared_model(tie_word_embeddings=True).double()
+    model = shared_model(tie_word_embeddings=True).double()
     model.load_state_dict(plain.state_dict())
     with kvkeep.attach(plain, compile=False):
         with kvkeep.attach(model, compile=True):
@@ -345,7 +314,7 @@ def test_a_float64_weight_that_is_no_longer_tied():
 
 def test_an_interrupt_before_the_first_instruction_of_a_step(compiled, monkeypatch):
     """Python returns 0 then, and has no error to note."""
-    model = model_of()
+    model = shared_model()
     monkeypatch.setattr(shims, "_called_step", ctypes.CFUNCTYPE(c_int32, c_void_p)(lambda at: 0))
     with kvkeep.attach(model, "h2o:8"), torch.no_grad():
         cache = kvkeep.Cache(model, "h2o:8")
@@ -361,7 +330,7 @@ def test_an_interrupt_before_the_first_instruction_of_a_step(compiled, monkeypat
 
 def test_when_compiling_pays(compiled):
     """A program of a single row does not keep a server from compiling those of several."""
-    model, most = model_of(), compile_ahead.PAYS_AFTER
+    model, most = shared_model(), compile_ahead.PAYS_AFTER
     assert not compile_ahead.pays(model, 10 * most)
     assert not compile_ahead.pays(model, 2 * most - 1, sequences=2)
     assert compile_ahead.pays(model, 2 * most, sequences=2)

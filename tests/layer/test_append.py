@@ -46,7 +46,7 @@ def alike(found, expected, name, codec, share):
     assert (apart > 0).float().mean() < share
 
 
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     codecs=st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)),

@@ -338,7 +338,7 @@ def test_a_key_is_asked_for_and_not_kept(tab, model, tokenizer):
         tab.run("sessionStorage.clear()")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_a_narrow_screen(tab, served, scheme):
     opened(tab, served[1], NARROW)
     tab.resize(NARROW, scheme)

@@ -239,7 +239,7 @@ def test_names_take_turns_though_one_asks_for_many_answers(endless, tokenizer):
             ended.append(name)
             return text
 
-        many = threads.submit(ask, ada, "ada", n=12, max_tokens=40)
+        many = threads.submit(ask, ada, "ada", n=8, max_tokens=40)
         until(lambda: engine.batch.running == 2)
         few = threads.submit(ask, bob, "bob", max_tokens=40)
         assert few.result() == many.result()

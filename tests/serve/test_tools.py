@@ -277,8 +277,8 @@ def test_a_call_that_must_be(create, tokenizer, monkeypatch, name):
     def begun():
         return scripted(tokenizer, "Hm.</think>", free=True) if thinks else nullcontext()
 
-    for choice, names in ((named, {"weather"}), ("required", {"weather", "tide"})):
-        options = {"temperature": 1.0, "seed": 1, "n": 2, "max_tokens": 300}
+    for choice, names, n in ((named, {"weather"}, 1), ("required", {"weather", "tide"}, 2)):
+        options = {"temperature": 1.0, "seed": 1, "n": n, "max_tokens": 300}
         with begun():
             answer = create(tools=[WEATHER, TIDE], tool_choice=choice, **options)
         for one in answer.choices:

@@ -573,7 +573,11 @@ def test_a_dead_server(short_rest):
 
 
 @pytest.mark.parametrize(
-    ("bytes_that_pass", "cut"), [(30, True), (36, True), (6000, True), (30, False), (6000, False)]
+    ("bytes_that_pass", "cut"),
+    [
+        *((30, True), (36, True), (6000, True), (6000, False)),
+        pytest.param(30, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_dies_in_the_middle(server, client, short_rest, cut, bytes_that_pass):
     put(client(), TEXT)

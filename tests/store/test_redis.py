@@ -370,7 +370,11 @@ class Between:
 
 
 @pytest.mark.parametrize(
-    ("bytes_that_pass", "cut"), [(0, True), (30, True), (6000, True), (0, False), (6000, False)]
+    ("bytes_that_pass", "cut"),
+    [
+        *((0, True), (30, True), (6000, True), (6000, False)),
+        pytest.param(0, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_server_that_dies_in_the_middle(server, short_rest, cut, bytes_that_pass):
     put(Redis(server.url), TEXT)

@@ -1,8 +1,8 @@
 """Compile the Triton kernels for a GPU that is not here, in tests/:
 
-    python -m support.compile_kernels CAPABILITY DTYPES [CODECS]
+    python -m support.compile_kernels CAPABILITY DTYPES [CALLS]
 
-With CODECS, only those, and fewer calls for each.
+With CALLS, such as "plain:600,kivi:1", only these codecs, each with one number of queries.
 Prints a line of JSON for each kernel that a call would have launched.
 """
 
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -90,10 +91,10 @@ def told(compiled, **what):
         print(json.dumps({"kernel": kernel, **what, **spills}))
 
 
-def main(capability, dtypes, codecs):
-    calls = [(1, True), (600, True)]
-    if not codecs:
-        codecs, calls = [*CODECS], [*calls, (1, False), (600, False)]
+def main(capability, dtypes, asked):
+    calls = {name: list(product((1, 600), (True, False))) for name in CODECS}
+    if asked:
+        calls = {name: [(int(n), True)] for name, n in asked}
     triton.runtime.driver.set_active(Driver(capability))
     compiled = []
     run = JITFunction.run
@@ -105,10 +106,10 @@ def main(capability, dtypes, codecs):
     JITFunction.run = only_compile
     backend.reason = lambda: ""
     backend.tiles.processors = lambda device: 132
-    for name in codecs:
+    for name, own in calls.items():
         codec = CODECS[name]
         for dtype in dtypes:
-            for n, rich in calls:
+            for n, rich in own:
                 q, k, v = qkv(rows=2, heads=8, group=4, slots=2048, n=n, width=128, dtype=dtype)
                 view = dense(k, v, n, key=codec, value=codec)
                 options = Options(0.1)
@@ -122,6 +123,8 @@ def main(capability, dtypes, codecs):
                 if by_kernel(codec):
                     append(k[:, :, :1], v[:, :, :1], torch.zeros(1), planes, cursor, codec, codec)
                 told(compiled, codec=name, dtype=str(dtype), n=n)
+            if 1 not in dict(own):
+                continue
             q, k, v = qkv(heads=8, group=4, slots=2048, width=128, dtype=dtype)
             several = torch.cat([q] * 3, dim=2), [dense(k, v, 1, key=codec, value=codec)] * 3
             compiled.clear()
@@ -130,9 +133,9 @@ def main(capability, dtypes, codecs):
 
 
 if __name__ == "__main__":
-    capability, dtypes, *codecs = sys.argv[1:]
+    capability, dtypes, *asked = sys.argv[1:]
     main(
         int(capability),
         [getattr(torch, name) for name in dtypes.split(",")],
-        codecs[0].split(",") if codecs else [],
+        [call.split(":") for call in asked[0].split(",")] if asked else [],
     )

@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# What takes seconds to import.
-HEAVY = ["torch.distributed.fsdp", "kvkeep.finetune.run", "kvkeep.hf.attach", "peft"]
+_starter: list[Connection] = []
+
+
+def prepare() -> None:
+    """Fork a process that starts the tests' processes. It has imported what the tests import, which
+    takes seconds, but has run none of them: forks of a process with threads may hang."""
+    if not hasattr(os, "fork"):
+        return
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork():
+        theirs.close()
+        _starter[:] = [ours]
+        return
+    try:
+        ours.close()
+        torch.set_num_threads(1)  # a fork has none of its parent's other threads
+        while True:
+            work, args, processes = theirs.recv()
+            try:
+                mp.start_processes(work, args=args, nprocs=processes, start_method="fork")
+            except Exception as error:
+                theirs.send(error)
+            else:
+                theirs.send(None)
+    finally:  # the tests have ended
+        os._exit(0)
 
 
 def start(work: Callable[..., None], processes: int, *args: Any) -> None:
-    """Run `work(rank, *args)` in some new processes, until all have ended. They are forks of one
-    that only imported, so imports are made once for all tests."""
-    multiprocessing.set_forkserver_preload(HEAVY)
-    mp.start_processes(work, args=args, nprocs=processes, start_method="forkserver")
+    """Run `work(rank, *args)` in some new processes, until all have ended."""
+    (starter,) = _starter
+    starter.send((work, args, processes))
+    if error := starter.recv():
+        raise error
 
 
 def execute(rank: int, code: str, arguments: list[str], places: list[str]) -> None:

@@ -15,7 +15,7 @@ from support import sweep_configs
 from support.autograd_gradients import adapted, gradients, model_of, texts
 from support.process_group import join, start
 
-TOKENS, CHUNK = 47, 6  # eight chunks, the last of them shorter
+TOKENS, CHUNK = 35, 6  # six chunks, the last of them shorter
 
 # Each kind of slots, of state and of decision that one process hands to the next.
 SPECS = {
@@ -44,7 +44,7 @@ def found(case: str, group: dist.ProcessGroup | None):
     model, spec, chunk, head = model_of("llama"), SPECS.get(case, "h2o:8"), CHUNK, None
     ids, labels, mask = texts(2, TOKENS)
     if case == "padding":
-        ids, labels, mask = texts(3, TOKENS, pads=(30, 3, 0))
+        ids, labels, mask = texts(3, TOKENS, pads=(20, 3, 0))
     if case == "windows and a head":
         model, labels = model_of("gemma3"), None
         head = Head()

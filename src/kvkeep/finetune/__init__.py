@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvkeep.finetune.rollouts import Rollouts
+    from kvkeep.finetune.rollouts import Rollouts as Rollouts
 
     LongContext: Any
     """See `kvkeep.finetune.long_context.LongContext`."""

@@ -62,7 +62,7 @@ class Drafts:
         if not policy.evicts and not self._cursor.slots.late:
             return f", and the tokens of images share positions; {again}"
         if not policy.evicts:
-            return f", and codec {self._codec.name} encodes tokens in blocks; {again}, or use int8"
+            return f", and codec {self._codec.name} has encoded some; {again}, or use int8"
         if self._setup.sight.own_limit:
             return f", and {self._setup.sight.own_limit} drops the older ones; {again}"
         return f", and policy {policy.name} evicted some; {again}, or use keep_all"

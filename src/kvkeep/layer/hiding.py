@@ -18,8 +18,8 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
 
     Raises:
         ShapeError: the mask shows columns that were padding, or it is unknown which ones were.
-        UnsupportedError: the tokens have already influenced which slots the policy keeps, or are
-            encoded together with other tokens.
+        UnsupportedError: the tokens have already influenced which slots the policy keeps, or the
+            codec encodes tokens after their step, so some are encoded and others are plain.
     """
     history, policy, codec = layer.cursor.history, layer.policy, layer.key_codec
     kinds = history.columns_as()
@@ -33,16 +33,16 @@ def require_hiding(layer: LayerCache, shown: Tensor) -> Tensor:
             "columns, but cannot show them again: reset() the cache and feed the whole text"
         )
     gone = tokens & ~shown
-    why = ""
+    why, remedy = "", "use keep_all or a window"
     if layer.setup.by_token or policy.ragged:
         why = f"policy {policy.name} has already used them to choose slots"
     elif layer.slots.late:
-        why = f"codec {codec.name} has encoded them together with other tokens"
+        why = f"codec {codec.name} encodes tokens after their step, and has encoded some of them"
+        remedy = "use int8"
     if why and bool(gone.any()):
         raise UnsupportedError(
             f"the attention mask hides {int(gone.sum())} of the columns that were fed as "
-            f"tokens, but {why}; use keep_all or a window, or reset() the cache and feed the "
-            "whole text"
+            f"tokens, but {why}; {remedy}, or reset() the cache and feed the whole text"
         )
     return gone
 
