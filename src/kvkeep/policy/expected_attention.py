@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -14,6 +15,7 @@ from kvkeep.planes import POSITION, Planes, norms
 from kvkeep.policy.base import Need, Observation
 from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
+from kvkeep.rotary import Rotary
 
 
 @final
@@ -102,28 +104,28 @@ class ExpectedAttention(Scored):
         count = state["count"].clamp(min=1)
         mean = state["sum"] / count  # (B, Hq, 1, D)
         spread = state["products"] / count - mean.transpose(2, 3) * mean
-        mean = self._ahead(mean, seen)
-        spread = self._ahead(self._ahead(spread, seen).transpose(2, 3), seen)
+        if seen.rotary is not None:
+            ahead = partial(seen.rotary.scaled, **self._turns(seen, seen.rotary, keys.device))
+            mean, spread = ahead(mean), ahead(ahead(spread).transpose(2, 3))
         rows, heads, _, width = keys.shape
-        grouped = keys[:, :, None]
-        mean = mean.reshape(rows, heads, -1, 1, width)
-        spread = spread.reshape(rows, heads, -1, width, width)
         scale = width**-0.5 if seen.scale is None else seen.scale
-        logits = scale * (grouped * mean).sum(dim=-1)
-        logits = logits + scale**2 / 2 * ((grouped @ spread) * grouped).sum(dim=-1)
+        mean = mean.reshape(rows, heads, 1, -1, width)
+        # One product for all query heads of a group.
+        spread = spread.reshape(rows, heads, -1, width, width).movedim(2, 3).flatten(3)
+        logits = (keys @ spread).mul_(scale / 2).unflatten(3, (-1, width)).add_(mean)
+        logits = logits.mul_(keys[:, :, :, None]).sum(dim=-1).mul_(scale)  # (B, H, S, G)
         # Without the sinks: their share differs from query head to query head, so with them the
         # mean over a group would give each head another weight.
         ranked = place >= self.sinks
-        logits = logits.masked_fill(~ranked[:, :, None], -torch.inf)
-        expected = torch.softmax(logits, dim=-1).mean(dim=2)
+        logits = logits.masked_fill(~ranked[..., None], -torch.inf)
+        expected = torch.softmax(logits, dim=2).mean(dim=3)
         return torch.where(ranked, expected * norms(values), 0)
 
-    def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
-        """x (B, Hq, m, D), rotated by the mean of the rotations at the next `future` positions."""
-        if seen.rotary is None:
-            return x
-        newest = torch.as_tensor(seen.newest, device=x.device).reshape(-1, 1, 1, 1)
-        place = newest + 1 + torch.arange(self.future, device=x.device)[:, None]
-        angle = place.to(x.dtype) * seen.rotary.inv_freq.to(x.device, x.dtype)
-        cos, sin = (f(angle).mean(dim=2, keepdim=True) for f in (torch.cos, torch.sin))
-        return seen.rotary.scaled(x, cos, sin)
+    def _turns(self, seen: Observation, rotary: Rotary, device: torch.device) -> dict[str, Tensor]:
+        """The means of the cosines and the sines at the next `future` positions: (1|B, 1, 1, R/2)
+        each."""
+        newest = torch.as_tensor(seen.newest, device=device).reshape(-1, 1, 1, 1)
+        place = newest + 1 + torch.arange(self.future, device=device)[:, None]
+        angle = place.float() * rotary.inv_freq.to(device, torch.float32)
+        turns = {"cos": angle.cos(), "sin": angle.sin()}
+        return {name: x.mean(dim=2, keepdim=True) for name, x in turns.items()}
