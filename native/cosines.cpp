@@ -82,9 +82,19 @@ class Mean {
         for (int64_t i = 2 * pairs; i < width; ++i) factors[pairs] += turned[i] * mean[i];
     }
 
+    // The product of factors and a position's row, by lane.
     inline __attribute__((always_inline)) vf product(const float* factors, int32_t position) const {
         const float* own = row(position);
-        vf a{};
+        vf a{}, b{};
+        int64_t i = 0;
+        for (; i + STEP <= 2 * turns; i += STEP) {
+            a += load<vf>(own + i) * load<vf>(factors + i);
+            b += load<vf>(own + i + W) * load<vf>(factors + i + W);
+        }
+        for (; i < 2 * turns; ++i) a[0] += own[i] * factors[i];
+        return a + b;
+    }
+};
         int64_t i = 0;
         for (; i + W <= 2 * turns; i += W) a += load<vf>(own + i) * load<vf>(factors + i);
         for (; i < 2 * turns; ++i) a[0] += own[i] * factors[i];

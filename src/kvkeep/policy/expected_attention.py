@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -104,28 +104,36 @@ class ExpectedAttention(Scored):
         count = state["count"].clamp(min=1)
         mean = state["sum"] / count  # (B, Hq, 1, D)
         spread = state["products"] / count - mean.transpose(2, 3) * mean
-        if seen.rotary is not None:
-            ahead = partial(seen.rotary.scaled, **self._turns(seen, seen.rotary, keys.device))
-            mean, spread = ahead(mean), ahead(ahead(spread).transpose(2, 3))
         rows, heads, _, width = keys.shape
+        if seen.rotary is not None:
+            turn = self._turn(seen, seen.rotary, width, keys.device)
+            mean, spread = mean @ turn, turn.transpose(2, 3) @ spread @ turn
         scale = width**-0.5 if seen.scale is None else seen.scale
-        mean = mean.reshape(rows, heads, 1, -1, width)
-        # One product for all query heads of a group.
-        spread = spread.reshape(rows, heads, -1, width, width).movedim(2, 3).flatten(3)
-        logits = (keys @ spread).mul_(scale / 2).unflatten(3, (-1, width)).add_(mean)
-        logits = logits.mul_(keys[:, :, :, None]).sum(dim=-1).mul_(scale)  # (B, H, S, G)
+        # One product for all query heads of a group: (B * H, S, G * D)
+        mean = mean.reshape(rows * heads, 1, -1)
+        spread = spread.reshape(rows * heads, -1, width, width).transpose(1, 2).flatten(2)
+        own = keys.flatten(0, 1)
+        logits = torch.baddbmm(mean, own, spread, alpha=scale / 2).unflatten(2, (-1, width))
+        logits = logits.mul_(own[:, :, None]).sum(dim=-1).mul_(scale)
+        logits = logits.view(rows, heads, *logits.shape[1:]).transpose(2, 3)  # (B, H, G, S)
         # Without the sinks: their share differs from query head to query head, so with them the
         # mean over a group would give each head another weight.
         ranked = place >= self.sinks
-        logits = logits.masked_fill(~ranked[..., None], -torch.inf)
-        expected = torch.softmax(logits, dim=2).mean(dim=3)
+        logits = logits.masked_fill(~ranked[:, :, None], -torch.inf)
+        expected = torch.softmax(logits, dim=-1).mean(dim=2)
         return torch.where(ranked, expected * norms(values), 0)
 
-    def _turns(self, seen: Observation, rotary: Rotary, device: torch.device) -> dict[str, Tensor]:
-        """The means of the cosines and the sines at the next `future` positions: (1|B, 1, 1, R/2)
-        each."""
+    def _turn(self, seen: Observation, rotary: Rotary, width: int, device: torch.device) -> Tensor:
+        """The mean of the rotations at the next `future` positions, as a matrix (1|B, 1, D, D) that
+        multiplies row vectors.
+
+        The mean of exp(i f p) over n adjacent positions p is exp(i f m) at their middle m, times
+        sin(n f / 2) / (n sin(f / 2)).
+        """
+        frequencies = rotary.inv_freq.to(device, torch.float32)
         newest = torch.as_tensor(seen.newest, device=device).reshape(-1, 1, 1, 1)
-        place = newest + 1 + torch.arange(self.future, device=device)[:, None]
-        angle = place.float() * rotary.inv_freq.to(device, torch.float32)
-        turns = {"cos": angle.cos(), "sin": angle.sin()}
-        return {name: x.mean(dim=2, keepdim=True) for name, x in turns.items()}
+        angle = (newest + (self.future + 1) / 2) * frequencies
+        turns = frequencies / (2 * math.pi)
+        shrunk = torch.sinc(turns * self.future) / torch.sinc(turns)
+        unit = torch.eye(width, device=device).expand(len(angle), 1, -1, -1)
+        return rotary.scaled(unit, angle.cos() * shrunk, angle.sin() * shrunk)
