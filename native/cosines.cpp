@@ -95,12 +95,6 @@ class Mean {
         return a + b;
     }
 };
-        int64_t i = 0;
-        for (; i + W <= 2 * turns; i += W) a += load<vf>(own + i) * load<vf>(factors + i);
-        for (; i < 2 * turns; ++i) a[0] += own[i] * factors[i];
-        return a;
-    }
-};
 
 // Directions are added as multiples of 2^-24: so the sum does not depend on the slots' order, and a
 // direction that is subtracted leaves nothing.

@@ -238,7 +238,7 @@ class LayerCache:
         plan = self.plan
         if plan is None or plan.looks or self.cursor.readers or not plan.ready():
             return None
-        return Ready(plan)
+        return None if plan.shows else Ready(plan)
 
     # -- whole-state changes ----------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from struct import pack
 from typing import Any
@@ -37,7 +38,7 @@ from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writer
 from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.planes import LAST, Chunks, limits
-from kvkeep.policy import Arrivals
+from kvkeep.policy import Arrivals, Need
 from kvkeep.policy.base import interval_of, rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.policy.share import Share
@@ -67,6 +68,8 @@ class StepPlan:
     """Number of slots that the next step frees after attention; of all heads if heads compete."""
     leaves: int
     """1 if a token leaves the tail after attention of the next step."""
+    shows: bool
+    """Whether the policy observes the next step in Python, after which slots are freed."""
 
     def __init__(
         self, writer: Writer, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -108,6 +111,7 @@ class StepPlan:
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = strides_of(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
+        self.shows, self._writer, self._masses = False, writer, Need.MASS in policy.needs
         self._frees_now = False  # whether the next step frees or moves slots
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if self._shared else policy.protection.recent
@@ -266,26 +270,27 @@ class StepPlan:
         return self._stays() and not any(self._full())
 
     def _decides(self, length: int, budget: int | None) -> bool:
-        """Determine which slots the next step frees and what its query sees. False if the policy
-        must observe the step in Python, if there is no room for its token, or if the step would
-        free frozen slots.
+        """Determine which slots the next step frees and what its query sees. False if there is no
+        room for its token, or if the step would free frozen slots.
 
         Args:
             length: slots in use, of which the next query cannot reach `drops`.
             budget: the policy's budget once the token is fed; None: all reachable slots are kept.
         """
         reach, window, columns, drops = self._reach, self._sight.window, self.column, self.drops
-        if self._interval and any((columns + 1 - n) % self._interval == 0 for n in self._shifts):
-            return False
+        due = self._interval
+        self.shows = due > 0 and any((columns + 1 - n) % due == 0 for n in self._shifts)
         self._dense = self._pads is None and not self._gaps
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
-        self.evicts = 0 if budget is None else max(0, self._surplus(budget))
-        if drops > 1 or columns >= self._most:
+        frees = budget is not None and not self.shows
+        self.evicts = max(0, self._surplus(budget)) if frees else 0
+        if drops > 1 or columns >= self._most or (self.shows and self._masses):
             return False
-        if self._behind:
+        self.leaves = 0
+        if self._behind and not self.shows:
             self.leaves = self._slots.waiting(budget, 1)
             if self.leaves > 1:
                 return False
@@ -343,6 +348,8 @@ class StepPlan:
             if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
+        elif self.shows:
+            position = cursor.history.next_positions(1, q.device)
         if self._given:
             self.enter(inputs)
         out = q.new_empty(self.out_shape)
@@ -363,7 +370,10 @@ class StepPlan:
             if not self._frees_now:  # the step freed no slots and can be undone
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
-        self.count(entries, position)
+        if self.shows:
+            self._writer.settle_made(inputs, partial(self.count, entries, position))
+        else:
+            self.count(entries, position)
         return out
 
     def sequences(self, token: int = 0, contest: int = 1) -> bytes:
@@ -466,7 +476,7 @@ class StepPlan:
         """
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
-        follows = self._follows and column + 2 <= self._until
+        follows = self._follows and column + 2 <= self._until and not self.shows
         left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
         if self._behind:
             lengths[0] += 1 - self.leaves
