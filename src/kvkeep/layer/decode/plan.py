@@ -6,7 +6,7 @@ than attention over a few hundred slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -45,7 +45,6 @@ from kvkeep.policy.share import Share
 from kvkeep.storage import Storage
 
 FAILED, UNLIKE = 1, 2  # KvStepResult
-BEGUN, RUNNING, DONE = range(3)  # progress of a prepared step
 
 
 class StepPlan:
@@ -213,7 +212,7 @@ class StepPlan:
                 self._until = last if same else columns
         reached = length if policy.reach is None else self._sight.reachable(cursor)
         self.drops = max(0, length - reached)
-        return self._has_room() and self._decides(length, budget)
+        return self._grow() and self._decides(length, budget)
 
     def _applies(self) -> bool:
         """Whether the layer has the slots and the history for which the plan was made."""
@@ -247,27 +246,19 @@ class StepPlan:
         self._hold(parts)
         return True
 
-    def _full(self) -> Iterator[tuple[Storage, int]]:
-        """The storages without room for the next token, and the number of slots that they need."""
-        # A part shorter than the longest frees fewer slots before its token is written.
+    def _grow(self) -> bool:
+        """If there is no room for the next token, allocate slots as an append does. False if the
+        plan does not fit the slots afterwards."""
         spare = max(self._lengths) - self.drops
-        own = zip(self._storages, self._lengths, self._capacities, strict=True)
-        for storage, held, capacity in own:
-            if min(held, spare) >= capacity:
-                yield storage, held + 1
-        for one, held in zip(self._behind, self._coded, strict=False):
-            if held >= one.capacity:
-                yield one.part.storage, held + 1
-
-    def _has_room(self) -> bool:
-        """Allocate slots for the next token, as an append does. False if there is no memory, or a
-        storage cannot grow."""
-        full = [*self._full()]
-        if full:
+        held = zip(self._storages, self._lengths, strict=True)
+        needs = [(storage, min(length, spare) + 1) for storage, length in held]
+        coded = zip(self._behind, self._coded, strict=False)
+        needs += [(one.part.storage, length + 1) for one, length in coded]
+        if any(slots > storage.capacity for storage, slots in needs):
             with suppress(CapacityError, OutOfMemoryError), self.cursor.turn:
-                for storage, slots in full:
+                for storage, slots in needs:
                     storage.grow_for(slots)
-        return self._stays() and not any(self._full())
+        return self._stays()
 
     def _decides(self, length: int, budget: int | None) -> bool:
         """Determine which slots the next step frees and what its query sees. False if there is no
@@ -296,15 +287,21 @@ class StepPlan:
                 return False
         elif self._before and (drops or self.evicts):
             return False
-        if any(self._full()):
-            return False
+        # A part shorter than the longest frees fewer slots before its token is written.
+        spare = max(self._lengths) - drops
+        for held, capacity in zip(self._lengths, self._capacities, strict=True):
+            if min(held, spare) >= capacity:
+                return False
+        for held, one in zip(self._coded, self._behind, strict=False):
+            if held >= one.capacity:
+                return False
         self._frees_now = bool(drops or self.evicts or self.leaves)
         return True
 
     def _surplus(self, budget: int) -> int:
         """Number of slots over the budget once the token is written."""
         if self._rule.floor is not None:
-            held = sum(self._coded) + sum(self._lengths[place] for place in self._place)
+            held = sum(self._coded) + sum(map(self._lengths.__getitem__, self._place))
             return held - (budget - 1) * len(self.parts)
         return self._before + max(self._lengths) + 1 - self.drops - budget
 
@@ -448,23 +445,6 @@ class StepPlan:
         cursor.start = cursor.history, self._mark
         moves = self._changes or self._frees_now
         cursor.state = State.MOVING if moves else State.WRITING
-
-    def end(self, state: int, position: Tensor | None = None) -> None:
-        """End a prepared step.
-
-        Args:
-            state: BEGUN: the step was not made; RUNNING: it failed or was interrupted; DONE.
-        """
-        cursor = self.cursor
-        try:
-            if state == DONE:
-                self.count(cursor.turn.entries, position)
-            elif state == BEGUN:
-                cursor.state = State.IDLE
-            elif cursor.state is State.WRITING:  # if MOVING, the layer raises until it is reset
-                cursor.take_back()
-        finally:
-            cursor.turn.__exit__(None, None, None)
 
     def count(self, entries: int, position: Tensor | None) -> None:
         """Advance the layer's cursor past the written token, and compute the next step's numbers
