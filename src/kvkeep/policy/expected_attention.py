@@ -113,7 +113,7 @@ class ExpectedAttention(Scored):
         mean = mean.reshape(rows * heads, 1, -1)
         spread = spread.reshape(rows * heads, -1, width, width).transpose(1, 2).flatten(2)
         own = keys.flatten(0, 1)
-        logits = torch.baddbmm(mean, own, spread, alpha=scale / 2).unflatten(2, (-1, width))
+        logits = torch.baddbmm(mean, own, spread, alpha=scale / 2).view(*own.shape[:2], -1, width)
         logits = logits.mul_(own[:, :, None]).sum(dim=-1).mul_(scale)
         logits = logits.view(rows, heads, *logits.shape[1:]).transpose(2, 3)  # (B, H, G, S)
         # Without the sinks: their share differs from query head to query head, so with them the
