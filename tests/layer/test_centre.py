@@ -179,7 +179,7 @@ def test_native_steps_compare_whole_keys(spec: str, rotary: Rotary | None) -> No
     for layer in (native, parts):
         fed(layer, *text, chunks)
     assert native.plan is not None
-    assert native.plan.known
+    assert native.plan.ready()
     assert native.positions().equal(parts.positions())
 
 
