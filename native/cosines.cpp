@@ -20,13 +20,81 @@ struct Keys {
     const typename T::Element* at(int64_t slot) const { return first + slot * stride; }
 };
 
-// The sums of f over W keys from `first` on; f returns the sums of a key by lane.
-template <class T, class F>
-KV_INLINE vf by_slot(const Keys<T>& keys, int64_t first, int64_t count, F f) {
+// The sums of f over W slots from `first` on; f returns the sums of a slot by lane.
+template <class F>
+KV_INLINE vf by_slot(int64_t first, int64_t count, F f) {
     vf v[W];
-    for (int j = 0; j < W; ++j) v[place(j)] = first + j < count ? f(keys.at(first + j)) : vf{};
+    for (int j = 0; j < W; ++j) v[place(j)] = first + j < count ? f(first + j) : vf{};
     return sums(v);
 }
+
+// The centre that the keys of a head lack.
+class Mean {
+    const KvCentre& centre;
+    const float* const mean;
+    const int64_t width, pairs, turns;
+    const bool rotated;
+
+    // The two dimensions of a pair.
+    int64_t first(int64_t pair) const { return centre.interleaved ? 2 * pair : pair; }
+    int64_t second(int64_t pair) const { return centre.interleaved ? 2 * pair + 1 : pair + pairs; }
+
+  public:
+    explicit Mean(const KvKeys& keys)
+        : centre(*keys.centre),
+          mean(centre.mean + keys.row * centre.row + keys.head * centre.head),
+          width(keys.width),
+          pairs(centre.pairs),
+          turns(kv_turns(centre, width) / 2),
+          rotated(keys.slots.rotated) {}
+
+    // The cosines and sines of a position, 2 * turns.
+    const float* row(int32_t position) const {
+        return centre.table + std::clamp<int64_t>(position, 0, centre.positions - 1) * 2 * turns;
+    }
+
+    // Adds the centre to the key of a position. `turned` is scratch memory.
+    void add(int32_t position, float* turned, float* key) const {
+        const float *cos = row(position), *sin = cos + turns;
+        for (int64_t i = 0; i < pairs; ++i) {
+            const float a = mean[first(i)], b = mean[second(i)];
+            turned[first(i)] = a * cos[i] - b * sin[i];
+            turned[second(i)] = b * cos[i] + a * sin[i];
+        }
+        for (int64_t i = 2 * pairs; i < width; ++i) turned[i] = mean[i];
+        if (rotated) rotate(turned, width);
+        for (int64_t i = 0; i < width; ++i) key[i] += turned[i];
+    }
+
+    // The factors of a row of the table whose products add up to the product of the centre and a
+    // direction. `turned` is scratch memory.
+    void project(const float* direction, float* turned, float* factors) const {
+        memcpy(turned, direction, width * sizeof *turned);
+        if (rotated) rotate(turned, width);
+        for (int64_t i = 0; i < pairs; ++i) {
+            const float a = turned[first(i)], b = turned[second(i)];
+            const float m = mean[first(i)], n = mean[second(i)];
+            factors[i] = a * m + b * n;
+            factors[turns + i] = b * m - a * n;
+        }
+        if (pairs == turns) return;
+        factors[pairs] = factors[2 * turns - 1] = 0;
+        for (int64_t i = 2 * pairs; i < width; ++i) factors[pairs] += turned[i] * mean[i];
+    }
+
+    // The product of factors and a position's row, by lane.
+    inline __attribute__((always_inline)) vf product(const float* factors, int32_t position) const {
+        const float* own = row(position);
+        vf a{}, b{};
+        int64_t i = 0;
+        for (; i + STEP <= 2 * turns; i += STEP) {
+            a += load<vf>(own + i) * load<vf>(factors + i);
+            b += load<vf>(own + i + W) * load<vf>(factors + i + W);
+        }
+        for (; i < 2 * turns; ++i) a[0] += own[i] * factors[i];
+        return a + b;
+    }
+};
 
 // Directions are added as multiples of 2^-24: so the sum does not depend on the slots' order, and a
 // direction that is subtracted leaves nothing.
@@ -62,7 +130,8 @@ template <class T>
 void measure(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* position,
              float* lengths, KvDirections& known) {
     for (int64_t first = 0; first < count; first += W) {
-        const vf squares = by_slot(keys, first, count, [&](const auto* x) {
+        const vf squares = by_slot(first, count, [&](int64_t j) {
+            const auto* x = keys.at(j);
             vf a{}, b{};
             for (int64_t i = 0; i < width; i += STEP) {
                 const Pair p = T::widen(x + i);
@@ -78,12 +147,14 @@ void measure(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* p
     add(keys, count, width, position, lengths, 1, known);
 }
 
-template <class T>
+// `share(j)`: the sums, by lane, of what is added to the product of key j and the mean.
+template <class T, class Share>
 KV_INLINE void cosines(const Keys<T>& keys, int64_t count, int64_t width, const float* mean,
-                       float size, const float* lengths, float* out) {
+                       float size, const float* lengths, Share share, float* out) {
     for (int64_t first = 0; first < count; first += W) {
-        const vf dots = by_slot(keys, first, count, [&](const auto* x) {
-            vf a{}, b{};
+        const vf dots = by_slot(first, count, [&](int64_t j) {
+            const auto* x = keys.at(j);
+            vf a = share(j), b{};
 #pragma GCC unroll 4
             for (int64_t i = 0; i < width; i += STEP) {
                 const Pair p = T::widen(x + i);
@@ -96,11 +167,16 @@ KV_INLINE void cosines(const Keys<T>& keys, int64_t count, int64_t width, const 
     }
 }
 
-// `read(slot, count)` returns the Keys of a block.
+// `read` is that of `reading`. `scratch`: for the mean direction; if there is a centre, also for its
+// factors and for one key.
 template <class T, class Read>
-void rank(Read read, int64_t width, const int32_t* position, int64_t slots, KvDirections& known,
-          float* lengths, float* mean, float* out) {
+void rank(const KvKeys& all, Read read, int64_t slots, KvDirections& known, float* scratch,
+          float* out) {
     constexpr int64_t id = 10 * W + sizeof(typename T::Element);
+    const int64_t width = padded(all.width), room = kv_padded(all.width + 2);
+    const int32_t* position = all.position;
+    float *lengths = known.lengths(all.width), *mean = scratch;
+    float *factors = mean + room, *turned = factors + room;
     if (known.id != id || known.slots > slots) known.slots = 0;
     if (!known.slots) {
         known.live = 0, known.id = id;
@@ -108,7 +184,8 @@ void rank(Read read, int64_t width, const int32_t* position, int64_t slots, KvDi
     }
     for (int64_t block = known.slots; block < slots; block += BLOCK) {
         const int64_t count = std::min(BLOCK, slots - block);
-        measure<T>(read(block, count), count, width, position + block, lengths + block, known);
+        measure<T>(read(block, count, turned), count, width, position + block, lengths + block,
+                   known);
     }
     known.slots = slots;
     float size = 0;
@@ -117,41 +194,58 @@ void rank(Read read, int64_t width, const int32_t* position, int64_t slots, KvDi
         size += mean[i] * mean[i];
     }
     size = std::max(std::sqrt(size), 1e-8f);
-    for (int64_t block = 0; block < slots; block += BLOCK) {
-        const int64_t count = std::min(BLOCK, slots - block);
-        const auto pass = [&](int64_t width) __attribute__((always_inline)) {
-            cosines<T>(read(block, count), count, width, mean, size, lengths + block, out + block);
-        };
-        if (width == 64) pass(64);
-        else if (width == 128) pass(128);
-        else pass(width);
-    }
+    const auto each = [&](auto share_of) __attribute__((always_inline)) {
+        for (int64_t block = 0; block < slots; block += BLOCK) {
+            const int64_t count = std::min(BLOCK, slots - block);
+            const auto pass = [&](int64_t width) __attribute__((always_inline)) {
+                cosines<T>(read(block, count, nullptr), count, width, mean, size, lengths + block,
+                           share_of(position + block), out + block);
+            };
+            if (width == 64) pass(64);
+            else if (width == 128) pass(128);
+            else pass(width);
+        }
+    };
+    if (!all.centre) return each([](const int32_t*) { return [](int64_t) { return vf{}; }; });
+    const Mean centre(all);
+    centre.project(mean, turned, factors);
+    each([&](const int32_t* place) {
+        return [&centre, factors, place](int64_t j) { return centre.product(factors, place[j]); };
+    });
 }
 
-// Calls f(type, read), where read(slot, count) returns the Keys of a block: where they lie, or
-// decoded to `wide`.
+// Calls f(type, read), where read(slot, count, turned) returns the Keys of a block: where they lie,
+// or decoded to `wide`. If `turned` is not null, it is scratch memory, and the centre is added.
 template <class F>
-void reading(const KvEncoded& keys, int64_t width, int64_t row, int64_t head, float* wide, F f) {
+void reading(const KvKeys& all, float* wide, F f) {
+    const KvEncoded& keys = all.slots;
     const KvPlane& plane = keys.plane;
+    const int64_t width = all.width, row = all.row, head = all.head;
     const int64_t first = row * plane.row + head * plane.head, step = padded(width);
+    const bool whole = step == width && !all.centre;  // as they lie, they are what to read
     const auto in_place = [&](auto type, const uint16_t* scales) {
         using T = decltype(type);
         const auto* x = (const typename T::Element*)plane.data + first;
-        f(type, [=](int64_t slot, int64_t) {
+        f(type, [=](int64_t slot, int64_t, float*) {
             return Keys<T>{x + slot * plane.slot, plane.slot,
                            scales ? scales + slot * keys.scale.slot : nullptr, keys.scale.slot};
         });
     };
     const auto widened = [&](auto fill) {
-        memset(wide, 0, BLOCK * step * sizeof *wide);
-        f(F32{}, [=](int64_t slot, int64_t count) {
+        if (step != width) memset(wide, 0, BLOCK * step * sizeof *wide);
+        f(F32{}, [=, &all](int64_t slot, int64_t count, float* turned) {
             fill(slot, count);
+            if (turned && all.centre) {
+                const Mean centre(all);
+                for (int64_t j = 0; j < count; ++j)
+                    centre.add(all.position[slot + j], turned, wide + j * step);
+            }
             return Keys<F32>{wide, step, nullptr, 0};
         });
     };
     const auto plain = [&](auto type) {
         using T = decltype(type);
-        if (step == width) return in_place(type, nullptr);
+        if (whole) return in_place(type, nullptr);
         const auto* x = (const typename T::Element*)plane.data + first;
         widened([=](int64_t slot, int64_t count) {
             for (int64_t j = 0; j < count; ++j)
@@ -173,7 +267,7 @@ void reading(const KvEncoded& keys, int64_t width, int64_t row, int64_t head, fl
         case KV_BF16: return plain(BF16{});
         case KV_F16: return plain(F16{});
         case KV_I8:
-            if (keys.group < width || step != width) return coded(Tile<8>{});
+            if (keys.group < width || !whole) return coded(Tile<8>{});
             return in_place(I8{}, (const uint16_t*)keys.scale.data + row * keys.scale.row +
                                       head * keys.scale.head);
         default:
@@ -182,20 +276,19 @@ void reading(const KvEncoded& keys, int64_t width, int64_t row, int64_t head, fl
     }
 }
 
-void rank_head(const KvEncoded& keys, int64_t width, int64_t row, int64_t head,
-               const int32_t* position, int64_t slots, KvDirections& known, float* scratch,
-               float* out) {
-    const int64_t step = padded(width);
-    reading(keys, width, row, head, scratch + kv_padded(width), [&](auto type, auto read) {
-        rank<decltype(type)>(read, step, position, slots, known, known.lengths(width), scratch, out);
+// Where a block is decoded, behind the scratch memory of `rank`.
+float* behind(const KvKeys& keys, float* scratch) { return scratch + 3 * kv_padded(keys.width + 2); }
+
+void rank_head(const KvKeys& keys, int64_t slots, KvDirections& known, float* scratch, float* out) {
+    reading(keys, behind(keys, scratch), [&](auto type, auto read) {
+        rank<decltype(type)>(keys, read, slots, known, scratch, out);
     });
 }
 
-void forget(const KvEncoded& keys, int64_t width, int64_t row, int64_t head,
-            const int32_t* position, int64_t slot, KvDirections& known, float* scratch) {
-    reading(keys, width, row, head, scratch, [&](auto type, auto read) {
-        add<decltype(type)>(read(slot, 1), 1, padded(width), position + slot,
-                            known.lengths(width) + slot, -1, known);
+void forget(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch) {
+    reading(keys, behind(keys, scratch), [&](auto type, auto read) {
+        add<decltype(type)>(read(slot, 1, scratch), 1, padded(keys.width), keys.position + slot,
+                            known.lengths(keys.width) + slot, -1, known);
     });
 }
 

@@ -14,21 +14,28 @@ struct KvDirections {
     float* lengths(int64_t width) { return (float*)(sums() + kv_padded(width)); }
 };
 
+// The keys of one head.
+struct KvKeys {
+    const KvEncoded& slots;
+    const KvCentre* centre;   // that the slots lack; or null
+    const int32_t* position;  // of each slot
+    int64_t width, row, head;
+};
+
 struct KvCosineKernel {
     // Stores, for each slot of a head, minus the cosine between its key and the mean direction of
     // the head's keys. Empty slots do not count. Measures the slots that are not known yet.
     // `scratch`: kv_cosine_scratch floats, aligned to 64 bytes. `out`: kv_cosine_slots floats.
-    void (*rank)(const KvEncoded& keys, int64_t width, int64_t row, int64_t head,
-                 const int32_t* position, int64_t slots, KvDirections& known, float* scratch,
-                 float* out);
+    void (*rank)(const KvKeys& keys, int64_t slots, KvDirections& known, float* scratch, float* out);
     // Takes a slot's key out of the sum.
-    void (*forget)(const KvEncoded& keys, int64_t width, int64_t row, int64_t head,
-                   const int32_t* position, int64_t slot, KvDirections& known, float* scratch);
+    void (*forget)(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch);
 };
 extern const KvCosineKernel kv_cosines_portable, kv_cosines_avx2, kv_cosines_avx512,
     kv_cosines_avx512vnni, kv_cosines_avx512bf16, kv_cosines_amx;
 
 static inline int64_t kv_cosine_slots(int64_t slots) { return slots + KV_BLOCK; }
 
-// For the mean, and a decoded block.
-static inline int64_t kv_cosine_scratch(int64_t width) { return (1 + KV_BLOCK) * kv_padded(width); }
+// For the mean direction, the centre, and a decoded block.
+static inline int64_t kv_cosine_scratch(int64_t width) {
+    return (3 + KV_BLOCK) * kv_padded(width + 2);
+}

@@ -49,8 +49,10 @@ float* plane_of(const KvScores& plane, int64_t row, int64_t head) {
     return plane.data + row * plane.row + (plane.heads > 1 ? head * plane.head : 0);
 }
 
-const KvEncoded& keys_of(const KvSequence& step) {
-    return step.segments[step.step->call.segment_count - 1].k;
+KvKeys keys_of(const KvSequence& step, int64_t row, int64_t head, const int32_t* position) {
+    const KvStep& s = *step.step;
+    const KvEncoded& slots = step.segments[s.call.segment_count - 1].k;
+    return {slots, s.call.centre, position, s.key.width, row, head};
 }
 
 KvDirections& directions(const KvStep& s, int64_t row, int64_t head) {
@@ -70,7 +72,7 @@ const float* ranked(const KvSequence& step, int64_t row, int64_t head, const int
     const KvRule& rule = s.rule;
     if (rule.by_keys) {
         made.resize(kv_cosine_slots(slots));
-        instructions().cosines->rank(keys_of(step), s.key.width, row, head, position, slots,
+        instructions().cosines->rank(keys_of(step, row, head, position), slots,
                                      directions(s, row, head), cosine_scratch(s), made.data());
         return made.data();
     }
@@ -110,11 +112,10 @@ int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t 
     float* memory = cosine_scratch(s);
     for (int64_t i = 0; i < rows * heads; ++i) {
         const int64_t row = i / heads, head = i % heads;
+        const KvKeys keys = keys_of(step, row, head, positions_of(s.ranking, row, head));
         KvDirections& known = directions(s, row, head);
         for (int64_t j = 0; j < count; ++j)
-            instructions().cosines->forget(keys_of(step), width, row, head,
-                                           positions_of(s.ranking, row, head),
-                                           victims[i * count + j], known, memory);
+            instructions().cosines->forget(keys, victims[i * count + j], known, memory);
         known.slots -= count;
     }
     std::vector<KvSlots> planes(step.planes, step.planes + step.plane_count);

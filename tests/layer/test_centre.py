@@ -29,7 +29,12 @@ ROTARIES = {
 
 
 def tokens(
-    count: int, rotary: Rotary | None, rows: int = 1, seed: int = 0, start: int = 0
+    count: int,
+    rotary: Rotary | None,
+    rows: int = 1,
+    seed: int = 0,
+    start: int = 0,
+    bias: float = BIAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of `count` tokens; keys are a constant of each head plus a little,
     rotated for the positions from `start` on."""
@@ -39,7 +44,7 @@ def tokens(
         for heads in (HEADS * GROUP, HEADS, HEADS)
     )
     # Each row has another constant.
-    k += BIAS * torch.randn(rows, HEADS, 1, WIDTH, generator=torch.Generator().manual_seed(9))
+    k += bias * torch.randn(rows, HEADS, 1, WIDTH, generator=torch.Generator().manual_seed(9))
     if rotary is None:
         return q, k, v
     place = torch.arange(start, start + count)
@@ -154,6 +159,28 @@ def test_policies_see_whole_keys(spec: str) -> None:
     kept = [[sorted(place) for place, _, _ in live_tokens(x)[0]] for x in (layer, exact)]
     if spec.startswith("window"):
         assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES.keys())
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "keydiff:40+int4:recent=6,sinks=2",  # with a plain tail
+        "keydiff:40,sinks=2+int4/int8",
+        "keydiff:40+int5:hadamard=0/int8",
+        "adakv(keydiff:40)+int4:recent=6,sinks=2",
+    ],
+)
+def test_native_steps_compare_whole_keys(spec: str, rotary: Rotary | None) -> None:
+    chunks = [60, *[1] * 90]
+    text = tokens(sum(chunks), rotary, bias=1.0)
+    native, parts = made(spec, rotary), made(spec, rotary)
+    parts.plans = False
+    for layer in (native, parts):
+        fed(layer, *text, chunks)
+    assert native.plan is not None
+    assert native.plan.ready()
+    assert native.positions().equal(parts.positions())
 
 
 def test_changes_of_a_layer_keep_its_centre() -> None:

@@ -58,6 +58,8 @@ SPECS = [
     "kvzip:50%+int4:recent=6,sinks=2",
     "h2o:20+int4:recent=6,sinks=2",
     "adakv(h2o:20)+int4:recent=6,sinks=2",
+    "keydiff:20+int4:recent=6,sinks=2",
+    "adakv(keydiff:20)+int4:recent=6,sinks=2",
     "adakv:0.7(qvlen:25%,least=12)+int4:recent=3,sinks=1",
 ]
 
@@ -140,8 +142,7 @@ def test_equals_a_step_by_parts(
     pair.feed(3)
     for column in range(3, 30):
         pair.feed(position=torch.tensor([column], dtype=torch.int32) if column % 2 else None)
-    # The first prepares the others; after a reallocation they are prepared again. Heads of
-    # different lengths are parts of one row.
+    # The first prepares the others. Heads of different lengths are parts of one row.
     alone = rows > 1 and pair.layers[0].policy.ragged
     assert len(calls) > 10 or "keep_from" in spec or (alone and not calls)
 

@@ -207,7 +207,11 @@ def test_chunks_keep_what_single_tokens_keep(text: list[Tensor], policy: str) ->
 
 @pytest.mark.usefixtures("one_thread")  # threads divide the slots of a head by the heads of a call
 @pytest.mark.parametrize(
-    "policy", [*BUDGETS, "qh2o:64", "qvlen:64", "adakv(qh2o:64)", "kvzip:50%", "keep_all"]
+    "policy",
+    [
+        *(*BUDGETS, "qh2o:64", "qvlen:64", "adakv(qh2o:64)", "kvzip:50%", "keep_all"),
+        *("keydiff:64", "adakv(keydiff:64)"),
+    ],
 )
 def test_native_steps_are_those_of_the_reference(text: list[Tensor], policy: str) -> None:
     native, plain = budgeted(policy), budgeted(policy)

@@ -55,6 +55,7 @@ SPECS = [
     "kvzip:50%+int4:recent=4,sinks=1",
     "h2o:12+int4:recent=4,sinks=1",
     "adakv(h2o:12)+int4:recent=4,sinks=1",
+    "adakv(keydiff:12)+int4:recent=4,sinks=1",
 ]
 OPTIONS: list[dict[str, Any]] = [{}, {}, {"window": 9}, {"window": 12, "chunked": True}]
 DIM, HEADS, GROUP = 16, 2, 2

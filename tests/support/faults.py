@@ -297,8 +297,8 @@ FAULTS = (
     Fault(
         "expected-attention-spread",
         "policy/expected_attention.py",
-        "scale**2 / 2 *",
-        "scale / 2 *",
+        "alpha=scale / 2",
+        "alpha=1 / 2",
         "policy/test_expected_attention.py policy/test_decisions.py",
     ),
     Fault(

@@ -178,7 +178,7 @@ class LayerCache:
                 return self.drafts.run(inputs, attend)
             # Attention weights refer to all columns, so packing must not move slots.
             out = driven(self.writer.phases(inputs, packs=attend is None), attend)
-            if single and self.plans:
+            if single and self.plans and not (self.plan and self.plan.serves(inputs)):
                 self.plan = StepPlan.of(self.writer, inputs)
             return out
 
@@ -251,7 +251,7 @@ class LayerCache:
         plan = self.plan
         if plan is None or plan.looks or self.cursor.readers or not plan.ready():
             return None
-        return Ready(plan)
+        return None if plan.shows else Ready(plan)
 
     # -- whole-state changes ----------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -217,12 +219,26 @@ class Writer:
                 if packs and not cursor.unread:
                     self._settler.pack()
             except BaseException:
-                start = cursor.start
-                evicted = start is not None and cursor.history.floor != start[0].floor
-                if start and not evicted and cursor.state is not State.MOVING:
-                    cursor.take_back()
+                self._undo()
                 raise
             return out
+
+    def settle_made(self, inputs: StepInputs, count: Callable[[], None]) -> None:
+        """Count a token that the native library has written and attended to, and settle its step.
+        If this fails, the token is removed. `count`: counts the token."""
+        try:
+            count()
+            self.settle(Observation(queries=inputs.q, scale=inputs.scale))
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        """Remove the tokens of a chunk that failed, unless slots were evicted or are moving."""
+        cursor, start = self.cursor, self.cursor.start
+        evicted = start is not None and cursor.history.floor != start[0].floor
+        if start and not evicted and cursor.state is not State.MOVING:
+            cursor.take_back()
 
     def _in_steps(self, inputs: StepInputs, most: int) -> Phases:
         """A chunk in steps of at most `most` tokens. If it fails after a step that cannot be

@@ -285,3 +285,9 @@ def rule_of(policy: Policy) -> Rule | None:
     owner = next(base for base in kind.__mro__ if "rule" in vars(base))
     same = all(getattr(kind, x, None) is getattr(owner, x, None) for x in _RULED)
     return policy.rule if same else None
+
+
+def interval_of(policy: Policy) -> int:
+    """The `Rule.interval` of a policy; 0 if it has no rule."""
+    rule = rule_of(policy)
+    return 0 if rule is None else rule.interval

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -14,6 +15,7 @@ from kvkeep.planes import POSITION, Planes, norms
 from kvkeep.policy.base import Need, Observation
 from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
+from kvkeep.rotary import Rotary
 
 
 @final
@@ -102,15 +104,18 @@ class ExpectedAttention(Scored):
         count = state["count"].clamp(min=1)
         mean = state["sum"] / count  # (B, Hq, 1, D)
         spread = state["products"] / count - mean.transpose(2, 3) * mean
-        mean = self._ahead(mean, seen)
-        spread = self._ahead(self._ahead(spread, seen).transpose(2, 3), seen)
         rows, heads, _, width = keys.shape
-        grouped = keys[:, :, None]
-        mean = mean.reshape(rows, heads, -1, 1, width)
-        spread = spread.reshape(rows, heads, -1, width, width)
+        if seen.rotary is not None:
+            turn = self._turn(seen, seen.rotary, width, keys.device)
+            mean, spread = mean @ turn, turn.transpose(2, 3) @ spread @ turn
         scale = width**-0.5 if seen.scale is None else seen.scale
-        logits = scale * (grouped * mean).sum(dim=-1)
-        logits = logits + scale**2 / 2 * ((grouped @ spread) * grouped).sum(dim=-1)
+        # One product for all query heads of a group: (B * H, S, G * D)
+        mean = mean.reshape(rows * heads, 1, -1)
+        spread = spread.reshape(rows * heads, -1, width, width).transpose(1, 2).flatten(2)
+        own = keys.flatten(0, 1)
+        logits = torch.baddbmm(mean, own, spread, alpha=scale / 2).view(*own.shape[:2], -1, width)
+        logits = logits.mul_(own[:, :, None]).sum(dim=-1).mul_(scale)
+        logits = logits.view(rows, heads, *logits.shape[1:]).transpose(2, 3)  # (B, H, G, S)
         # Without the sinks: their share differs from query head to query head, so with them the
         # mean over a group would give each head another weight.
         ranked = place >= self.sinks
@@ -118,12 +123,17 @@ class ExpectedAttention(Scored):
         expected = torch.softmax(logits, dim=-1).mean(dim=2)
         return torch.where(ranked, expected * norms(values), 0)
 
-    def _ahead(self, x: Tensor, seen: Observation) -> Tensor:
-        """x (B, Hq, m, D), rotated by the mean of the rotations at the next `future` positions."""
-        if seen.rotary is None:
-            return x
-        newest = torch.as_tensor(seen.newest, device=x.device).reshape(-1, 1, 1, 1)
-        place = newest + 1 + torch.arange(self.future, device=x.device)[:, None]
-        angle = place.to(x.dtype) * seen.rotary.inv_freq.to(x.device, x.dtype)
-        cos, sin = (f(angle).mean(dim=2, keepdim=True) for f in (torch.cos, torch.sin))
-        return seen.rotary.scaled(x, cos, sin)
+    def _turn(self, seen: Observation, rotary: Rotary, width: int, device: torch.device) -> Tensor:
+        """The mean of the rotations at the next `future` positions, as a matrix (1|B, 1, D, D) that
+        multiplies row vectors.
+
+        The mean of exp(i f p) over n adjacent positions p is exp(i f m) at their middle m, times
+        sin(n f / 2) / (n sin(f / 2)).
+        """
+        frequencies = rotary.inv_freq.to(device, torch.float32)
+        newest = torch.as_tensor(seen.newest, device=device).reshape(-1, 1, 1, 1)
+        angle = (newest + (self.future + 1) / 2) * frequencies
+        turns = frequencies / (2 * math.pi)
+        shrunk = torch.sinc(turns * self.future) / torch.sinc(turns)
+        unit = torch.eye(width, device=device).expand(len(angle), 1, -1, -1)
+        return rotary.scaled(unit, angle.cos() * shrunk, angle.sin() * shrunk)

@@ -221,6 +221,16 @@ class Storage(ABC):
         """Count the slots up to `length`, which were written in place, as slots in use."""
         raise NotImplementedError(f"{self.name} storage is not written in place")
 
+    def grow_for(self, slots: int) -> None:
+        """Allocate as much as an append up to `slots` slots does, in a storage that is not empty
+        and is `described`.
+
+        Raises:
+            CapacityError: `slots` exceeds `limit`.
+            OutOfMemoryError: there is not enough memory; nothing is changed.
+        """
+        raise NotImplementedError(f"{self.name} storage is not written in place")
+
     def reserve(self, slots: int) -> None:
         """Allocate at least `slots` slots, in a storage that is not empty. The slots keep their
         addresses until more are needed, some are freed, or the rows change.

@@ -78,6 +78,9 @@ class Buffer(Storage):
         if slots > self.capacity:
             self._reallocate(slots, self._planes)
 
+    def grow_for(self, slots: int) -> None:
+        self._fit(slots, self._planes)
+
     def adopt(self, planes: Planes, length: int) -> None:
         self._length = length
         if any(self._planes.get(name) is not plane for name, plane in planes.items()):
@@ -127,8 +130,7 @@ class Buffer(Storage):
             return
         slots = self._length + slot_count(planes)
         kept = slots - victims.shape[2]
-        if kept > self.capacity:
-            self._reallocate(self._capacity_for(kept, device_of(planes)), self._planes)
+        self._fit(kept, self._planes)
         behind = slots_record({name: planes[name] for name in self._planes})
         _evict_in_one_call(self, victims, slots, behind)
 
@@ -171,12 +173,15 @@ class Buffer(Storage):
     def _spare(self, stop: int, like: Planes) -> Planes:
         """Views (B, H|1, n, ...) of the slots from the first free one to `stop`."""
         start = self._length
-        if stop > self.capacity:
-            like = self._planes or like
-            self._reallocate(self._capacity_for(stop, device_of(like)), like)
+        self._fit(stop, self._planes or like)
         if stop - start == 1:
             return self._views.of(start, self._planes)
         return {name: p.narrow(2, start, stop - start) for name, p in self._planes.items()}
+
+    def _fit(self, slots: int, like: Planes) -> None:
+        """Allocate at least `slots` slots with the planes of `like`, and some spare ones."""
+        if slots > self.capacity:
+            self._reallocate(self._capacity_for(slots, device_of(like)), like)
 
     def _hold(self, planes: dict[str, Tensor]) -> None:
         """Use other planes. Views and addresses of the former planes are forgotten."""

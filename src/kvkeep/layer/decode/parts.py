@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -104,3 +105,18 @@ def step_state(slots: LayerSlots) -> tuple[object, ...]:
         return fixed, step_state(slots.blocks), step_state(slots.tail)
     assert isinstance(slots, Undivided)
     return slots.storage, slots.frozen, slots.aside.length
+
+
+def count_slots(
+    storages: Sequence[Storage], lengths: list[int], capacities: Sequence[int], left: Sequence[int]
+) -> bool:
+    """Set the lengths of storages to those `left` by a step, and free spare capacity. Return
+    whether all slots kept their addresses."""
+    stay = True
+    for index, length in enumerate(left):
+        storages[index].extend_to(length)
+        if length < lengths[index]:
+            storages[index].truncate(length)
+            stay &= storages[index].capacity == capacities[index]
+        lengths[index] = length
+    return stay

@@ -7,6 +7,8 @@ than attention over a few hundred slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from struct import pack
 from typing import Any
@@ -15,31 +17,34 @@ import torch
 from torch import Tensor
 
 from kvkeep.checks import wants_gradients
+from kvkeep.errors import CapacityError, OutOfMemoryError
 from kvkeep.layer.cursor import State
-from kvkeep.layer.decode.parts import StepPart, step_parts, step_state
+from kvkeep.layer.decode.parts import StepPart, count_slots, step_parts, step_state
+from kvkeep.layer.decode.possible import planned_parts
 from kvkeep.layer.decode.records import (
     SEQUENCE,
     TOKENS,
     LayerRecords,
     PartRecords,
     exactly,
+    is_like,
     is_read,
     kind_of,
     packed_kind,
-    possible,
     strides_of,
+    without_memory,
 )
 from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writer
 from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.planes import LAST, Chunks, limits
-from kvkeep.policy import Arrivals
-from kvkeep.policy.base import rule_of
+from kvkeep.policy import Arrivals, Need
+from kvkeep.policy.base import interval_of, rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
+from kvkeep.policy.share import Share
 from kvkeep.storage import Storage
 
 FAILED, UNLIKE = 1, 2  # KvStepResult
-BEGUN, RUNNING, DONE = range(3)  # progress of a prepared step
 
 
 class StepPlan:
@@ -62,6 +67,8 @@ class StepPlan:
     """Number of slots that the next step frees after attention; of all heads if heads compete."""
     leaves: int
     """1 if a token leaves the tail after attention of the next step."""
+    shows: bool
+    """Whether the policy observes the next step in Python, after which slots are freed."""
 
     def __init__(
         self, writer: Writer, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -73,27 +80,16 @@ class StepPlan:
         self._left = torch.zeros(2 * len(parts), dtype=torch.int64)
         centre, self._mean = writer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
-        records = LayerRecords(
+        self._records = LayerRecords(
             policy,
             rule,
             history.geometry.value_width,
             *(setup.window, history.pads, slopes_on(setup.slopes, inputs.q.device), centre),
             self._left,
+            without_memory(inputs),
         )
-        self.parts: list[PartRecords] = [
-            records.of(index, part, inputs) for index, part in enumerate(parts)
-        ]
-        capacities = {one.part.storage: one.capacity for one in self.parts}
-        self._storages: list[Storage] = [*capacities]
-        self._capacities = [*capacities.values()]
-        self._place = [self._storages.index(part.storage) for part in parts]
-        self._fixed = [
-            (one.addresses, one.part.row or 0, one.part.head or 0, place)
-            for one, place in zip(self.parts, self._place, strict=True)
-        ]
-        self._coded = [sum(segment.slots for segment in part.before) for part in parts]
-        self._before = max(self._coded)
-        self._behind = [one.behind for one in self.parts if one.behind is not None]
+        self.parts: list[PartRecords] = []
+        self._hold(parts)
         self._sequence = b""
         self._sinks = setup.codecs.key.sinks
         self._slots, self._state = slots, step_state(slots)
@@ -102,21 +98,22 @@ class StepPlan:
         # Truncation cannot undo changed scores.
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
-        # A budget that is a share, and chunked windows, must be looked up for each step.
-        self._follows = policy.share is None and not isinstance(setup.window, Chunks)
-        self._reach, self._budget = policy.reach, policy.budget
+        # Chunked windows must be looked up for each step, a budget that is a share now and then.
+        self._follows, self._until = not isinstance(setup.window, Chunks), LAST
+        self._reach, self._budget, self._shared = policy.reach, policy.budget, bool(policy.share)
         self._in_blocks, self._free = slots.late, 0
         self._threads = torch.get_num_threads()
-        self.cursor, self._turn, self._entries = cursor, cursor.turn, -1
+        self.cursor, self._turn, self._entries, self._counted = cursor, cursor.turn, -1, -1
         self._policy, self._sight, self._rotary = policy, setup.sight, setup.rotary
         self.kind, self._exactly = kind_of(inputs), exactly(inputs)
         self.packed_kind = packed_kind(self.kind)
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = strides_of(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
+        self.shows, self._writer, self._masses = False, writer, Need.MASS in policy.needs
         self._frees_now = False  # whether the next step frees or moves slots
         self._safe = 0  # slots that a competing head cannot lose
-        self._recent = 0 if policy.share is not None else policy.protection.recent
+        self._recent = 0 if self._shared else policy.protection.recent
         self._interval = rule.interval
         self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
@@ -126,49 +123,53 @@ class StepPlan:
         self._dense = True
         self._first: Tensor | None = None  # the policy's values for the new token
 
+    def _hold(self, parts: Sequence[StepPart]) -> None:
+        """Pack the records of parts whose slots have moved."""
+        old = self.parts or [None] * len(parts)
+        held = [
+            self._records.of(index, part) if one is None or one.moved else one
+            for index, (part, one) in enumerate(zip(parts, old, strict=True))
+        ]
+        capacities = {one.part.storage: one.capacity for one in held}
+        self._storages: list[Storage] = [*capacities]
+        self._capacities = [*capacities.values()]
+        self._place = [self._storages.index(part.storage) for part in parts]
+        self._fixed = [
+            (one.addresses, one.part.row or 0, one.part.head or 0, place)
+            for one, place in zip(held, self._place, strict=True)
+        ]
+        self._coded = [sum(segment.slots for segment in part.before) for part in parts]
+        self._before = max(self._coded)
+        self._behind = [one.behind for one in held if one.behind is not None]
+        self.parts = held  # last: if this is interrupted, the parts still count as moved
+
     @classmethod
     def of(cls, writer: Writer, inputs: StepInputs) -> StepPlan | None:
         """A plan for repeating the last step with new tokens; None if the library cannot do so."""
-        cursor, policy = writer.cursor, writer.policy
-        rule, slots = rule_of(policy), cursor.slots
-        if LIBRARY is None or rule is None or cursor.history.geometry is None:
-            return None
-        q, k, v = inputs[:3]
-        plain = all(
-            x.is_cpu and x.stride(3) == 1 and type(x) is Tensor and not x.is_neg()
-            for x in (q, k, v)
-        )
-        if not plain or inputs.special:
-            return None
-        if cursor.readers and policy.evicts and policy.reach is None:
-            return None  # the layer settles only after its readers have attended
-        if rule.by_keys and writer.setup.codecs.key.centre:
-            return None  # the library would rank keys less the centre
-        parts = step_parts(slots)
-        if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
-            return None
-        if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
-            return None  # the policy's planes of frozen slots lie in other memory
-        if Enter.ERROR in rule.enter.values() and slots.late and not any(x.behind for x in parts):
-            return None  # there are no codes yet, to find the errors that tokens will have
-        if not parts or not all(possible(part, inputs, rule) for part in parts):
+        rule, parts = rule_of(writer.policy), planned_parts(writer, inputs)
+        if not parts or rule is None:
             return None
         return cls(writer, inputs, rule, parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_plan, ()  # a copied layer's buffers have other addresses, so drop the plan
+        return type(None), ()  # a copied layer's buffers have other addresses, so drop the plan
 
     # -- the next step ----------------------------------------------------------------------
 
-    def ready(self) -> bool:
+    def ready(self, entries: int | None = None) -> bool:
         """Whether the library can make the next step. If the turn was not taken since the last
-        step, the numbers kept from it serve; otherwise they are looked up."""
+        step, the numbers kept from it serve; otherwise they are looked up.
+
+        Args:
+            entries: the turn's count before the caller took it; None: the caller does not hold it.
+        """
         cursor = self.cursor
+        entries = cursor.turn.entries if entries is None else entries
         if cursor.unread or (self._frees and (cursor.record_past or cursor.evicted is not None)):
             return False
-        if self._entries == cursor.turn.entries and self._turn is cursor.turn:
+        if self._entries == entries and self._turn is cursor.turn:
             return self._threads == torch.get_num_threads()
-        return self._find()
+        return self._find(entries)
 
     @property
     def known(self) -> bool:
@@ -177,27 +178,17 @@ class StepPlan:
         last = self._entries == cursor.turn.entries and self._turn is cursor.turn
         return last and not cursor.unread
 
-    def _find(self) -> bool:
-        """Look up the next step; False if the library cannot make it."""
+    def _find(self, entries: int) -> bool:
+        """Look up the next step; False if the library cannot make it. `entries`: see `ready`."""
         cursor = self.cursor
         history, slots = cursor.history, cursor.slots
-        if (
-            cursor.state is not State.IDLE
-            or slots is not self._slots
-            or slots.hidden
-            or step_state(slots) != self._state
-            or history.geometry is not self._geometry
-            or history.pads is not self._pads
-            or history.centre is not self._mean
-            or self._threads != torch.get_num_threads()
-            or any(one.moved for one in self.parts)
-        ):
+        if not self._applies() or not self._stays():
             return False
         length, columns = slots.length, history.columns
         if length != columns and not (history.floor or history.joined):
             return False
         policy = self._policy.at(columns + 1)
-        budget = policy.budget
+        budget = self._budget = policy.budget
         if self._behind:
             self._coded = [one.part.storage.length for one in self._behind]
             self._before = max(self._coded)
@@ -205,48 +196,94 @@ class StepPlan:
             self._free = next(n for n in count() if slots.waiting(budget, n + 1))
             if not self._free:
                 return False
+        if self._counted != entries or self._turn is not cursor.turn:
+            for one in (*self.parts, *self._behind):
+                if one.memory is not None:
+                    one.memory[:, :, 0] = 0  # slots may have changed
         self.column, self._turn = columns, cursor.turn
-        for one in self.parts:
-            if one.memory is not None:
-                one.memory[:, :, 0] = 0  # slots may have changed
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
         if budget is not None:
             self._safe = int((self._rule.floor or 0.0) * budget)
-            if policy is not self._policy:  # the budget is a share
-                self._recent = policy.protection.recent
-                self._interval = (rule_of(policy) or self._rule).interval
-        drops = 0 if policy.reach is None else max(0, length - self._sight.reachable(cursor))
-        return self._decides(length, drops, budget)
+            if self._shared:
+                self._recent, self._interval = policy.protection.recent, interval_of(policy)
+                last = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
+                same = not self._interval or interval_of(self._policy.at(last)) == self._interval
+                self._until = last if same else columns
+        reached = length if policy.reach is None else self._sight.reachable(cursor)
+        self.drops = max(0, length - reached)
+        return self._grow() and self._decides(length, budget)
 
-    def _decides(self, length: int, drops: int, budget: int | None) -> bool:
-        """Determine which slots the next step frees and what its query sees. False if the policy
-        must observe the step in Python, if there is no room for its token, or if the step would
-        free frozen slots.
+    def _applies(self) -> bool:
+        """Whether the layer has the slots and the history for which the plan was made."""
+        history, slots = self.cursor.history, self.cursor.slots
+        return (
+            self.cursor.state is State.IDLE
+            and slots is self._slots
+            and not slots.hidden
+            and step_state(slots) == self._state
+            and history.geometry is self._geometry
+            and history.pads is self._pads
+            and history.centre is self._mean
+            and self._threads == torch.get_num_threads()
+        )
+
+    def serves(self, inputs: StepInputs) -> bool:
+        """Whether the plan can make later steps with inputs like these, although the library may
+        not have been able to make the last one."""
+        within = self.cursor.history.columns < self._most
+        return within and self.takes(inputs) and self._applies()
+
+    def _stays(self) -> bool:
+        """Pack the records of slots that moved. False if the plan does not fit the slots."""
+        if not any(one.moved for one in self.parts):
+            return True
+        parts, rows = step_parts(self._slots), self.out_shape[0]
+        if len(parts) != len(self.parts) or any(
+            len(part.planes["k"]) != (rows if part.row is None else 1) for part in parts
+        ):
+            return False
+        self._hold(parts)
+        return True
+
+    def _grow(self) -> bool:
+        """If there is no room for the next token, allocate slots as an append does. False if the
+        plan does not fit the slots afterwards."""
+        spare = max(self._lengths) - self.drops
+        held = zip(self._storages, self._lengths, strict=True)
+        needs = [(storage, min(length, spare) + 1) for storage, length in held]
+        coded = zip(self._behind, self._coded, strict=False)
+        needs += [(one.part.storage, length + 1) for one, length in coded]
+        if any(slots > storage.capacity for storage, slots in needs):
+            with suppress(CapacityError, OutOfMemoryError), self.cursor.turn:
+                for storage, slots in needs:
+                    storage.grow_for(slots)
+        return self._stays()
+
+    def _decides(self, length: int, budget: int | None) -> bool:
+        """Determine which slots the next step frees and what its query sees. False if there is no
+        room for its token, or if the step would free frozen slots.
 
         Args:
-            length: slots in use.
-            drops: number of slots in use that the next query cannot reach.
+            length: slots in use, of which the next query cannot reach `drops`.
             budget: the policy's budget once the token is fed; None: all reachable slots are kept.
         """
-        reach, window, columns = self._reach, self._sight.window, self.column
-        if self._interval and any((columns + 1 - n) % self._interval == 0 for n in self._shifts):
-            return False
-        self.drops = drops
+        reach, window, columns, drops = self._reach, self._sight.window, self.column, self.drops
+        due = self._interval
+        self.shows = due > 0 and any((columns + 1 - n) % due == 0 for n in self._shifts)
         self._dense = self._pads is None and not self._gaps
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
-        self.evicts = 0 if budget is None else max(0, self._surplus(budget))
-        if drops > 1 or columns >= self._most:
+        frees = budget is not None and not self.shows
+        self.evicts = max(0, self._surplus(budget)) if frees else 0
+        if drops > 1 or columns >= self._most or (self.shows and self._masses):
             return False
-        if self._behind:
+        self.leaves = 0
+        if self._behind and not self.shows:
             self.leaves = self._slots.waiting(budget, 1)
-            room = all(
-                held < one.capacity for held, one in zip(self._coded, self._behind, strict=True)
-            )
-            if self.leaves > 1 or not room:
+            if self.leaves > 1:
                 return False
         elif self._before and (drops or self.evicts):
             return False
@@ -255,13 +292,16 @@ class StepPlan:
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
                 return False
-        self._frees_now = bool(self.drops or self.evicts or self.leaves)
+        for held, one in zip(self._coded, self._behind, strict=False):
+            if held >= one.capacity:
+                return False
+        self._frees_now = bool(drops or self.evicts or self.leaves)
         return True
 
     def _surplus(self, budget: int) -> int:
         """Number of slots over the budget once the token is written."""
         if self._rule.floor is not None:
-            held = sum(self._coded) + sum(self._lengths[place] for place in self._place)
+            held = sum(self._coded) + sum(map(self._lengths.__getitem__, self._place))
             return held - (budget - 1) * len(self.parts)
         return self._before + max(self._lengths) + 1 - self.drops - budget
 
@@ -269,17 +309,9 @@ class StepPlan:
         """Whether the plan accepts inputs of one token a row."""
         if inputs.special:
             return False
-        if exactly(inputs) != self._exactly and not self._takes_like(inputs):
+        if exactly(inputs) != self._exactly and not is_like(inputs, self.kind):
             return False
         return not wants_gradients(*inputs[:3])
-
-    def _takes_like(self, inputs: StepInputs) -> bool:
-        """Whether the inputs are of the plan's kind although `exactly` differs."""
-        plain = all(
-            type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
-            for x in inputs[:3]
-        )
-        return plain and kind_of(inputs) is self.kind
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -297,25 +329,28 @@ class StepPlan:
             or self._turn is not cursor.turn
             or self._threads != torch.get_num_threads()
             or (self._frees and (cursor.record_past or cursor.evicted is not None))
-        ) and not self.ready():
-            return None
+        ):
+            if not self.ready(entries - 1):
+                return None
+            entries = cursor.turn.entries
         q, k, v = inputs[:3]
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
         if (
             gradients
-            or inputs.sinks is not None
-            or inputs.until is not None
+            or inputs.special
             or inputs.bias is not None
         ):
             if not self.takes(inputs):
                 return None
-        elif exactly(inputs) != self._exactly and not self._takes_like(inputs):
+        elif exactly(inputs) != self._exactly and not is_like(inputs, self.kind):
             return None
         places = given = 0
         if position is not None:
             if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
+        elif self.shows:
+            position = cursor.history.next_positions(1, q.device)
         if self._given:
             self.enter(inputs)
         out = q.new_empty(self.out_shape)
@@ -336,7 +371,10 @@ class StepPlan:
             if not self._frees_now:  # the step freed no slots and can be undone
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
-        self.count(entries, position)
+        if self.shows:
+            self._writer.settle_made(inputs, partial(self.count, entries, position))
+        else:
+            self.count(entries, position)
         return out
 
     def sequences(self, token: int = 0, contest: int = 1) -> bytes:
@@ -412,23 +450,6 @@ class StepPlan:
         moves = self._changes or self._frees_now
         cursor.state = State.MOVING if moves else State.WRITING
 
-    def end(self, state: int, position: Tensor | None = None) -> None:
-        """End a prepared step.
-
-        Args:
-            state: BEGUN: the step was not made; RUNNING: it failed or was interrupted; DONE.
-        """
-        cursor = self.cursor
-        try:
-            if state == DONE:
-                self.count(cursor.turn.entries, position)
-            elif state == BEGUN:
-                cursor.state = State.IDLE
-            elif cursor.state is State.WRITING:  # if MOVING, the layer raises until it is reset
-                cursor.take_back()
-        finally:
-            cursor.turn.__exit__(None, None, None)
-
     def count(self, entries: int, position: Tensor | None) -> None:
         """Advance the layer's cursor past the written token, and compute the next step's numbers
         unless they must be looked up.
@@ -439,18 +460,18 @@ class StepPlan:
         """
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
-        follows = self._follows
+        follows = self._follows and column + 2 <= self._until and not self.shows
         left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
         if self._behind:
             lengths[0] += 1 - self.leaves
             self._storages[0].extend_to(lengths[0])
             behind = [one.part.storage for one in self._behind]
             capacities = [one.capacity for one in self._behind]
-            follows &= _count(behind, self._coded, capacities, left[len(self.parts) :])
+            follows &= count_slots(behind, self._coded, capacities, left[len(self.parts) :])
             self._before = max(self._coded)
         elif left:
             own = dict(zip(self._place, left, strict=False))  # parts may share a storage
-            follows &= _count(self._storages, lengths, self._capacities, [*own.values()])
+            follows &= count_slots(self._storages, lengths, self._capacities, [*own.values()])
         else:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
@@ -459,10 +480,12 @@ class StepPlan:
         cursor.history = cursor.history.with_column(floor=floor)
         cursor.queries, cursor.unread = None, cursor.readers
         cursor.chunk, cursor.state = position, State.IDLE
-        self._entries = -1
+        self._entries, self._counted = -1, entries
         if not follows:
             return
         self.column = column + 1
+        if self._shared and self._budget is not None:
+            self._budget += 1
         if self._behind:
             self._mark = (*self._coded, lengths[0])
         elif self._in_blocks:
@@ -473,26 +496,6 @@ class StepPlan:
         else:
             self._mark = (self._before + lengths[0],) if len(lengths) == 1 else tuple(lengths)
         length, reach = self._before + max(lengths), self._reach
-        drops = 0 if reach is None else max(0, length + 1 - reach.size - reach.fixed)
-        if self._decides(length, drops, self._budget):
+        self.drops = 0 if reach is None else max(0, length + 1 - reach.size - reach.fixed)
+        if self._decides(length, self._budget):
             self._entries = entries
-
-
-def _count(
-    storages: Sequence[Storage], lengths: list[int], capacities: Sequence[int], left: Sequence[int]
-) -> bool:
-    """Set the lengths of storages to those `left` by a step, and free spare capacity. Return
-    whether all slots kept their addresses."""
-    stay = True
-    for index, length in enumerate(left):
-        storages[index].extend_to(length)
-        if length < lengths[index]:
-            storages[index].truncate(length)
-            stay &= storages[index].capacity == capacities[index]
-        lengths[index] = length
-    return stay
-
-
-def _no_plan() -> None:
-    """Takes the place of the plan in copies of a layer."""
-    return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvkeep.layer.decode.plan import BEGUN, DONE, FAILED, RUNNING, StepPlan
+from kvkeep.layer.cursor import State
+from kvkeep.layer.decode.plan import FAILED, StepPlan
 from kvkeep.layer.step import StepInputs
 
 NOT_MADE = -1
 RAISED = 3  # KV_STEP_RAISED of native/abi.h
-_STATES = {0: DONE, FAILED: RUNNING}
-"""Progress by the KvStepResult of a call; after any other result nothing has changed."""
+_DONE = 0  # KvStepResult; after a result other than this and FAILED nothing has changed
 
 
 def require_memory(result: int, steps: int) -> None:
@@ -75,6 +75,15 @@ class Ready:
 
     def end(self, result: int) -> None:
         """See `PreparedStep`."""
-        if self._begun:
-            self._begun = False
-            self.plan.end(_STATES.get(result, BEGUN))
+        if not self._begun:
+            return
+        self._begun, cursor = False, self.plan.cursor
+        try:
+            if result == _DONE:
+                self.plan.count(cursor.turn.entries, None)
+            elif result != FAILED:
+                cursor.state = State.IDLE
+            elif cursor.state is State.WRITING:  # if MOVING, the layer raises until it is reset
+                cursor.take_back()
+        finally:
+            cursor.turn.__exit__(None, None, None)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Centre, Options
-from kvkeep.attention.native import CALL, REACH, call_of_step, pack_centre, pack_segments, reads
+from kvkeep.attention.native import CALL, REACH, call_of_step, pack_centre, pack_segments
 from kvkeep.codec.groups import ENCODING, encoding
 from kvkeep.layer.decode.parts import StepPart
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import TYPES, address_of
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, Chunks, OwnWindow, Planes, Reach, slot_count, unsliced
+from kvkeep.planes import POSITION, Chunks, OwnWindow, Planes, Reach
 from kvkeep.policy import Policy
 from kvkeep.policy.ranking import RANKING
 from kvkeep.policy.rule import Rule
@@ -26,7 +26,7 @@ from kvkeep.storage.buffer import slots_record
 
 # Layouts of native/abi.h; absent pointers are 0.
 _PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d2q"), Struct("=q")
-_MOST_SCORES = 3  # KV_SCORES
+MOST_SCORES = 3  # KV_SCORES
 TOKENS, SEQUENCE, _KIND = Struct("=14q"), Struct("=18q"), Struct("=13q2d")
 """Layouts of KvTokens, KvSequence and KvKind."""
 
@@ -65,8 +65,8 @@ class PartRecords(NamedTuple):
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
     memory: Tensor | None
-    """The memory (B, H, n) of a KvRule that ranks by keys. If a head's first number is 0, its slots
-    must be read again."""
+    """The memory (B, H, n) of a KvRule that ranks by keys; None: the rule does not, or the part is
+    a tail. If a head's first number is 0, its slots must be read again."""
     behind: PartRecords | None = None
     """The records of the encoded slots behind a plain tail; None: the part is no tail."""
 
@@ -82,7 +82,7 @@ class LayerRecords(NamedTuple):
     """The values that the records of all parts of a layer share.
 
     The library writes the number of slots in use after a step to `left`, int64 (2 * parts,): of the
-    parts, then of the slots behind them.
+    parts, then of the slots behind them. `like`: inputs of all steps, whose tensors need no memory.
     """
 
     policy: Policy
@@ -93,45 +93,38 @@ class LayerRecords(NamedTuple):
     slopes: Tensor | None
     centre: Centre | None
     left: Tensor
+    like: StepInputs
 
-    def of(self, index: int, part: StepPart, inputs: StepInputs) -> PartRecords:
-        """Pack the records of a part.
-
-        Args:
-            index: index of the part.
-            inputs: inputs of the step just made.
-        """
-        q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
-        inputs = inputs._replace(q=q, k=k, v=v)
+    def of(self, index: int, part: StepPart) -> PartRecords:
+        """Pack the records of the part with this index."""
+        q, k, v = (part.of(x, self.like.k.shape[1]) for x in self.like[:3])
+        inputs = self.like._replace(q=q, k=k, v=v)
         tensors: list[Tensor] = []
         planes = part.planes
-        behind = None
-        if part.behind is not None:  # it takes its tokens from the tail
-            k, v = (planes[name].narrow(2, 0, 1) for name in ("k", part.segments()[-1].value_name))
-            index_behind = index + len(self.left) // 2
-            behind = self.of(index_behind, part.behind, inputs._replace(k=k, v=v))
-            k = inputs.k
-        segments = pack_segments(part.segments(), q, tensors)
-        memory = self._memory(planes, k.shape[3])
-        centre = self.centre
+        behind, centre = None, self.centre
         if centre is not None:
             rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
             heads = slice(None) if part.head is None else slice(part.head, part.head + 1)
             centre = centre._replace(mean=centre.mean[rows, heads])
+        if part.behind is not None:  # it takes its tokens from the tail
+            k, v = (planes[name].narrow(2, 0, 1) for name in ("k", part.segments()[-1].value_name))
+            index_behind = index + len(self.left) // 2
+            own = self._replace(centre=centre, like=inputs._replace(k=k, v=v))
+            behind = own.of(index_behind, part.behind)
+            k = inputs.k
+        segments = pack_segments(part.segments(), q, tensors)
+        # Only the slots behind a tail are ranked.
+        memory = None if behind is not None else self._memory(planes, k.shape[3])
         packed = None if centre is None else pack_centre(centre, q, tensors)
         step = self._step(index, part, inputs, memory, packed)
         described = slots_record(planes)
-        # Keep the segments' tensors alive, but not the queries: each step brings its own, and these
-        # may be a view of a long chunk's queries.
-        own = q.untyped_storage().data_ptr()
-        kept = [x for x in tensors if x.untyped_storage().data_ptr() != own]
         first, second, third = map(address_of, (step, segments, described))
         return PartRecords(
             part,
             part.storage.described(),
             planes[POSITION].shape[2],
             (first, second, third, len(planes)),
-            (step, segments, described, packed, kept, self.pads, self.slopes, self.left),
+            (step, segments, described, packed, tensors, self.pads, self.slopes, self.left),
             memory,
             behind,
         )
@@ -204,34 +197,12 @@ class LayerRecords(NamedTuple):
         planes = [
             _SCORES.pack(x.data_ptr(), *x.stride()[:2], x.shape[1], enter) for x, enter in entered
         ]
-        planes += [_SCORES.pack(*(0,) * 5)] * (_MOST_SCORES - len(planes))
+        planes += [_SCORES.pack(*(0,) * 5)] * (MOST_SCORES - len(planes))
         mixes = rule.mix is not None
-        numbers = len(scores), rule.learn, rule.by_query, rule.by_keys, mixes, rule.seed
+        by_keys = memory is not None
+        numbers = len(scores), rule.learn, rule.by_query, by_keys, mixes, rule.seed
         kept = (0, 0) if memory is None else (memory.data_ptr(), memory.shape[2])
         return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0, *kept)])
-
-
-def possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:
-    """Whether the library can make a decode step in this part with inputs like `inputs`."""
-    q, k, v = (part.of(x, inputs.k.shape[1]) for x in inputs[:3])
-    if part.storage.described() is None or len(rule.enter) > _MOST_SCORES:
-        return False
-    for segment in part.segments():
-        planes = unsliced(segment.planes)
-        if segment.rotation is not None or not reads(q, segment):
-            return False
-        if any(plane.dim() == 4 and plane.stride(3) != 1 for plane in planes.values()):
-            return False
-    own = inputs._replace(q=q, k=k, v=v)
-    if part.behind is not None and (rule.by_keys or not possible(part.behind, own, rule)):
-        return False
-    planes, codecs = part.planes, part.codecs
-    tail = ((codecs.key, k, "k"), (codecs.value, v, "k" if codecs.value.of_keys else "v"))
-    return (
-        all(codec.layout != PLAIN or planes[name].dtype is x.dtype for codec, x, name in tail)
-        and all(planes[x].dtype is torch.float32 and planes[x].stride(2) == 1 for x in rule.enter)
-        and slot_count(planes) > 0
-    )
 
 
 def step_tokens(inputs: StepInputs, out: Tensor) -> bytes:
@@ -271,6 +242,15 @@ def kind_of(inputs: StepInputs) -> Kind:
     return _kinds.setdefault(kind, kind)
 
 
+def is_like(inputs: StepInputs, kind: Kind) -> bool:
+    """Whether inputs are of a kind, even if `exactly` differs."""
+    plain = all(
+        type(x) is Tensor and x.dim() == 4 and x.shape[2] == 1 and not x.is_neg()
+        for x in inputs[:3]
+    )
+    return plain and kind_of(inputs) is kind
+
+
 def _layout(x: Tensor) -> Layout:
     rows, heads, _, width = x.shape
     by_row, by_head, _, by_element = x.stride()
@@ -282,6 +262,14 @@ def packed_kind(kind: Kind) -> bytes:
     """A kind packed as a KvKind of native/abi.h."""
     layouts = [n for x in kind[:3] for n in (x.heads, x.width, x.by_row, x.by_head)]
     return _KIND.pack(*layouts, TYPES[kind.q.dtype], kind.scale, kind.softcap or 0.0)
+
+
+def without_memory(inputs: StepInputs) -> StepInputs:
+    """Inputs with the same layout, dtypes and numbers, but tensors without memory."""
+    q, k, v = (
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in inputs[:3]
+    )
+    return StepInputs(q, k, v, None, inputs.scale, inputs.softcap)
 
 
 def exactly(inputs: StepInputs) -> tuple[object, ...]:
