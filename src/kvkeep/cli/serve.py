@@ -120,6 +120,13 @@ def serve(
         int, typer.Option(min=1, help="Most open connections; further connections get 503.")
     ] = 512,
     sequences: Annotated[int, typer.Option(min=1, help="Most answers generated at once.")] = 16,
+    drafts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Most tokens that a step drafts for each answer from its text; 0: none.",
+        ),
+    ] = 0,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -178,6 +185,7 @@ def serve(
         response_bytes=_bytes(responses, "--responses") or 0,
         image_bytes=size_in_bytes(image_bytes, "--image-bytes"),
         image_hosts=tuple(host_names(allow_images_from or ())),
+        drafts=drafts,
     )
     hosts, origins = host_names([host, *(allow_host or ())]), origin_names(allow_origin or ())
     keys = Keys.single(api_key) if api_key else Keys.read(key_file) if key_file else None
