@@ -66,6 +66,7 @@ def test_the_pipeline_answers_from_what_the_spec_keeps(model, spec):
         tokens = tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
         assert answer == tokenizer.decode(tokens, skip_special_tokens=True)
     assert kept == pytest.approx(held, abs=1e-6)
+    assert press.compression_ratio == pytest.approx(1 - held, abs=1e-6)
     assert given.get_seq_length() == 0
     again = pipe(TEXT, question=QUESTIONS[1], press=press, max_new_tokens=STEPS)
     assert again["answer"] == said["answers"][1]
