@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.short_tokenizer import short_tokenizer  # noqa: E402
-from support.transformers_tests import HEAD, compared, run  # noqa: E402
+from support.short_tokenizer import short_tokenizer
+from support.transformers_tests import HEAD, compared, run
 
 TESTS = "tests/test_decoder_models.py"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

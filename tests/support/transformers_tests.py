@@ -207,7 +207,8 @@ def compared(name: str, reports: list[Any]) -> list[str]:
     return lost + [f"{model} ({name}) is not attached: {reason}" for model, reason in refused]
 
 
-HEAD = "| tests | cases | pass unattached | pass attached | with a kvkeep cache |\n|---|---|---|---|---|"
+HEAD = """| tests | cases | pass unattached | pass attached | with a kvkeep cache |
+|---|---|---|---|---|"""
 
 
 def main() -> None:

@@ -228,8 +228,10 @@ class Answer:
     def propose(self) -> int:
         """Choose the drafts of the next forward, which feeds the newest token; return how many."""
         most = min(self.params.drafts, self.params.max_new_tokens - len(self.tokens) - 1)
-        most = most if self.tokens else 0  # a store may get the cache before the first token
-        self.drafts = self._drafting.propose(self.prompt, self.tokens, most)
+        if most < 1 or not self.tokens:  # a store may get the cache before the first token
+            self.drafts = []
+        else:
+            self.drafts = self._drafting.propose(self.prompt, self.tokens, most)
         return len(self.drafts)
 
     def next_piece(self, count: int) -> Piece:

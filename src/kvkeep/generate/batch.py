@@ -45,10 +45,10 @@ class Batch:
     rounding, an answer does not depend on other answers.
 
     A step is one forward of the next token of each answer that generates, with drafts if requested,
-    and of chunks of the prompts that are being read. Each answer has its own cache, so specs may differ. If the model
-    cannot compute several sequences in one forward (`Host.unpackable`), a step runs one forward per
-    sequence. If the model's rotary embedding depends on the length of the text, one answer runs at
-    a time.
+    and of chunks of the prompts that are being read. Each answer has its own cache, so specs may
+    differ. If the model cannot compute several sequences in one forward (`Host.unpackable`), a step
+    runs one forward per sequence. If the model's rotary embedding depends on the length of the
+    text, one answer runs at a time.
 
     Threads may add and cancel answers while one thread calls `step`. An answer is admitted after
     its store's backend has replied; other answers do not wait for it.

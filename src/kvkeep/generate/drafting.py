@@ -49,15 +49,13 @@ class Drafting:
         """For some tokens in order, the index of the token after their latest occurrence."""
 
     def propose(self, prompt: Tensor, tokens: Sequence[int], most: int) -> list[int]:
-        """Drafts of the next tokens of a text, at most `most`.
+        """Drafts of the next tokens of a text, at most `most` (at least 1).
 
         Args:
             prompt: the text's first tokens, int64 (n,).
             tokens: all later tokens; between calls they may only grow.
         """
         most = min(most, self._count)
-        if most < 1:
-            return []
         self._extend(prompt, tokens)
         ids = self._ids
         for length in _LENGTHS:
