@@ -77,7 +77,7 @@ def main() -> None:
         make_hub(Path(hub))
         offline = {"HF_HUB_CACHE": hub, "HF_HUB_OFFLINE": "1"}
         reports = [
-            run(options.checkout, TESTS, options.keyword, spec, extra, offline)
+            run(options.checkout, TESTS, options.keyword, spec, ["-o", "addopts=", *extra], offline)
             for spec in (None, options.spec)
         ]
     print(HEAD)

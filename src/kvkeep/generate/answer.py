@@ -93,6 +93,14 @@ class Prompt:
         if not self._unfilled:
             self.frozen = None
 
+    def score(self, logits: Tensor, fed: int) -> None:
+        """Record scores of tokens from the logits (n, V) of the last n tokens, after `fed` tokens
+        were fed. It may be called again with the same tokens."""
+        first, end = fed - len(logits), min(fed, len(self.ids) - 1)
+        for at in range(len(self.scores), end, _AT_ONCE):
+            some = self.ids[at + 1 : min(at + _AT_ONCE, end) + 1].tolist()
+            self.scores += _scores(logits[at - first :][: len(some)], some, self.params)
+
 
 class Answer:
     """One answer of a batch. After an interrupt it resumes from its tokens and its counts of fed
@@ -258,7 +266,7 @@ class Answer:
         last = len(piece.ids) if self.scores_prompt else piece.last
         logits = host.forward(given, self.cache, last=last)[0]
         if self.scores_prompt:
-            self.score(logits)
+            self.origin.score(logits, self.cache.fed)
         return logits[-piece.last :]
 
     def next_count(self, chunk: int) -> int:
@@ -381,16 +389,6 @@ class Answer:
     def scores_prompt(self) -> bool:
         """Whether its next tokens are prompt tokens that need scores."""
         return self.params.prompt_logprobs and self.fed < len(self.prompt) - 1
-
-    def score(self, logits: Tensor) -> None:
-        """Record scores of prompt tokens from the logits (n, V) of the last n tokens fed. It may be
-        called again with the same tokens."""
-        assert self.cache is not None
-        ids, scores = self.prompt, self.origin.scores
-        first, end = self.cache.fed - len(logits), min(self.cache.fed, len(ids) - 1)
-        for at in range(len(scores), end, _AT_ONCE):
-            some = ids[at + 1 : min(at + _AT_ONCE, end) + 1].tolist()
-            scores += _scores(logits[at - first :][: len(some)], some, self.params)
 
 
 def _scores(logits: Tensor, tokens: Sequence[int], params: SamplingParams) -> list[Score]:
