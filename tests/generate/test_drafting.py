@@ -197,6 +197,27 @@ def test_a_text_that_repeats_takes_fewer_steps(model):
     assert not any(layer.record_past for layer in cache.layers)
 
 
+def test_a_processor_that_fails_leaves_no_drafts(model):
+    prompt, cache = tokens(6).repeat(4), host_of(model).new_cache("h2o:12")
+
+    def failing(ids, logits):
+        if ids.shape[1] == len(prompt) + 9:
+            raise RuntimeError("a fault")
+        return logits.index_fill(1, ids[0, -6:-5], 1e4)
+
+    params, told = SamplingParams(20, processors=[failing], drafts=4), []
+    with pytest.raises(RuntimeError, match="a fault"):
+        told.extend(stream(model, prompt, params, cache=cache))
+    (answer,) = {new.answer for new in told}
+    assert answer.tokens == prompt.repeat(2)[:9].tolist()
+    assert cache.fed == len(prompt) + 8
+    assert not any(layer.record_past for layer in cache.layers)
+    plain = host_of(model).new_cache("h2o:12")
+    for at in ([*prompt.tolist()], *([token] for token in answer.tokens[:-1])):
+        host_of(model).feed(torch.tensor([at]), plain)
+    assert kept(cache) == kept(plain)
+
+
 def test_the_tokens_after_the_latest_occurrence_are_proposed():
     drafting = Drafting(9)
     prompt = torch.tensor([5, 6, 7, 8, 1, 6, 7, 9, 4])

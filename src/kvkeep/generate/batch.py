@@ -336,6 +336,7 @@ class Batch:
             self._suspects.discard(answer)
             if answer.reason in ("", STOP, LENGTH):
                 self._try(answer, self._take)
+            self._try(answer, Answer.settle)
             answer.logits = None
 
     def _take(self, answer: Answer) -> None:
@@ -345,7 +346,6 @@ class Batch:
             token, text, reason = answer.newest()
             self._found[answer, len(answer.tokens)] = NewToken(answer, token, text)
             answer.tell(text, reason)
-        answer.settle()
 
     def _leave(self) -> None:
         """Remove ended and cancelled answers, and free their slots."""
