@@ -213,8 +213,9 @@ def test_a_processor_that_fails_leaves_no_drafts(model):
     assert cache.fed == len(prompt) + 8
     assert not any(layer.record_past for layer in cache.layers)
     plain = host_of(model).new_cache("h2o:12")
-    for at in ([*prompt.tolist()], *([token] for token in answer.tokens[:-1])):
-        host_of(model).feed(torch.tensor([at]), plain)
+    with torch.inference_mode():
+        for ids in (prompt, *torch.tensor(answer.tokens[:-1]).split(1)):
+            host_of(model).feed(ids[None], plain)
     assert kept(cache) == kept(plain)
 
 
