@@ -59,10 +59,11 @@ def test_each_sequence_gets_what_it_gets_alone(family):
         found = host.forward_packed([Piece(ids, together[i]) for i, ids in fed])
         expected = torch.cat([host.forward(ids[None], alone[i])[:, -1] for i, ids in fed])
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    fed = [(i, tokens(n), last) for i, (n, last) in enumerate(((3, 3), (4, 2), (1, 1)))]
-    found = host.forward_packed([Piece(ids, together[i], last) for i, ids, last in fed])
-    expected = [host.forward(ids[None], alone[i], last=last)[0] for i, ids, last in fed]
-    torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
+    if family not in RECURRENT:  # for which drafts are refused
+        fed = [(i, tokens(n), last) for i, (n, last) in enumerate(((3, 3), (4, 2), (1, 1)))]
+        found = host.forward_packed([Piece(ids, together[i], last) for i, ids, last in fed])
+        expected = [host.forward(ids[None], alone[i], last=last)[0] for i, ids, last in fed]
+        torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
     for one, other in zip(together, alone, strict=True):
         assert one.stats().layers == other.stats().layers
         assert one.fed == other.fed

@@ -1,7 +1,7 @@
 """PEFT's own tests of generation, with every model attached to kvkeep.
 
 A tool to run by hand; pytest does not collect it. It needs a checkout of PEFT near the installed
-version, and the package `parameterized`, which its tests import:
+version, and the packages `parameterized` and `diffusers`, which its tests import:
 
     python tests/support/peft_tests.py PATH/TO/peft
 

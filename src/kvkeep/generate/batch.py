@@ -311,7 +311,7 @@ class Batch:
         for (answer, _), piece in zip(group, pieces, strict=True):
             if piece.cache.fed % self.chunk == 0 and piece.cache.fed < len(answer.prompt):
                 answer.origin.reuse.mark(answer)
-        return logits.split([piece.last for piece in pieces])
+        return torch.split(logits, [piece.last for piece in pieces])
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
         """Handle a failed forward: end answers that cannot be undone; then, if memory ran out,
