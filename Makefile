@@ -58,7 +58,7 @@ programs:
 # Without what they ask for: LitGPT an older huggingface-hub than transformers needs, kvpress an
 # older transformers.
 LITGPT := litgpt lightning lightning-utilities torchmetrics pytorch-lightning jsonargparse
-KVPRESS := kvpress fire termcolor
+KVPRESS := kvpress cachetools fire termcolor
 
 # The native kernels' tests.
 KERNELS := tests/attention tests/test_linears.py tests/layer/test_native_step.py tests/layer/test_native_packed.py

@@ -86,6 +86,8 @@ class Scenario:
             *add(tokens(12, 2), warm(4), n=2),
             *add(tokens(11, 0)[:10], SamplingParams(5, processors=[once], prompt_logprobs=True)),
             *add(tokens(12, 2), SamplingParams(3)),
+            *add(tokens(5, 6).repeat(3), SamplingParams(9, drafts=3), spec=odd),
+            *add(tokens(4, 7).repeat(4), warm(9, drafts=3, logprobs=True)),
         ]
 
     def later(self):

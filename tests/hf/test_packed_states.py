@@ -120,7 +120,7 @@ def test_a_failed_forward_leaves_all_states_as_they_were(model, host, error, pla
     alone = [one.freeze().fork() for one in caches]
     pieces, found = step(host, caches, counts)
     expected = [
-        host.forward(ids[None], one)[:, -1] for (ids, _), one in zip(pieces, alone, strict=True)
+        host.forward(piece.ids[None], one)[:, -1] for piece, one in zip(pieces, alone, strict=True)
     ]
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
 

@@ -32,10 +32,16 @@ from kvkeep.hf.steps import saved_steps
 from kvkeep.store import PrefixStore
 
 torchao = pytest.importorskip("torchao.quantization")
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = pytest.mark.usefixtures("without_gradients", "own_directory")
 
 IDS = torch.randint(2, 90, (1, 24), generator=torch.Generator().manual_seed(5))
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 256}
+
+
+@pytest.fixture
+def own_directory(tmp_path, monkeypatch):
+    """Libraries such as gptqmodel write logs to the current directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 def answer(model):

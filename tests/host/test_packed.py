@@ -63,6 +63,11 @@ def test_each_sequence_gets_what_it_gets_alone(family):
             # A key halfway between two codes may get either.
             tolerance = 2e-3 if specs[i].endswith("int8") else 1e-4
             torch.testing.assert_close(one, other, atol=tolerance, rtol=1e-4)
+    if family not in RECURRENT:  # for which drafts are refused
+        fed = [(i, tokens(n), last) for i, (n, last) in enumerate(((3, 3), (4, 2), (1, 1)))]
+        found = host.forward_packed([Piece(ids, together[i], last) for i, ids, last in fed])
+        expected = [host.forward(ids[None], alone[i], last=last)[0] for i, ids, last in fed]
+        torch.testing.assert_close(found, torch.cat(expected), atol=1e-4, rtol=1e-4)
     for one, other in zip(together, alone, strict=True):
         assert one.stats().layers == other.stats().layers
         assert one.fed == other.fed
@@ -93,6 +98,7 @@ def test_refused_before_anything_is_fed():
         ([], ShapeError, "no sequence"),
         ([(tokens(2), one), (tokens(1), one)], StateError, "same cache"),
         ([(tokens(2), one), (tokens(2), rows)], ShapeError, "2 rows"),
+        ([(tokens(2), one, 3)], ShapeError, "2 tokens, but logits of the last 3"),
         ([(tokens(2), one), (tokens(0), host.new_cache())], ShapeError, "at least one"),
         ([(tokens(2), one), (tokens(5), full)], CapacityError, "4"),
         ([(tokens(2), one), (tokens(2) + 500, host.new_cache())], ShapeError, "vocabulary"),

@@ -21,6 +21,7 @@ PACKAGES = {
     "litellm": ["litellm"],
     "langchain": ["langchain-openai"],
     "instructor": ["instructor"],
+    "llm": ["llm"],
 }
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 INSTALL_S, RUN_S = 600, 600

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from jsonschema import validate
-from support.live_server import refusal, said, scripted
+from support.live_server import asking, refusal, said, scripted, serving, small
+from support.short_tokenizer import SIZE, short_tokenizer
 
-from kvkeep.serve.prompts.grammars import Grammars
+import kvkeep
+from kvkeep.generate.drafting import Drafting
+from kvkeep.serve.limits import Limits
+from kvkeep.serve.prompts.grammars import Grammars, _Following
 
 SCHEMA = {
     "type": "object",
@@ -63,6 +68,74 @@ def test_each_answer_of_a_batch_follows_its_own(ask):
         assert all(follows(options, text) for text in texts), (options, texts)
         assert reason == "stop"
     assert both[-1][1] == "length"
+
+
+def test_drafts_change_no_answer(tokenizer, monkeypatch):
+    """The drafts are what was said without them, with every third token replaced."""
+    texts, counts, drafting = {}, Counter(), []
+
+    def propose(self, prompt, tokens, most):
+        text, at = texts.setdefault(tuple(prompt.tolist()), []), len(tokens)
+        if not drafting:
+            text[:] = tokens
+            return []
+        return [3 + x if (at + i) % 3 == 0 else x for i, x in enumerate(text[at : at + most])]
+
+    def learn(self, drafts, accepted):
+        counts.update(accepted=accepted, rejected=drafts - accepted)
+
+    monkeypatch.setattr(Drafting, "propose", propose)
+    monkeypatch.setattr(Drafting, "learn", learn)
+    tools = {"tools": [TOOL], "tool_choice": "required"}
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE + "{# <tool_call> #}")
+    with serving(small(), tokenizer, limits=Limits(drafts=4)) as (_, client):
+
+        def answer(numbered):
+            number, options = numbered
+            fields = {"logprobs": True} | (tools if options is tools else {"extra_body": options})
+            talk = asking(f"Number {number}.")
+            found = client.chat.completions.create(model="tiny", messages=talk, **fields, **WARM)
+            (choice,) = found.choices
+            said = choice.message.model_dump(exclude={"tool_calls": {"__all__": {"id"}}})
+            return said, choice.finish_reason, [x.token for x in choice.logprobs.content]
+
+        asked = list(enumerate([*ASKED, {}, tools]))
+        with ThreadPoolExecutor(8) as threads:
+            plain = list(threads.map(answer, asked))
+            drafting.append(True)
+            assert list(threads.map(answer, asked)) == plain
+    assert counts["accepted"] > 20
+    assert counts["rejected"] > 20
+
+
+def test_drafts_of_generate(monkeypatch):
+    """transformers asks about each draft, also behind a rejected one."""
+    tokenizer, model, returned = short_tokenizer(), small(), []
+    grammars = Grammars(tokenizer, SIZE, {2})
+    consumes = _Following._consumes
+
+    def noted(self, text):
+        returned.append(len(text) < len(self._consumed))
+        return consumes(self, text)
+
+    monkeypatch.setattr(_Following, "_consumes", noted)
+    prompt = tokenizer("a, b, b, c, a, c, b, a, a, b, c, b, a, c,", return_tensors="pt")
+
+    def generate(**options):
+        process = grammars.following("regex", "( [abc],){20}", "guided_regex")()
+        torch.manual_seed(1)
+        found = model.generate(**prompt, logits_processor=[process], max_new_tokens=99, **options)
+        text = tokenizer.decode(found[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+        assert re.fullmatch("( [abc],){20}", text)
+        return text
+
+    with kvkeep.attach(model, "h2o:24"):
+        plain = generate(do_sample=False)
+        generate(do_sample=True, temperature=3.0)
+        assert not any(returned)
+        assert generate(do_sample=False, prompt_lookup_num_tokens=4) == plain
+        generate(do_sample=True, temperature=3.0, prompt_lookup_num_tokens=4)
+    assert sum(returned) > 10
 
 
 def test_a_grammar_is_compiled_once(tokenizer, monkeypatch):

@@ -154,8 +154,16 @@ class Report:
 # -- the comparison -------------------------------------------------------------------------------
 
 
-def run(checkout: Path, family: str, keyword: str, spec: str | None, extra: list[str]) -> Any:
-    """The report of one family's tests; attached if a spec is given."""
+def run(
+    checkout: Path,
+    tests: str,
+    keyword: str,
+    spec: str | None,
+    extra: list[str],
+    settings: dict[str, str] | None = None,
+) -> Any:
+    """The report of a file of tests; with models attached if a spec is given. `settings`: further
+    environment variables."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "support.transformers_tests"]
@@ -164,15 +172,43 @@ def run(checkout: Path, family: str, keyword: str, spec: str | None, extra: list
         command += [] if spec is None else [f"--kvkeep-spec={spec}"]
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
-            [*command, f"tests/models/{family}/test_modeling_{family}.py"],
+            [*command, tests],
             cwd=checkout,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            | (settings or {}),
             capture_output=True,
             text=True,
         )
         if not path.exists():
             raise SystemExit(done.stdout + done.stderr)
         return json.loads(path.read_text())
+
+
+def compared(name: str, reports: list[Any]) -> list[str]:
+    """Print a row of the table; returns what is lost by attaching.
+
+    Args:
+        reports: of the tests as they are, and of the tests with every model attached.
+    """
+    plain, attached = (report["tests"] for report in reports)
+    passed = [
+        sum(test["outcome"] == "passed" for test in tests.values()) for tests in (plain, attached)
+    ]
+    ran = sum(test["outcome"] != "skipped" for test in plain.values())
+    cached = sum(test["cached"] for test in attached.values())
+    print(f"| {name} | {ran} | {passed[0]} | {passed[1]} | {cached} |", flush=True)
+    lost = []
+    for test, before in plain.items():
+        now = attached.get(test, {"outcome": "missing", "error": ""})
+        if before["outcome"] == "passed" and now["outcome"] != "passed":
+            lost.append(f"{test.split('::', 1)[1]} ({name}): {now['error']}")
+    refused = reports[1]["refused"].items()
+    return lost + [f"{model} ({name}) is not attached: {reason}" for model, reason in refused]
+
+
+HEAD = """| tests | cases | pass unattached | pass attached | with a kvkeep cache |
+|---|---|---|---|---|"""
 
 
 def main() -> None:
@@ -182,28 +218,15 @@ def main() -> None:
     parser.add_argument("--keyword", default=KEYWORD)
     parser.add_argument("--spec", default="keep_all")
     options, extra = parser.parse_known_args()
-    print("| family | cases | pass unattached | pass attached | with a kvkeep cache |")
-    print("|---|---|---|---|---|")
+    print(HEAD)
     lost = []
     for family in options.families:
+        tests = f"tests/models/{family}/test_modeling_{family}.py"
         reports = [
-            run(options.checkout, family, options.keyword, spec, extra)
+            run(options.checkout, tests, options.keyword, spec, extra)
             for spec in (None, options.spec)
         ]
-        plain, attached = (report["tests"] for report in reports)
-        passed = [
-            sum(test["outcome"] == "passed" for test in tests.values())
-            for tests in (plain, attached)
-        ]
-        ran = sum(test["outcome"] != "skipped" for test in plain.values())
-        cached = sum(test["cached"] for test in attached.values())
-        print(f"| {family} | {ran} | {passed[0]} | {passed[1]} | {cached} |", flush=True)
-        for name, test in plain.items():
-            now = attached.get(name, {"outcome": "missing", "error": ""})
-            if test["outcome"] == "passed" and now["outcome"] != "passed":
-                lost.append(f"{name.split('::', 1)[1]} ({family}): {now['error']}")
-        for name, reason in reports[1]["refused"].items():
-            lost.append(f"{name} ({family}) is not attached: {reason}")
+        lost += compared(family, reports)
     print(*lost, sep="\n")
 
 

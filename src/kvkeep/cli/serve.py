@@ -89,6 +89,9 @@ class Serve(RunOptions):
     )
     connections: int = option(512, "Most open connections; further connections get 503.", min=1)
     sequences: int = option(16, "Most answers generated at once.", min=1)
+    drafts: int = option(
+        0, "Most tokens that a step drafts for each answer from its text; 0: none.", min=0
+    )
     cache_bytes: int | None = option(
         None,
         "Most memory for the caches of all running answers, e.g. 8GB; default: no limit.",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.cache import CacheStats, Frozen
 from kvkeep.errors import OutOfMemoryError, RollbackError, StateError
+from kvkeep.generate.drafting import Drafting
 from kvkeep.generate.reuse import Reuse
 from kvkeep.generate.sampler import Sampler
 from kvkeep.generate.sampling import SamplingParams
@@ -92,6 +93,14 @@ class Prompt:
         if not self._unfilled:
             self.frozen = None
 
+    def score(self, logits: Tensor, fed: int) -> None:
+        """Record scores of tokens from the logits (n, V) of the last n tokens, after `fed` tokens
+        were fed. It may be called again with the same tokens."""
+        first, end = fed - len(logits), min(fed, len(self.ids) - 1)
+        for at in range(len(self.scores), end, _AT_ONCE):
+            some = self.ids[at + 1 : min(at + _AT_ONCE, end) + 1].tolist()
+            self.scores += _scores(logits[at - first :][: len(some)], some, self.params)
+
 
 class Answer:
     """One answer of a batch. After an interrupt it resumes from its tokens and its counts of fed
@@ -111,8 +120,11 @@ class Answer:
             not an Exception.)
         cached: prompt tokens that were found in a store.
         stats: the statistics of its cache at a regular end; otherwise None.
-        fed: its tokens that the cache holds between steps.
-        logits: (V,) of the last token fed, until the next token is chosen.
+        text_offsets: for each token, the characters of the text before it, including held-back
+            characters; 0 without a tokenizer.
+        fed: its tokens that the cache holds between steps; during a step, with the drafts fed.
+        drafts: the tokens that a forward feeds after the answer's newest token.
+        logits: (n, V) of the newest token and of the drafts fed, until the next tokens are chosen.
     """
 
     def __init__(
@@ -122,6 +134,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[Likely]] = []
+        self.text_offsets: list[int] = []
         self.text, self.reason, self.cached = "", "", 0
         self.error: BaseException | None = None
         self.stats: CacheStats | None = None
@@ -130,7 +143,9 @@ class Answer:
         self.preempted: Any = None  # the copy of its cache while it is preempted
         given = origin.reuse.given
         self.fed = 0 if given is None else given.fed
+        self.drafts: list[int] = []
         self.logits: Tensor | None = None
+        self._drafting = Drafting(self.params.drafts)
         ends = self.params.end_tokens
         self._ends = host.end_tokens() if ends is None else ends
         self._text = (
@@ -218,8 +233,17 @@ class Answer:
         """Inputs of the next forward besides the ids: the prompt, if it has images."""
         return {} if self.cache is None or self.cache.fed else self.origin.reuse.media
 
+    def propose(self) -> int:
+        """Choose the drafts of the next forward, which feeds the newest token; return how many."""
+        most = min(self.params.drafts, self.params.max_new_tokens - len(self.tokens) - 1)
+        if most < 1 or not self.tokens:  # a store may get the cache before the first token
+            self.drafts = []
+        else:
+            self.drafts = self._drafting.propose(self.prompt, self.tokens, most)
+        return len(self.drafts)
+
     def next_piece(self, count: int) -> Piece:
-        """Its next `count` tokens to feed."""
+        """Its next `count` tokens to feed, and the drafts."""
         assert self.cache is not None
         fed, prompt = self.cache.fed, len(self.prompt)
         if fed >= prompt:
@@ -228,19 +252,22 @@ class Answer:
             ids = (
                 self.prompt[fed : fed + count] if fed + count <= prompt else self.ids[fed:][:count]
             )
-        return Piece(ids, self.cache)
+        if self.drafts:
+            self.cache.record_drafts(True)
+            ids = torch.cat([ids, torch.tensor(self.drafts)])
+        return Piece(ids, self.cache, 1 + len(self.drafts))
 
-    def feed_alone(self, ids: Tensor) -> Tensor:
-        """Feed its next tokens (n,) in their own forward; return the last token's logits (1, V)."""
+    def feed_alone(self, piece: Piece) -> Tensor:
+        """Feed its next tokens in their own forward; return logits (piece.last, V)."""
         assert self.cache is not None
-        host, given = self._host, ids[None].to(self._device)
+        host, given = self._host, piece.ids[None].to(self._device)
         if self.media:
             return host.read(given, self.cache, self.media)[0]
-        last = len(ids) if self.scores_prompt else 1
+        last = len(piece.ids) if self.scores_prompt else piece.last
         logits = host.forward(given, self.cache, last=last)[0]
         if self.scores_prompt:
-            self.score(logits)
-        return logits[-1:]
+            self.origin.score(logits, self.cache.fed)
+        return logits[-piece.last :]
 
     def next_count(self, chunk: int) -> int:
         """The number of tokens to feed next; the prompt is read in chunks of `chunk` tokens."""
@@ -278,8 +305,13 @@ class Answer:
         """Restore the cache to its state before the step; return whether this was possible. If not,
         the answer ends with the error."""
         assert self.cache is not None
+        if self.logits is not None:  # its forward is complete
+            return True
         try:
             self.cache.rewind(self.fed)
+            if self.drafts:
+                self.cache.record_drafts(False)
+                self.drafts = []
         except (RollbackError, StateError):
             self.fail(error)
             return False
@@ -290,21 +322,24 @@ class Answer:
         self.cache, self.fed, self.begun = cache, cache.fed, True
 
     def advance(self, logits: Tensor) -> None:
-        """Record that a forward has fed the cache; logits (V,) of the last token fed."""
+        """Record that a forward has fed the cache; logits (n, V) of the last tokens fed."""
         assert self.cache is not None
         self.fed, self.logits = self.cache.fed, logits.to(self._device)
 
-    def choose(self) -> None:
-        """Choose the next token, if all tokens are fed. It may be called again after an interrupt.
+    def choose(self) -> bool:
+        """Choose the next token, if the logits for it are known; return whether they are. It may be
+        called again after an interrupt.
 
         Raises:
             StateError: its logits processors were interrupted.
             Exception: raised by a processor.
         """
-        logits, at = self.logits, len(self.tokens)
-        if logits is None or self.fed < len(self.prompt) + at:
-            return
-        token, params = self._sampler.choose(logits, lambda: self.ids, at), self.params
+        drafts, at = self.drafts, len(self.tokens)
+        row = len(self.prompt) + at - (self.fed - len(drafts))
+        if self.logits is None or row > len(drafts) or (row and self.tokens[-1] != drafts[row - 1]):
+            return False
+        logits, params = self.logits[row], self.params
+        token = self._sampler.choose(logits, lambda: self.ids, at)
         if params.logprobs or params.top_logprobs:
             del self.logprobs[at:], self.top_logprobs[at:]  # from an interrupted choice
             (score,) = _scores(logits[None], [token], params)
@@ -313,17 +348,23 @@ class Answer:
             if params.top_logprobs:
                 self.top_logprobs.append(score.top)
         self.tokens.append(token)
+        return True
+
+    def settle(self) -> None:
+        """Remove the drafts that were not chosen. It may be called again after an interrupt."""
+        cache, drafts = self.cache, len(self.drafts)
+        assert cache is not None
+        if drafts:
+            kept = len(self.prompt) + len(self.tokens) - 1
+            self._drafting.learn(drafts, drafts - (self.fed - kept))
+            cache.rewind(kept)
+            cache.record_drafts(False)
+        self.fed, self.drafts, self.logits = cache.fed, [], None
 
     @property
     def untold(self) -> bool:
         """Whether the newest token is not yet reported."""
         return self._told < len(self.tokens)
-
-    @property
-    def text_offset(self) -> int:
-        """Characters of the text before the newest token, including held-back characters; 0 without
-        a tokenizer."""
-        return 0 if self._text is None else self._text.offset
 
     def newest(self) -> tuple[int, str, str]:
         """The newest token, the text that it completes, and the reason if it ends the answer
@@ -333,6 +374,7 @@ class Answer:
         if self._text is not None:
             text = self._text.take(self.tokens, last=full or ends, ends=ends)
             stopped = self._text.stopped
+        self.text_offsets[len(self.tokens) - 1 :] = [0 if self._text is None else self._text.offset]
         reason = STOP if stopped or ends else LENGTH if full else ""
         return token, text, reason
 
@@ -347,16 +389,6 @@ class Answer:
     def scores_prompt(self) -> bool:
         """Whether its next tokens are prompt tokens that need scores."""
         return self.params.prompt_logprobs and self.fed < len(self.prompt) - 1
-
-    def score(self, logits: Tensor) -> None:
-        """Record scores of prompt tokens from the logits (n, V) of the last n tokens fed. It may be
-        called again with the same tokens."""
-        assert self.cache is not None
-        ids, scores = self.prompt, self.origin.scores
-        first, end = self.cache.fed - len(logits), min(self.cache.fed, len(ids) - 1)
-        for at in range(len(scores), end, _AT_ONCE):
-            some = ids[at + 1 : min(at + _AT_ONCE, end) + 1].tolist()
-            scores += _scores(logits[at - first :][: len(some)], some, self.params)
 
 
 def _scores(logits: Tensor, tokens: Sequence[int], params: SamplingParams) -> list[Score]:

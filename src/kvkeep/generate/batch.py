@@ -32,7 +32,8 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 
 class NewToken(NamedTuple):
-    """A token that a step added to an answer, and the text that it completes."""
+    """A token that a step added to an answer, and the text that it completes. With drafts, a step
+    may add several tokens to an answer, in order."""
 
     answer: Answer
     token: int
@@ -43,11 +44,11 @@ class Batch:
     """Continuous batching: answers many prompts at once. Prompts may be added between steps. Up to
     rounding, an answer does not depend on other answers.
 
-    A step is one forward of the next token of each answer that generates, and of chunks of the
-    prompts that are being read. Each answer has its own cache, so specs may differ. If the model
-    cannot compute several sequences in one forward (`Host.unpackable`), a step runs one forward per
-    sequence. If the model's rotary embedding depends on the length of the text, one answer runs at
-    a time.
+    A step is one forward of the next token of each answer that generates, with drafts if requested,
+    and of chunks of the prompts that are being read. Each answer has its own cache, so specs may
+    differ. If the model cannot compute several sequences in one forward (`Host.unpackable`), a step
+    runs one forward per sequence. If the model's rotary embedding depends on the length of the
+    text, one answer runs at a time.
 
     Threads may add and cancel answers while one thread calls `step`. An answer is admitted after
     its store's backend has replied; other answers do not wait for it.
@@ -65,8 +66,8 @@ class Batch:
         chunk: tokens of a prompt that are read at once; a long prompt delays other answers by one
             chunk. It does not depend on the load, because evictions depend on it. None: the whole
             prompt.
-        step_tokens: most tokens of a step; a step always has one token of each answer that
-            generates, and one chunk.
+        step_tokens: most tokens of a step; a step always has one token and the drafts of each
+            answer that generates, and one chunk.
         offload: memory for the caches of preempted answers; it must hold nothing else. None: host
             memory.
         on_end: called in `step` with each ended answer before its cache is freed; after an
@@ -115,7 +116,7 @@ class Batch:
         self._answers: list[Answer] = []  # in order of arrival; an answer with a cache runs
         # The last step's ended answers and new tokens, and whether it was interrupted.
         self._ended: list[Answer] = []
-        self._found: dict[Answer, NewToken] = {}
+        self._found: dict[tuple[Answer, int], NewToken] = {}
         self._begun = _Begun()
         self._lock = RLock()  # held while the answers change, not during a forward
 
@@ -154,6 +155,7 @@ class Batch:
             ShapeError: no token, n below 1, or the answer could exceed the model's context.
             CapacityError: one answer could exceed `max_bytes`, or its storage.
             SpecError: the spec does not fit the model, or cannot keep the prompt up to the marker.
+            UnsupportedError: drafts cannot be removed from the answer's cache.
         """
         ids, spec = self._intake.ids(prompt), self.spec if spec is None else spec
         params = params or SamplingParams()
@@ -261,8 +263,8 @@ class Batch:
                         break  # answers of the other groups may have been preempted
                 else:
                     with self._lock:
-                        for (answer, _), row in zip(group, logits, strict=True):
-                            answer.advance(row)
+                        for (answer, _), rows in zip(group, logits, strict=True):
+                            answer.advance(rows)
                         self._finish()
                         self._leave()
             if not groups:
@@ -298,18 +300,18 @@ class Batch:
                 groups.append([one])
         return [together, *groups] if together else groups
 
-    def _forward(self, group: Sequence[_Planned]) -> Tensor:
-        """Feed each answer its next tokens; returns logits (answers, V)."""
+    def _forward(self, group: Sequence[_Planned]) -> Sequence[Tensor]:
+        """Feed each answer its next tokens and drafts; returns the logits of each, (n, V)."""
         pieces = [answer.next_piece(tokens) for answer, tokens in group if answer.cache is not None]
         answer = group[0].answer
         if self._packs and answer.packs:
             logits = self._host.forward_packed(pieces)
         else:
-            logits = answer.feed_alone(pieces[0].ids)
+            logits = answer.feed_alone(pieces[0])
         for (answer, _), piece in zip(group, pieces, strict=True):
             if piece.cache.fed % self.chunk == 0 and piece.cache.fed < len(answer.prompt):
                 answer.origin.reuse.mark(answer)
-        return logits
+        return torch.split(logits, [piece.last for piece in pieces])
 
     def _recover(self, group: Sequence[_Planned], error: BaseException) -> None:
         """Handle a failed forward: end answers that cannot be undone; then, if memory ran out,
@@ -329,20 +331,20 @@ class Batch:
             self._suspects |= {answer for answer, _ in group}
 
     def _finish(self) -> None:
-        """Choose the next token of each answer whose forward is complete."""
+        """Choose the next tokens of each answer whose forward is complete."""
         for answer in [answer for answer in self._answers if answer.logits is not None]:
             self._suspects.discard(answer)
-            if not answer.ended:
+            if answer.reason in ("", STOP, LENGTH):
                 self._try(answer, self._take)
+            self._try(answer, Answer.settle)
             answer.logits = None
 
     def _take(self, answer: Answer) -> None:
         if not answer.tokens and not answer.reads_prompt and answer.origin.frozen is None:
             answer.origin.reuse.keep(answer)  # now, so that other answers find it early
-        answer.choose()
-        if answer.untold:
+        while not answer.ended and (answer.untold or answer.choose()):
             token, text, reason = answer.newest()
-            self._found[answer] = NewToken(answer, token, text)
+            self._found[answer, len(answer.tokens)] = NewToken(answer, token, text)
             answer.tell(text, reason)
 
     def _leave(self) -> None:
@@ -435,7 +437,7 @@ class Batch:
         running = [x for x in self._running() if self._try(x, Answer.share)]
         ready = [answer for answer in running if answer.begun and answer.unfed == 1]
         planned = [_Planned(answer, 1) for answer in ready]
-        generating, tokens = len(planned), len(planned)
+        generating, tokens = len(planned), sum(1 + answer.propose() for answer in ready)
         reading: set[Prompt] = set()  # prompts that one answer reads for all answers
         for answer in self._read.in_order([x for x in running if x not in ready]):
             origin = answer.origin
@@ -472,7 +474,7 @@ class Batch:
 
 
 class _Planned(NamedTuple):
-    """An answer, and the number of its tokens that a step feeds."""
+    """An answer, and the number of its tokens that a step feeds, besides drafts."""
 
     answer: Answer
     tokens: int

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.errors import CapacityError, ShapeError, UnsupportedError
 from kvkeep.generate.answer import Prompt
+from kvkeep.generate.drafting import require_draftable
 from kvkeep.geometry import Geometry
 from kvkeep.host import Host, ModelCache, Specs
 from kvkeep.host.compress import compresses
@@ -68,12 +69,14 @@ class Intake:
                 cannot continue the prompt.
             CapacityError: one answer could exceed `max_bytes`, or its storage.
             SpecError: the spec does not fit the model.
-            UnsupportedError: the policy is `kvzip`.
+            UnsupportedError: the policy is `kvzip`, or drafts cannot be removed from the cache.
         """
         if origin.answers < 1:
             raise ShapeError(f"n is {origin.answers}; ask for at least 1 answer")
         tokens, new = len(origin.ids), origin.params.max_new_tokens
         cache = origin.reuse.new_cache(origin.spec)
+        if origin.params.drafts:
+            require_draftable(self._host, cache)
         longest, limit = tokens + new, cache.token_limit()
         if limit is not None and longest - 1 > limit:  # the last token is never fed
             raise CapacityError(

@@ -39,6 +39,9 @@ class SamplingParams:
         prompt_logprobs: record log probabilities of the prompt's tokens, too; the prompt is then
             computed, not read from a store.
         logprob_temperature: divides the logits of log probabilities.
+        drafts: most draft tokens in a step. Drafts are found in the text; the model checks them in
+            the forward of the answer's newest token, so a step may add several tokens. Up to
+            rounding, drafts do not change the answer. 0: no drafts.
         priority: answers of higher priority are admitted first, and may preempt others.
 
     Raises:
@@ -60,6 +63,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     logprob_temperature: float = 1.0
+    drafts: int = 0
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class SamplingParams:
             ("top_p", 0, 1),
             ("min_p", 0, 1),
             ("top_logprobs", 0, math.inf),
+            ("drafts", 0, math.inf),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvkeep.cache import Cache
 from kvkeep.errors import UnsupportedError
-from kvkeep.features import Feature
 from kvkeep.host import ModelCache
+from kvkeep.host.drafts import require_recordable
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import Reach
 from kvkeep.spec import CacheSpec
@@ -36,27 +36,9 @@ class Demands:
     def require(self, cache: Cache) -> None:
         """Raise UnsupportedError if the cache cannot meet the demands."""
         if self.drafts:
-            require_recordable(cache, routed=self.routed)
+            require_recordable(cache, attached=self.routed)
         if self.weights:
             require_whole(cache.layers, self.columns - cache.fed)
-
-
-def require_recordable(cache: Cache, *, routed: bool) -> None:
-    """Raise UnsupportedError if evictions with drafts would differ from evictions without."""
-    for layer in cache.layers:
-        layer.drafts.require_recordable()
-        if layer.setup.by_token and (reason := cache.why_not(Feature.DRAFTED)):
-            raise UnsupportedError(
-                f"the model {reason}, such as {layer.policy.name}; use keep_all or a window, or "
-                "generate without assistant_model and prompt_lookup_num_tokens"
-            )
-        if layer.setup.by_token and not routed:
-            raise UnsupportedError(
-                f"rejected draft tokens must be cropped, and policy {layer.policy.name} decides "
-                "after each token, which the model's own attention does not support; call "
-                "kvkeep.attach(model), generate without assistant_model and "
-                "prompt_lookup_num_tokens, or use keep_all or a window"
-            )
 
 
 def require_whole(layers: Iterable[LayerCache], tokens: int = 1) -> None:

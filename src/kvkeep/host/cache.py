@@ -104,6 +104,14 @@ class ModelCache(Cache):
         """Check that a forward of `columns` columns can begin."""
         self.admit(columns)
 
+    def record_drafts(self, on: bool) -> None:
+        """Begin or end the recording of drafts: see `LayerCache.record_past`. When recording ends,
+        all tokens become certain."""
+        for layer in self.layers:
+            recorded, layer.record_past = layer.record_past, on
+            if recorded and not on:
+                layer.settle()
+
     def token_limit(self, layer: int | None = None) -> int | None:
         """Most tokens that fit into one layer, or into every layer; None: no limit."""
         layers = self.layers if layer is None else self.layers[layer : layer + 1]

@@ -267,7 +267,7 @@ class Host(ABC):
             pieces: each sequence's next tokens, and its cache from `new_cache`, of one row.
 
         Returns:
-            Logits (sequences, V), of each sequence's last token.
+            Logits (n, V) of the last `piece.last` tokens of each piece, in order.
 
         Raises:
             UnsupportedError: the model cannot compute them in one forward.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,22 +21,25 @@ from kvkeep.layer.packed_states import PackedStates, packed_states
 
 
 class Piece(NamedTuple):
-    """The next tokens of one sequence: int64 (n,), and its cache, of one row."""
+    """The next tokens of one sequence: int64 (n,), its cache, of one row, and the number of last
+    tokens to return logits for."""
 
     ids: Tensor
     cache: ModelCache
+    last: int = 1
 
 
 class Packed(NamedTuple):
-    """The tokens of a packed forward: ids and positions, int64 (1, tokens), the index of each
-    sequence's last token, int64 (sequences,), the attention layers, and the states of the recurrent
-    layers."""
+    """The tokens of a packed forward: ids and positions, int64 (1, tokens), the indices of the
+    tokens whose logits are returned, int64, the attention layers, the states of the recurrent
+    layers, and the number of sequences."""
 
     ids: Tensor
     positions: Tensor
     last: Tensor
     layers: list[PackedLayer]
     states: PackedStates
+    sequences: int
 
 
 @contextmanager
@@ -84,12 +88,15 @@ def _attending(
         for of_sequences in zip(*(cache.layers for cache in caches), strict=True)
     ]
     positions = [torch.arange(a, a + n) for a, n in zip(fed, counts, strict=True)]
+    ends = zip(accumulate(counts), pieces, strict=True)
+    last = [index for end, piece in ends for index in range(end - piece.last, end)]
     tokens = Packed(
         torch.cat([piece.ids.to(device) for piece in pieces])[None],
         torch.cat(positions)[None].to(device),
-        torch.tensor(counts, device=device).cumsum(0) - 1,
+        torch.tensor(last, device=device),
         layers,
         states,
+        len(pieces),
     )
     with ExitStack() as prepared:
         for layer in layers:
@@ -116,11 +123,16 @@ def _check(pieces: Sequence[Piece]) -> None:
             "two pieces of a packed forward have the same cache; give each sequence its own cache "
             "or a fork"
         )
-    for index, (ids, cache) in enumerate(pieces):
+    for index, (ids, cache, last) in enumerate(pieces):
         if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
             raise ShapeError(
                 f"piece {index} of a packed forward has token ids {tuple(ids.shape)} of "
                 f"{ids.dtype}; give at least one id, int64 (n,)"
+            )
+        if not 1 <= last <= len(ids):
+            raise ShapeError(
+                f"piece {index} of a packed forward has {len(ids)} tokens, but logits of the last "
+                f"{last} are asked for; give 1 to {len(ids)}"
             )
         if cache.rows > 1 or (cache.rows and cache.layers[0].padded):
             raise ShapeError(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, final
 
 from kvkeep.errors import CapacityError, UnsupportedError
 from kvkeep.generate import Answer, Batch, NewToken, WithMedia
 from kvkeep.generate.answer import Likely, Prompt
+from kvkeep.generate.drafting import require_draftable
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.progress import Progress, silent
 from kvkeep.serve.events import Event, Picture, Scored, Started, TextDelta, TokenLogprob, Usage
@@ -58,6 +60,7 @@ class RequestState:
         self._picture: Future[Picture | None] | None = None  # the newest picture
         self._arrived = time.monotonic()
         self._last: dict[Answer, float] = {}  # the time of each answer's last token
+        self._passed: Counter[Answer] = Counter()  # tokens of each answer that were passed on
         self._finished: set[Answer] = set()
 
     def cancel(self) -> None:
@@ -122,13 +125,14 @@ class RequestState:
             self.emit(TextDelta(index, echo.text, tuple(logprobs), echo=True))
         self._last[answer] = now
         self._metrics.generated_tokens.inc()
+        at, self._passed[answer] = self._passed[answer], self._passed[answer] + 1
         if echo is not None and echo.only:
             return
         scored: tuple[Scored, ...] = ()
         if answer.logprobs:
-            top = answer.top_logprobs[-1] if answer.top_logprobs else []
-            offset = answer.text_offset + (0 if echo is None else len(echo.text))
-            scored = (_scored(names, new.token, (answer.logprobs[-1], top), offset),)
+            top = answer.top_logprobs[at] if answer.top_logprobs else []
+            offset = answer.text_offsets[at] + (0 if echo is None else len(echo.text))
+            scored = (_scored(names, new.token, (answer.logprobs[at], top), offset),)
         self.emit(TextDelta(index, new.text, scored))
 
     def _echo_of(self, answer: Answer) -> Echo | None:
@@ -200,8 +204,8 @@ class Engine:
         progress: receives the progress of the compilation.
 
     Raises:
-        SpecError, UnsupportedError: the spec does not fit the model, or the model cannot be
-            attached.
+        SpecError, UnsupportedError: the spec does not fit the model, the model cannot be attached,
+            or drafts cannot be removed from its caches.
     """
 
     def __init__(
@@ -223,13 +227,15 @@ class Engine:
         self.spec, self.namespace, self.limits = cache, namespace, limits or Limits()
         self._host = host_of(model)
         self._host.attach(cache, compile=compile)
-        if compile:
-            try:
-                self._host.warm(cache, self.limits.sequences, progress)
-            except BaseException:
-                self._host.detach()
-                raise
         held = self._host.new_cache(cache)
+        try:
+            if self.limits.drafts:
+                require_draftable(self._host, held)
+            if compile:
+                self._host.warm(cache, self.limits.sequences, progress)
+        except BaseException:
+            self._host.detach()
+            raise
         lengths = self._host.context, held.token_limit()
         context = min((n for n in lengths if n), default=None)
         self.prompts = Prompts(self._host, tokenizer, processor, name, context, self.limits)
@@ -327,7 +333,8 @@ class Engine:
         def add(batch: Batch, asked: Asked) -> list[Answer]:
             reuse = WithMedia(self.model, asked.media) if asked.media else None
             place: dict[str, Any] = {"queue": queue, "namespace": namespace}
-            return batch.add(asked.ids, asked.params, n=n, reuse=reuse, **place)
+            params = replace(asked.params, drafts=self.limits.drafts)
+            return batch.add(asked.ids, params, n=n, reuse=reuse, **place)
 
         pictures = self._pictures(namespace) if show_cache else None
         state = RequestState(prompts, add, emit, self.metrics, pictures)

@@ -34,9 +34,11 @@ class Limits:
         response_bytes: most bytes of kept responses; 0: none is kept.
         image_bytes: most bytes of the image files of one request.
         image_hosts: hosts from which images may be fetched; "*": all.
+        drafts: most draft tokens in a step of an answer; see `SamplingParams`. 0: no drafts.
 
     Raises:
-        SpecError: a limit is not positive (`queue` and `response_bytes` may be 0), or infinite.
+        SpecError: a limit is not positive (`queue`, `response_bytes` and `drafts` may be 0), or
+            infinite.
     """
 
     queue: int = 64
@@ -50,13 +52,14 @@ class Limits:
     response_bytes: int = 0
     image_bytes: int = 20 * 10**6
     image_hosts: Collection[str] = ()
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int | float):
                 continue
-            none = value == 0 and field.name in ("queue", "response_bytes")
+            none = value == 0 and field.name in ("queue", "response_bytes", "drafts")
             if not (value > 0 or none):
                 raise SpecError(f"{field.name} is {value}; give a larger number")
             if math.isinf(value):

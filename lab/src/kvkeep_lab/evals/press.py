@@ -31,12 +31,26 @@ class KVKeepPress:
 
     def __init__(self, spec: Specs) -> None:
         self.spec = spec
+        self._removed = 0.0
         self._contexts = WeakKeyDictionary[Any, _Context]()
         self._read: list[_Context] | None = None
         self._hook: Any = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec!r})"
+
+    @property
+    def compression_ratio(self) -> float:
+        """The share of the last context's slots that were removed; 0 before the first context.
+
+        kvpress's `evaluate.py` sets the ratio of its command line, and records the value after each
+        context. Setting it changes nothing, because the spec has the budget.
+        """
+        return self._removed
+
+    @compression_ratio.setter
+    def compression_ratio(self, ratio: float) -> None:
+        pass
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
@@ -64,7 +78,7 @@ class KVKeepPress:
         finally:
             self._read = None
         for context in read:
-            context.end()
+            self._removed = 1 - context.end()
 
     def cache(self, given: Any) -> ModelCache:
         """A fork of the context that was read into a cache of transformers.
@@ -122,10 +136,12 @@ class _Context:
         forked: ModelCache = self._frozen.fork()
         return forked
 
-    def end(self) -> None:
-        """The context was read."""
+    def end(self) -> float:
+        """The context was read. Returns the share of its slots that are kept."""
         if compresses(self._cache):
             compress(self._host, self._cache, torch.cat(self._ids, dim=1))
         stop_evicting(self._cache)
         self._tokens = self._cache.fed
+        kept = self._cache.stats().kept
         self._frozen = self._cache.freeze()
+        return kept

@@ -21,7 +21,7 @@ from kvkeep.hf.interface.layers_cache import LayersCache
 from kvkeep.hf.interface.model_layers import ModelLayers
 from kvkeep.hf.kinds import KeepsStates, kinds_of
 from kvkeep.hf.kinds.multimodal import require_counted, why_not_counted
-from kvkeep.host import ModelCache
+from kvkeep.host import ModelCache, Piece
 from kvkeep.layer.attending import AttendingLayer
 from kvkeep.layer.packed import PackedLayer, ReadyTogether
 from kvkeep.layer.packed_states import PackedStates
@@ -75,14 +75,14 @@ def require_packable(model: PreTrainedModel, caches: Sequence[ModelCache]) -> No
             )
 
 
-def check_packed(model: PreTrainedModel, sequences: Sequence[tuple[Tensor, ModelCache]]) -> None:
+def check_packed(model: PreTrainedModel, pieces: Sequence[Piece]) -> None:
     """Check each sequence's next token ids, (n,), as a forward of that sequence alone would.
 
     Raises:
         ShapeError: an id is outside the vocabulary.
     """
-    for ids, cache in sequences:
-        check_fed(model, {"input_ids": ids[None]}, cache.fed)
+    for piece in pieces:
+        check_fed(model, {"input_ids": piece.ids[None]}, piece.cache.fed)
 
 
 class LaidCache(LayersCache):

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig
 from kvkeep import cache as core
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.hf.config import base_config, decoder_config, is_routed
-from kvkeep.hf.demands import require_recordable
 from kvkeep.hf.handover import MaskLength
 from kvkeep.hf.interface.model_layers import TellsLayers
 from kvkeep.hf.kinds import Forwards
 from kvkeep.host import ModelCache
+from kvkeep.host.drafts import require_recordable
 from kvkeep.layer.history import Prompt
 
 
@@ -134,13 +134,13 @@ class TransformersNames(TellsLayers, ModelCache):
             UnsupportedError: a policy decides after each token, but the model is not attached, or
                 is of a kind that computes all drafts before a decision.
         """
-        require_recordable(self, routed=is_routed(self.config))
-        self._record_past(True)
+        require_recordable(self, attached=is_routed(self.config))
+        self.record_drafts(True)
 
     def end_recording(self) -> None:
         """Undo `activate_past_recording`: all tokens become certain."""
         self.prompt = Prompt()
-        self._record_past(False)
+        self.record_drafts(False)
 
     def _end_recording(self) -> None:
         if not self._uncropped or self.drafting:
@@ -152,14 +152,13 @@ class TransformersNames(TellsLayers, ModelCache):
             else:
                 self._uncropped = False
 
-    def _record_past(self, on: bool) -> None:
+    def record_drafts(self, on: bool) -> None:
+        """See `ModelCache.record_drafts`. Recording begins with the prompt as `prompt` tells it."""
         self._uncropped = False
         self._forget_forwards()
         for layer in self.layers:
-            cursor, recorded = layer.cursor, layer.cursor.record_past
-            cursor.prompt, cursor.record_past = self.prompt, on
-            if recorded and not on:
-                layer.settle()
+            layer.cursor.prompt = self.prompt
+        super().record_drafts(on)
         self.prompt = Prompt()  # for the next recording
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -73,7 +73,7 @@ class CompiledSteps(ReplacedForward):
     def run_packed(self, tokens: Packed) -> Tensor | None:
         """The logits (sequences, V) of a packed forward of one token of each sequence. None, with
         nothing changed: no program can compute them."""
-        count = len(tokens.last)
+        count = tokens.sequences
         rows = next((number for number in NUMBERS if number >= count), None)
         if rows is None or tokens.ids.shape[1] > count or torch.is_grad_enabled():
             return None

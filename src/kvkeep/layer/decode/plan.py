@@ -337,7 +337,8 @@ class StepPlan:
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
         if (
             gradients
-            or inputs.special
+            or inputs.sinks is not None
+            or inputs.until is not None
             or inputs.bias is not None
         ):
             if not self.takes(inputs):

@@ -132,21 +132,40 @@ class Grammars:
 
 @final
 class _Following:
-    """A logits processor that excludes tokens that violate the grammar."""
+    """A logits processor that excludes tokens that violate the grammar.
+
+    The first call tells the prompt. Calls may return to an earlier text, as after rejected drafts.
+    The logits after a text that violates the grammar are returned as they are: its tokens were
+    excluded before, so it is a draft, and will be rejected.
+    """
 
     def __init__(self, matcher: LLMatcher, field: str) -> None:
         self._matcher, self._field = matcher, field
-        self._length = -1  # text length at the last call
+        self._prompt = -1  # length of the prompt
+        self._consumed = torch.empty(0, dtype=torch.int64)  # the matcher's tokens
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        if self._length >= 0:
-            self._matcher.consume_tokens(ids[0, self._length :].tolist())
-        self._length = ids.shape[1]
+        self._prompt = ids.shape[1] if self._prompt < 0 else self._prompt
+        if not self._consumes(ids[0, self._prompt :].cpu()):
+            return logits
         mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         if self._matcher.is_error():
             raise _unfollowed(self._field, self._matcher.get_error())
         allowed = (mask[:, None] >> _BITS & 1).flatten()[: logits.shape[-1]]
         return logits.masked_fill(allowed.to(logits.device) == 0, float("-inf"))
+
+    def _consumes(self, text: Tensor) -> bool:
+        """Bring the matcher to the end of a text; return whether the text follows the grammar."""
+        consumed = self._consumed
+        kept = min(len(consumed), len(text))
+        if not consumed[:kept].equal(text[:kept]):
+            kept = int((consumed[:kept] != text[:kept]).nonzero()[0])
+        if kept < len(consumed):
+            self._matcher.rollback(len(consumed) - kept)
+        new = text[kept:].tolist()
+        taken = self._matcher.try_consume_tokens(new)
+        self._consumed = text[: kept + taken].clone()
+        return bool(taken == len(new))
 
 
 def _unfollowed(field: str, error: str) -> RequestError:
