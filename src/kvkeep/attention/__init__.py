@@ -250,6 +250,11 @@ def dispatch_several(
     return [outputs[i] if i in outputs else dispatch(*call) for i, call in enumerate(calls)]
 
 
+def _rows(rows: Tensor, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Some rows of queries and of their biases."""
+    return q.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
+
+
 def _each_part(
     q: Tensor, view: View, options: Options, backend: str | None, differentiable: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -266,14 +271,11 @@ def _each_part(
         own = slice(None) if head is None else slice(head * group, (head + 1) * group)
         sinks = None if options.sinks is None else options.sinks[own]
         slopes = None if options.slopes is None else options.slopes[own]
-        queries, bias = (
-            x if x is None else (x if rows is None else x.index_select(0, rows))[:, own]
-            for x in (q, options.bias)
-        )
-        assert queries is not None
-        alike = {"sinks": sinks, "slopes": slopes, "bias": bias}
-        asked = options._replace(centre=part.own(options.centre), **alike)
-        call = queries, view.of_part(part), asked, backend
+        queries, bias = (q, options.bias) if rows is None else _rows(rows, q, options.bias)
+        bias = None if bias is None else bias[:, own]
+        centre = part.own(options.centre)
+        asked = options._replace(sinks=sinks, slopes=slopes, bias=bias, centre=centre)
+        call = queries[:, own], view.of_part(part), asked, backend
         out, mass = dispatch(*call, differentiable=differentiable)
         outs.append(out)
         if mass is not None:

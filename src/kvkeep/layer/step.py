@@ -68,8 +68,8 @@ class StepInputs(NamedTuple):
     def options(self, slopes: Slopes | None, centre: Centre | None = None, **mass: Any) -> Options:
         """The options of attention in a layer with these slopes and this centre. `mass`: options
         about recorded weights, such as `need_mass`."""
-        given = {"slopes": slopes_on(slopes, self.q.device), "centre": centre, "bias": self.bias}
-        return Options(self.scale, self.softcap, self.sinks, **given, **mass)
+        own = Options(self.scale, self.softcap, self.sinks, centre=centre, bias=self.bias)
+        return own._replace(slopes=slopes_on(slopes, self.q.device), **mass)
 
     def part(self, first: int, count: int) -> StepInputs:
         """The inputs of `count` tokens from token `first` on."""
@@ -77,8 +77,8 @@ class StepInputs(NamedTuple):
         q, k, v = (x[:, :, at] for x in self[:3])
         position, until = (x if x is None else x[..., at] for x in (self.position, self.until))
         chosen, bias = (x if x is None else x[:, :, at] for x in (self.chosen, self.bias))
-        given = {"position": position, "until": until, "chosen": chosen, "bias": bias}
-        return self._replace(q=q, k=k, v=v, **given)
+        part = self._replace(q=q, k=k, v=v, position=position, until=until)
+        return part._replace(chosen=chosen, bias=bias)
 
     def parts(self, most: int) -> Iterator[StepInputs]:
         """The inputs in pieces of at most `most` tokens, in order."""

@@ -126,9 +126,9 @@ class LikeDynamic:
             raise UnsupportedError(f"{self.config.model_type} {reason}; feed the text again")
         if isinstance(cache, DynamicCache):
             listed = [(getattr(x, "keys", None), getattr(x, "values", None)) for x in cache.layers]
-        elif reason := self.carried.lacks.get(Feature.PAIRS):
+        elif lacking := self.carried.lacks.get(Feature.PAIRS):
             raise UnsupportedError(
-                f"{self.config.model_type} {reason}; give the DynamicCache that the model filled"
+                f"{self.config.model_type} {lacking}; give the DynamicCache that the model filled"
             )
         elif isinstance(cache, Iterable) and not isinstance(cache, Tensor | transformers.Cache):
             listed = [tuple(pair) for pair in cache]
