@@ -125,7 +125,7 @@ class StepPlan:
 
     def _hold(self, parts: Sequence[StepPart]) -> None:
         """Pack the records of parts whose slots have moved."""
-        old = self.parts or [None] * len(parts)
+        old: Sequence[PartRecords | None] = self.parts or [None] * len(parts)
         held = [
             self._records.of(index, part) if one is None or one.moved else one
             for index, (part, one) in enumerate(zip(parts, old, strict=True))
@@ -276,8 +276,7 @@ class StepPlan:
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
-        frees = budget is not None and not self.shows
-        self.evicts = max(0, self._surplus(budget)) if frees else 0
+        self.evicts = 0 if budget is None or self.shows else max(0, self._surplus(budget))
         if drops > 1 or columns >= self._most or (self.shows and self._masses):
             return False
         self.leaves = 0
