@@ -19,8 +19,8 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.native_library import LIBRARY, TYPES, reason
 
 MOST_ROWS = 32
-"""Most rows for which the kernel is faster than torch where torch has a fast product of the dtype:
-the kernel reads the weights once for so many rows, KV_LINEAR_ROWS of native/linear.h."""
+"""Most rows for which the kernel is faster than torch where torch has a fast product of the dtype.
+It is KV_LINEAR_ROWS of native/linear.h: for more rows, the kernel reads the weights again."""
 
 FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
 """Bytes of weights from which on the kernel computes a layer at all, and from which on it computes

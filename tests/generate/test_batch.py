@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.printable import Printable
 from support.tiny_host import tiny_model
 from support.tiny_models import tiny
 
@@ -33,14 +34,6 @@ def warm(most, **more):
     """Sampled, by every number."""
     numbers = {"temperature": 1.0, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "seed": 7}
     return SamplingParams(most, **numbers, **more)
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    model = tiny("llama")
-    kvkeep.attach(model)
-    return model
 
 
 def tokens(n, seed=0):
@@ -245,14 +238,7 @@ def test_a_long_prompt_delays_others_by_a_chunk(model, monkeypatch):
 
 
 def test_text_streams_and_stops(model):
-    class Letters:
-        def __call__(self, text):
-            return {"input_ids": [ord(c) - 30 for c in text]}
-
-        def decode(self, ids, skip_special_tokens):
-            return "".join(chr(token + 30) for token in ids)
-
-    letters = Letters()
+    letters = Printable()
     batch = Batch(model, letters)
     (whole,) = batch.add("hello", SamplingParams(12))
     streamed = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.printable import Printable
 from support.sweep_configs import model_of
 from support.tiny_host import tiny_model
 from support.tiny_models import tiny
@@ -17,24 +18,6 @@ from kvkeep.store import PrefixStore
 from kvkeep.testing import EXAMPLES, live_tokens
 
 NEW = 12
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def __call__(self, text):
-        return {"input_ids": [ord(c) - 30 for c in text]}
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(token + 30) for token in ids)
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    model = tiny("llama")
-    kvkeep.attach(model)
-    return model
 
 
 def tokens(n, seed=0):
@@ -83,7 +66,7 @@ def answers_of(model, params, spec, **options):
     def end(answer):
         slots[answer.order] = answer.cache.fed, kept(answer.cache)
 
-    batch = Batch(model, Letters(), spec=spec, chunk=8, on_end=end, **options)
+    batch = Batch(model, Printable(), spec=spec, chunk=8, on_end=end, **options)
     answers = [answer for prompt in PROMPTS for answer in batch.add(prompt, params)]
     list(batch)
     for answer in answers:

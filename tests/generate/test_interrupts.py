@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.interruption import Interruption, Lines
+from support.printable import Printable
 from support.tiny_models import tiny
 
 import kvkeep
@@ -25,16 +26,6 @@ EXACT, EVICTS = "keep_all", "h2o:10"
 
 def warm(most, **more):
     return SamplingParams(most, temperature=1.0, top_k=30, seed=7, **more)
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def __call__(self, text):
-        return {"input_ids": [ord(c) - 30 for c in text]}
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(token + 30) for token in ids)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +61,7 @@ class Scenario:
             limits = {"max_bytes": host.new_cache().bytes_of(host.geometries(), 60)}
         self.batch = Batch(
             model,
-            Letters(),
+            Printable(),
             store=kvkeep.PrefixStore(),
             chunk=8,
             step_tokens=16,

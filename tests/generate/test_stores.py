@@ -6,23 +6,13 @@ import pytest
 import torch
 from support.held_backend import Held
 from support.interruption import Interruption
-from support.tiny_models import tiny
 
-import kvkeep
 from kvkeep import PrefixStore
 from kvkeep.generate import Batch, SamplingParams, generate_many
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXT = 30  # tokens of the prompt that the backend holds
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    model = tiny("llama")
-    kvkeep.attach(model)
-    return model
 
 
 @pytest.fixture

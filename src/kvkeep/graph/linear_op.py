@@ -1,4 +1,4 @@
-"""Linear layers and experts of few rows inside a compiled graph.
+"""Linear layers and experts inside a compiled graph, by the native kernel where it is faster.
 
 A graph's layers of the same input (queries, keys and values; gate and up) become one call of the
 native kernel, so its cost per call and the wait for its threads are paid once.
@@ -25,7 +25,7 @@ _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 def _linears(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], scales: list[Tensor]
 ) -> Tensor:
-    """x (..., inputs), of few rows, times several weights (outputs, inputs): (..., all outputs).
+    """x (..., inputs), times several weights (outputs, inputs): (..., all outputs).
     torch computes layers that the kernel does not support.
 
     Args:
@@ -54,8 +54,9 @@ linears = define_operator(
 
 
 def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
-    """Replace a graph's linear layers of few rows and without gradients by `kvkeep::linears`, one
-    for all layers of an input. Return the number of layers replaced; 0 without the native library.
+    """Replace a graph's linear layers of at most `most_rows` rows and without gradients by
+    `kvkeep::linears`, one for all layers of an input. Return the number of layers replaced; 0
+    without the native library.
 
     Args:
         inputs: the graph's inputs; the weights among them are read.
@@ -110,7 +111,8 @@ def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
 
 
 def _is_small(node: Node) -> bool:
-    """Whether a linear layer has few rows, and weights large enough for a native call."""
+    """Whether a linear layer has at most `most_rows` rows, and weights large enough for a native
+    call."""
     x, weight = (value_of(part) for part in node.args[:2])
     return (
         isinstance(x, Tensor)

@@ -43,8 +43,7 @@ def run(asked: Linear, progress: Progress = silent) -> dict[str, Any]:
         median of measurements before and after.
 
     Raises:
-        SpecError: a shape is not two numbers, or the
-            kernel lacks the dtype.
+        SpecError: a shape is not two numbers, or the kernel lacks the dtype.
         UnsupportedError: there is no native library.
     """
     shapes = _SHAPES if asked.shapes is None else [_shape(text) for text in asked.shapes]
