@@ -27,6 +27,7 @@ from kvkeep.cli.output import (
 )
 from kvkeep.cli.progress import Working
 from kvkeep.finetune.options import Options
+from kvkeep.libraries import LIBRARIES
 from kvkeep.options import option
 
 
@@ -38,7 +39,7 @@ class Finetune:
     host: str = option(
         "transformers",
         "Library of the model: transformers, or litgpt, whose --model is a checkpoint directory.",
-        values=("transformers", "litgpt"),
+        values=tuple(LIBRARIES),
     )
     chunk: str | None = option(
         None,

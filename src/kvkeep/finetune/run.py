@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from kvkeep.finetune.trained import Trained
 from kvkeep.finetune.trainer import FineTuner
 from kvkeep.host import Host, host_of
 from kvkeep.host.progress import Progress, silent
+from kvkeep.libraries import LIBRARIES, class_at
 
 
 def finetune(
@@ -129,7 +129,6 @@ def finetune(
 
 
 def _adapter_of(host: Host) -> Trained:
-    """LitGPT's LoRA for a LitGPT model, PEFT's LoRA for other models."""
-    if host.library == "LitGPT":
-        return cast(Trained, import_module("kvkeep.finetune.litgpt_lora").LitGPTLora())
-    return Lora()
+    """The library's own adapters, or PEFT's LoRA."""
+    own = [one.adapter for one in LIBRARIES.values() if one.title == host.library]
+    return cast(Trained, class_at(own[0])()) if any(own) else Lora()

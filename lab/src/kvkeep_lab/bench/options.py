@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvkeep.errors import SpecError
+from kvkeep.libraries import LIBRARIES
 from kvkeep.options import option
 from kvkeep_lab.options import names, numbers, spec_list
 
@@ -34,10 +35,8 @@ def _model_or_random() -> Any:
 
 
 def _host() -> Any:
-    libraries = ("transformers", "litgpt")
-    return option(
-        "transformers", "Library that runs the model: transformers, or litgpt.", values=libraries
-    )
+    help = f"Library that runs the model: {' or '.join(LIBRARIES)}."
+    return option("transformers", help, values=tuple(LIBRARIES))
 
 
 def _dtype(default: str = "float32") -> Any:
