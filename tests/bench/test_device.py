@@ -152,7 +152,7 @@ def test_op_in_graphs(monkeypatch):
     assert figures["gb_per_s"] == pytest.approx(5)
 
 
-@pytest.mark.parametrize("name", ["torch-folded", "torch-expanded", "flex"])
+@pytest.mark.parametrize("name", ["torch-folded", "torch-expanded", "torch-math", "flex"])
 @pytest.mark.parametrize("n", [1, 5, 48])
 def test_rivals_do_the_same(monkeypatch, name, n):
     monkeypatch.setattr(rivals, "_compiled", lambda attention: attention)

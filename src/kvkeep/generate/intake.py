@@ -13,6 +13,7 @@ from kvkeep.generate.answer import Prompt
 from kvkeep.generate.drafting import require_draftable
 from kvkeep.geometry import Geometry
 from kvkeep.host import Host, ModelCache, Specs
+from kvkeep.host.cache import bytes_of, token_limit
 from kvkeep.host.compress import compresses
 from kvkeep.policy import Share
 
@@ -77,7 +78,7 @@ class Intake:
         cache = origin.reuse.new_cache(origin.spec)
         if origin.params.drafts:
             require_draftable(self._host, cache)
-        longest, limit = tokens + new, cache.token_limit()
+        longest, limit = tokens + new, token_limit(cache)
         if limit is not None and longest - 1 > limit:  # the last token is never fed
             raise CapacityError(
                 f"a prompt of {tokens} tokens and {new} new tokens, but the spec's storage holds "
@@ -126,7 +127,7 @@ class Intake:
             return 0
         if any(layer.policy.share is not None for layer in cache.layers):
             tokens = Share.fullest(tokens)
-        return cache.bytes_of(self._geometries, tokens)
+        return bytes_of(cache, self._geometries, tokens)
 
 
 def _require_one_reading(cache: ModelCache) -> None:

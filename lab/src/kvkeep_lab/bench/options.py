@@ -164,8 +164,8 @@ class Op(Benchmark):
     mass: bool | None = option(None, "Compute the attention mass too; default: no, on CUDA both.")
     against: Sequence[str] | None = names(
         None,
-        "Of torch-sdpa, torch-folded, torch-expanded and flex, comma-separated; default: the first "
-        "three, on CUDA all.",
+        "Of torch-sdpa, torch-folded, torch-expanded, torch-math and flex, comma-separated; "
+        "default: the first three, on CUDA all.",
     )
     turns: int = _count(10)
     both_masses: bool = False

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Attention = Callable[[], Tensor]
 
@@ -46,6 +47,17 @@ def torch_expanded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     return lambda: _attention(q, keys, values, attn_mask=mask)
 
 
+def torch_math(q: Tensor, k: Tensor, v: Tensor) -> Attention:
+    """torch's attention by two products of matrices, with queries folded as in `torch_folded`."""
+    call = torch_folded(q, k, v)
+
+    def by_math() -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return call()
+
+    return by_math
+
+
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """FlexAttention, compiled for these shapes."""
     it: Any = import_module("torch.nn.attention.flex_attention")
@@ -71,6 +83,7 @@ RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor], Attention]] = {
     TORCH: torch_sdpa,
     "torch-folded": torch_folded,
     "torch-expanded": torch_expanded,
+    "torch-math": torch_math,
     "flex": flex,
 }
 
