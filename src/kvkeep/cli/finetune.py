@@ -46,12 +46,6 @@ class Finetune:
         "Tokens in each chunk; default: 1024, or the budget or the policy's step if less. "
         "256-1024: each step draws a size.",
     )
-    evaluation: Path | None = option(
-        None, "Evaluate on this file.", name="--eval", exists=True, dir_okay=False
-    )
-    holdout: int | None = option(
-        None, "Evaluate on this many last documents instead of training on them.", min=0
-    )
     resume: bool = option(False, "Continue from the newest checkpoint in --out.", flag=True)
     dtype: ModelDtype = "auto"
     device: DeviceName = None
@@ -77,7 +71,7 @@ def finetune(
     json: JsonFlag = False,
 ) -> None:
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
-    model, evaluation = asked.model or DEFAULT_MODEL, asked.evaluation
+    model, evaluation = asked.model or DEFAULT_MODEL, options.evaluation
     least_chunk, chunk_size = _chunks(asked.chunk)
     options = replace(options, chunk=chunk_size, least_chunk=least_chunk)
     leads = os.environ.get("RANK", "0") == "0"
@@ -115,8 +109,6 @@ def finetune(
                     data,
                     out,
                     options,
-                    evaluation=evaluation,
-                    holdout=asked.holdout,
                     resume=asked.resume,
                     device=place,
                     progress=working,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from kvkeep.host import Host, ModelCache, Specs
 from kvkeep.host.cache import bytes_of, token_limit
 from kvkeep.host.compress import compresses
 from kvkeep.policy import Share
+
+
+class BatchLimits(TypedDict, total=False):
+    """How much a `Batch` computes and holds at once; see there."""
+
+    sequences: int | None
+    max_bytes: int | None
+    chunk: int | None
+    step_tokens: int
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, Unpack, final
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import suggests
 from kvkeep.attention import Attend, Held, View
 from kvkeep.checks import resolved
 from kvkeep.codec import Codec, warn_about_keys
@@ -89,6 +90,7 @@ class LayerCache:
         SpecError: the policy, codecs and storage cannot be combined.
     """
 
+    @suggests(options=LayerOptions)
     def __init__(
         self,
         policy: Policy,
