@@ -36,6 +36,8 @@ def exports(
     parts: Mapping[str, Part],
     others: Mapping[str, Sequence[str]],
     renamed: Mapping[str, str] | None = None,
+    *,
+    internal: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[Callable[[str], Any], list[str]]:
     """The `__getattr__` of a package, which imports a public name when it is first used, and the
     `__all__`, which is also the result of `dir`.
@@ -45,10 +47,13 @@ def exports(
         table: the name of the dict of all parts, name in a spec -> class; empty: no parts.
         others: module -> its other public names.
         renamed: names of earlier versions -> their full names now.
+        internal: module -> names for kvkeep's own code, which `__all__` lacks.
     """
     package = module["__name__"]
     homes = {name: home for home, names in others.items() for name in names}
     homes |= {part.kind: part.module or name for name, part in parts.items()}
+    names = [*filter(None, [table]), *homes]
+    homes |= {name: home for home, some in (internal or {}).items() for name in some}
 
     def find(name: str) -> Any:
         if name in homes:
@@ -59,6 +64,5 @@ def exports(
             refuse_name(package, name, renamed or {})
         return module.setdefault(name, found)  # another thread may have found it first
 
-    names = [*filter(None, [table]), *homes]
     module["__dir__"] = lambda: sorted({*module, *names})
     return find, names

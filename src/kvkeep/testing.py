@@ -19,7 +19,7 @@ from kvkeep.codec.base import without_warnings
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
 from kvkeep.packing import PLAIN
-from kvkeep.planes import POSITION, PlaneSpec, Reach
+from kvkeep.planes import PlaneSpec, Reach
 from kvkeep.spec import CacheSpec
 from kvkeep.storage import STORAGES
 
@@ -326,14 +326,7 @@ def example_planes(layer: LayerCache) -> dict[str, Tensor]:
 
 __all__ = [
     "CODEC_ERRORS",
-    "CODEC_EXAMPLES",
-    "EXAMPLES",
-    "POSITION",
     "OracleLayer",
     "check_layer",
     "check_policy",
-    "conformance_specs",
-    "example_planes",
-    "live_tokens",
-    "promised_bytes",
 ]

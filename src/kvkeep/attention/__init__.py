@@ -9,31 +9,25 @@ import torch
 from torch import Tensor
 
 from kvkeep import native_library
-from kvkeep.attention import explicit, native, reference, sdpa, triton, triton_packed
-from kvkeep.attention.centre import Centre
+from kvkeep.attention import explicit as explicit
+from kvkeep.attention import native, reference, sdpa, triton, triton_packed
+from kvkeep.attention.centre import Centre as Centre
 from kvkeep.attention.fitting import check_call, in_memory
 from kvkeep.attention.options import Options
-from kvkeep.attention.rotation import Rotation
-from kvkeep.attention.view import Held, Segment, View, joined_parts, unbounded
+from kvkeep.attention.rotation import Rotation as Rotation
+from kvkeep.attention.view import Held as Held
+from kvkeep.attention.view import Segment, View, joined_parts, unbounded
 from kvkeep.errors import UnsupportedError
 from kvkeep.planes import Reach, unsliced
 
 __all__ = [
-    "Attend",
     "Backend",
-    "Centre",
-    "Held",
     "Options",
-    "Rotation",
     "Segment",
     "View",
     "attend",
     "backends",
-    "dispatch",
-    "dispatch_several",
-    "explicit",
     "register_backend",
-    "several_at_once",
 ]
 
 Attend = Callable[[Tensor, View, Options], tuple[Tensor, Tensor | None]]

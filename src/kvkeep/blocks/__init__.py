@@ -11,21 +11,21 @@ as read texts.
 """
 
 from kvkeep.blocks.join import join
-from kvkeep.blocks.parts import Block, Component, Part, Text
+from kvkeep.blocks.parts import Block
+from kvkeep.blocks.parts import Component as Component
+from kvkeep.blocks.parts import Part as Part
+from kvkeep.blocks.parts import Text as Text
 from kvkeep.blocks.prefill import prefill
-from kvkeep.blocks.prompt import BlockReport, Chat, Encoded, Prefilled, Prompt, Report
+from kvkeep.blocks.prompt import BlockReport as BlockReport
+from kvkeep.blocks.prompt import Chat, Encoded, Prompt, Report
+from kvkeep.blocks.prompt import Prefilled as Prefilled
 
 __all__ = [
     "Block",
-    "BlockReport",
     "Chat",
-    "Component",
     "Encoded",
-    "Part",
-    "Prefilled",
     "Prompt",
     "Report",
-    "Text",
     "join",
     "prefill",
 ]

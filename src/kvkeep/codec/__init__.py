@@ -40,8 +40,9 @@ PARTS = {
 }
 """Every codec of kvkeep."""
 
-_OTHERS = {
-    "base": ["Codec", "encoded_count", "keeps_plain", "plain_count", "warn_about_keys"],
+_OTHERS = {"base": ["Codec"]}
+_INTERNAL = {
+    "base": ["encoded_count", "keeps_plain", "plain_count", "warn_about_keys"],
     "straight": ["StraightThrough"],
     "within_keys": ["WithinKeys"],
 }
@@ -54,4 +55,4 @@ _RENAMED = {
 CODECS: dict[str, type[Codec]]
 """Name in a spec -> class."""
 
-__getattr__, __all__ = exports(globals(), "CODECS", PARTS, _OTHERS, _RENAMED)
+__getattr__, __all__ = exports(globals(), "CODECS", PARTS, _OTHERS, _RENAMED, internal=_INTERNAL)

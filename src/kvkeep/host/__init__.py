@@ -2,18 +2,21 @@
 
 from typing import NoReturn
 
-from kvkeep.host.cache import DEFAULT_SPEC, Activation, ModelCache
+from kvkeep.host.cache import DEFAULT_SPEC as DEFAULT_SPEC
+from kvkeep.host.cache import Activation as Activation
+from kvkeep.host.cache import ModelCache
 from kvkeep.host.contract import Host, Narrowed
-from kvkeep.host.keep_until import Marker, keep_until
+from kvkeep.host.keep_until import Marker as Marker
+from kvkeep.host.keep_until import keep_until
 from kvkeep.host.layerwise import Carries, ChunkStep, Embedded, LayerStep, Layerwise
 from kvkeep.host.packed import Packed, Piece, packed
 from kvkeep.host.registry import host_of, load_model, register
-from kvkeep.host.specs import LayerKind, Specs, fitting_some, per_layer
+from kvkeep.host.specs import LayerKind, Specs
+from kvkeep.host.specs import fitting_some as fitting_some
+from kvkeep.host.specs import per_layer as per_layer
 from kvkeep.renamed import refuse_name
 
 __all__ = [
-    "DEFAULT_SPEC",
-    "Activation",
     "Carries",
     "ChunkStep",
     "Embedded",
@@ -21,18 +24,15 @@ __all__ = [
     "LayerKind",
     "LayerStep",
     "Layerwise",
-    "Marker",
     "ModelCache",
     "Narrowed",
     "Packed",
     "Piece",
     "Specs",
-    "fitting_some",
     "host_of",
     "keep_until",
     "load_model",
     "packed",
-    "per_layer",
     "register",
 ]
 

@@ -66,14 +66,14 @@ four sinks."""
 
 _OTHERS = {
     "base": ["Arrivals", "Need", "Observation", "Policy"],
-    "compression": ["Compression"],
-    "replay": ["ReplayPolicy"],
     "scored": ["Scored"],
     "share": ["Share"],
     "wrapper": ["Wrapper"],
 }
 
+_INTERNAL = {"compression": ["Compression"], "replay": ["ReplayPolicy"]}
+
 POLICIES: dict[str, type[Policy]]
 """Name in a spec -> class; its dataclass fields are the spec's options."""
 
-__getattr__, __all__ = exports(globals(), "POLICIES", PARTS, _OTHERS)
+__getattr__, __all__ = exports(globals(), "POLICIES", PARTS, _OTHERS, internal=_INTERNAL)

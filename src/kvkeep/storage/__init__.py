@@ -29,6 +29,8 @@ PARTS = {
 STORAGES: dict[str, type[Storage]]
 """Name in a spec -> class; its constructor's parameters are the spec's options."""
 
-_OTHERS = {"base": ["Storage"], "split": ["Split", "parted"]}
+_OTHERS = {"base": ["Storage"]}
 
-__getattr__, __all__ = exports(globals(), "STORAGES", PARTS, _OTHERS)
+__getattr__, __all__ = exports(
+    globals(), "STORAGES", PARTS, _OTHERS, internal={"split": ["Split", "parted"]}
+)

@@ -27,32 +27,30 @@ from typing import NoReturn
 
 from kvkeep.renamed import refuse_name
 from kvkeep.store.backend import Backend
-from kvkeep.store.block import Label, StoredBlock
+from kvkeep.store.block import Label as Label
+from kvkeep.store.block import StoredBlock
 from kvkeep.store.disk import Disk
-from kvkeep.store.geometry import ModelGeometry
-from kvkeep.store.hit import Hit
+from kvkeep.store.geometry import ModelGeometry as ModelGeometry
+from kvkeep.store.hit import Hit as Hit
 from kvkeep.store.lmcache import LMCache
 from kvkeep.store.location import Location
 from kvkeep.store.memory import Memory
 from kvkeep.store.open_store import open_store
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.redis import Redis
-from kvkeep.store.stats import StoredNode, StoreStats
+from kvkeep.store.stats import StoredNode as StoredNode
+from kvkeep.store.stats import StoreStats
 
 __all__ = [
     "Backend",
     "Disk",
-    "Hit",
     "LMCache",
-    "Label",
     "Location",
     "Memory",
-    "ModelGeometry",
     "PrefixStore",
     "Redis",
     "StoreStats",
     "StoredBlock",
-    "StoredNode",
     "open_store",
 ]
 
