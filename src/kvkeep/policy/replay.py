@@ -25,7 +25,7 @@ class ReplayPolicy(Wrapper):
     `inner`.
 
     Args:
-        decisions: the positions that each call evicted, as `LayerCache.evicted` collects them:
+        decisions: the positions that each call evicted, as `Cursor.evicted` collects them:
             int32 (B, 1|H, count), or for a ragged policy (B, H, S) with -1 for slots that stayed.
 
     Raises:

@@ -16,6 +16,7 @@ from kvkeep.generate import Answer, Batch, NewToken, WithMedia
 from kvkeep.generate.answer import Likely, Prompt
 from kvkeep.generate.drafting import require_draftable
 from kvkeep.host import ModelCache, Specs, host_of
+from kvkeep.host.cache import token_limit
 from kvkeep.host.progress import Progress, silent
 from kvkeep.serve.events import Event, Picture, Scored, Started, TextDelta, TokenLogprob, Usage
 from kvkeep.serve.limits import Limits
@@ -232,7 +233,7 @@ class Engine:
         except BaseException:
             self._host.detach()
             raise
-        lengths = self._host.context, held.token_limit()
+        lengths = self._host.context, token_limit(held)
         context = min((n for n in lengths if n), default=None)
         self.prompts = Prompts(self._host, tokenizer, processor, name, context, self.limits)
         self.why_no_reuse = ""
