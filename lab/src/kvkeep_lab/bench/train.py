@@ -45,6 +45,7 @@ from kvkeep_lab.checks import require_known
 KVKEEP, BACKPROP, CHECKPOINTING = METHODS
 
 _WARM_UP = 64
+_MEASURED = ("peak_bytes", "seconds", "offloaded_bytes")
 
 
 def run(asked: Train, progress: Progress = silent) -> dict[str, Any]:
@@ -124,17 +125,11 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
         error, reference = None, references.get(method, "")
         if job.asked.check and {(method, processes), (reference, 1)} <= fits:
             error = _relative_error(job.gradients(method, processes), job.gradients(reference))
-        row: dict[str, Any] = {"method": method, "processes": processes, "tokens": job.tokens}
-        for name in ("peak_bytes", "seconds", "offloaded_bytes"):
-            row[name] = measured and max(one[name] for one in measured)
-        offloaded = row.pop("offloaded_bytes")
-        rows.append(
-            {
-                **row,
-                "grad_rel_error": error,
-                "offloaded_bytes": offloaded if method == KVKEEP else 0,
-            }
-        )
+        most = {x: measured and max(one[x] for one in measured) for x in _MEASURED}
+        offloaded = most.pop("offloaded_bytes") if method == KVKEEP else 0
+        about = {"method": method, "processes": processes, "tokens": job.tokens}
+        figures = {name: most[name] for name in _MEASURED[:2]} | {"grad_rel_error": error}
+        rows.append(about | figures | {"offloaded_bytes": offloaded})
     return rows
 
 
