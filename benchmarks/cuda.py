@@ -32,7 +32,7 @@ FULL: dict[str, dict[str, Any]] = {
 EVERYTHING: dict[str, dict[str, Any]] = {  # the defaults on CUDA
     "op": {
         "both_masses": True,
-        "against": ("torch-sdpa", "torch-folded", "flex", "flash-attn", "flashinfer"),
+        "against": ("torch-sdpa", "torch-folded", "flex"),
     },
     "append": {"layouts": ("concat", "growing", "fixed")},
     "decode": {"ways": ("eager", "graph", "compiled"), "against": ("hf-dynamic", "hf-static")},

@@ -19,8 +19,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from kvkeep_lab.evals.planted import large_channels
 from kvkeep_lab.evals.quality import compare
+from large_key_channels import large_channels
 from torch import Tensor
 
 import kvkeep

@@ -117,9 +117,6 @@ def optional_imports(path):
 
 FOUND_WHERE_THEY_ARE = (
     "triton",
-    "flashinfer",
-    "flash_attn",
-    "flash_attn_interface",
     "kvpress",
     "litgpt",
 )

@@ -49,7 +49,7 @@ def test_forks_and_snapshots_go_on_to_the_last_bit(spec, ragged):
         assert held(target) == before
         assert same(go_on(target), expected)
     for layer in first.layers:
-        assert layer.live_bytes == promised_bytes(layer)
+        assert layer.stats().live_bytes == promised_bytes(layer)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.policy.rollback], ids=str)

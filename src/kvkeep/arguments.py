@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 from kvkeep.errors import ArgumentError
@@ -14,15 +14,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def suggests(
+    *others: Callable[..., object],
+    options: type | None = None,
+    now: Mapping[str, str] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function: an unknown keyword argument raises `ArgumentError`.
 
     Args:
         others: functions and classes whose arguments the error may also suggest.
+        options: the TypedDict of the function's other keyword arguments.
+        now: arguments of earlier versions -> what replaces them.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = dict.fromkeys(inspect.signature(function).parameters, "")
+        given = inspect.signature(function).parameters.values()
+        own = {one.name: "" for one in given if one.kind is not one.VAR_KEYWORD}
+        own |= dict.fromkeys(options.__annotations__ if options else (), "")
         name = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
@@ -32,6 +40,8 @@ def suggests(*others: Callable[..., object]) -> Callable[[Callable[P, R]], Calla
             return function(*args, **kwargs)
 
         def hint(given: str) -> str:
+            if now and given in now:
+                return f"it is now {now[given]}"
             homes = dict(own)
             for other in others:
                 place = f"{other.__module__.rpartition('.')[0]}.{other.__qualname__}"

@@ -79,6 +79,7 @@ class Cache:
     """
 
     recurrent = Renamed("Cache.carried, which is never None")
+    reallocations = Renamed("Cache.stats().reallocations")
     routed: bool | None = None
     """Whether kvkeep computed the attention of the tokens in the cache; None: unknown."""
 
@@ -121,7 +122,7 @@ class Cache:
         untouched = n == 1 and all(layer.plan is not None and layer.plan.known for layer in layers)
         if untouched and len({layer.fed for layer in layers}) == 1:
             return
-        self._mend()
+        self.mend()
         _require_alike(layers, "another forward")
         for layer in layers:
             layer.writer.require(n)
@@ -141,7 +142,7 @@ class Cache:
             StateError: a forward is running or was interrupted.
         """
         if self.carried:
-            self._mend("mark")
+            self.mend("mark")
             self.carried.mark()
 
     def crop(self, tokens: int) -> None:
@@ -152,7 +153,7 @@ class Cache:
             StateError: an earlier change of all layers was interrupted.
         """
         with turns(self.layers):
-            self._mend()
+            self.mend()
             for layer in self.layers:
                 layer.drafts.require_rollback(-tokens)
             self.carried.back_to(self.fed + tokens)
@@ -168,7 +169,7 @@ class Cache:
             StateError: an eviction or a change of rows was interrupted.
         """
         with turns(self.layers):
-            self._mend()
+            self.mend()
             for layer in self.layers:
                 layer.drafts.require_rollback(layer.fed - columns)
             self.carried.back_to(columns)
@@ -182,12 +183,6 @@ class Cache:
         if self.carried:
             return 0
         return min((layer.drafts.rollback_limit for layer in self.layers), default=0)
-
-    def returns_to(self, columns: int) -> bool:
-        """Whether `crop` and `rewind` can return to the state after `columns` columns."""
-        removed = self.fed - columns
-        held = all(removed <= layer.drafts.rollback_limit for layer in self.layers)
-        return held and self.carried.returns_to(columns)
 
     def why_not(self, feature: Feature) -> str:
         """Why the model of this cache lacks a feature, as a clause about the model; empty if its
@@ -238,34 +233,12 @@ class Cache:
         if rows and (not len(index) or index.min() < 0 or index.max() >= rows):
             raise ShapeError(f"rows {index.tolist()} of a cache of {rows} rows; give 0..{rows - 1}")
         with turns(self.layers):
-            self._mend()
+            self.mend()
             self.carried.require(self.fed)
             self._changing = True
             for layer in self.layers:
                 layer.take_rows(index)
             self.carried.take_rows(index)
-            self._changing = False
-
-    def hide(self, shown: Tensor) -> None:
-        """Empty the slots of fed columns, such as the columns that `generate` feeds to rows that
-        have ended. No later query sees them. The positions of later tokens do not change, so
-        windows reach as far back.
-
-        Args:
-            shown: bool (B, columns fed), False for the columns to empty.
-
-        Raises:
-            ShapeError: `shown` is True for padding or hidden columns; nothing is changed.
-            UnsupportedError: the hidden tokens have already influenced which slots a layer's policy
-                keeps, or share encoded blocks with other tokens; nothing is changed.
-        """
-        with turns(self.layers):
-            self._mend("hide")
-            for layer in self.layers:
-                require_hiding(layer, shown)
-            self._changing = True
-            for layer in self.layers:
-                hide(layer, shown)
             self._changing = False
 
     def snapshot(self) -> Snapshot:
@@ -274,19 +247,11 @@ class Cache:
         Raises:
             StateError: a forward is running.
         """
+        self.mend("snapshot")
         kinds = [layer.kind for layer in self.layers]
-        layers = [state.copy() for state in self.states("snapshot")]
+        layers = [layer.state().copy() for layer in self.layers]
         carried = {name: x.clone() for name, x in self.carried.tensors().items()}
         return Snapshot(kinds, layers, self.routed, carried)
-
-    def states(self, doing: str) -> list[LayerState]:
-        """Each layer's state, as views, valid until the next change.
-
-        Raises:
-            StateError: a forward is running; `doing` names the caller's operation.
-        """
-        self._mend(doing)
-        return [layer.state() for layer in self.layers]
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore a snapshot of this cache, or of a cache with the same specs. A snapshot can be
@@ -328,22 +293,29 @@ class Cache:
             StateError: a forward is running.
         """
         with turns(self.layers):
-            self._mend("freeze")
+            self.mend("freeze")
             for layer in self.layers:
                 layer.freeze()
             return Frozen(self)
 
-    def _forked(self) -> Self:
+    def __copy__(self) -> Self:
         """A cache in the same state, which shares the frozen slots."""
-        other = copy(self)
-        other.layers = [layer.fork() for layer in self.layers]
+        layers = [layer.fork() for layer in self.layers]  # first: another object may use them
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, _layers=layers)
         other.carried = self.carried.fork()
         share_buffers(other.layers)
         return other
 
-    def _mend(self, doing: str = "") -> None:
-        """Remove the tokens of an interrupted step; see `Cursor.mend`. `doing`: an operation that
-        is possible only between forwards."""
+    def mend(self, doing: str = "") -> None:
+        """Remove the tokens of an interrupted step; see `Cursor.mend`.
+
+        Args:
+            doing: names an operation that is possible only between forwards; empty: none.
+
+        Raises:
+            StateError: a change of rows was interrupted; or, with `doing`, a forward is running.
+        """
         if self._changing:
             raise StateError(
                 "a change of rows was interrupted, so layers have different rows; reset() the "
@@ -377,19 +349,6 @@ class Cache:
         """The known token ids of the first columns fed, int64 (B, n); None: not known."""
         return self.layers[0].cursor.history.tokens if self.layers else None
 
-    def note_tokens(self, tokens: Tensor, after: int = 0) -> None:
-        """Record the token ids (B, n) fed after the first `after` columns, unless the ids before
-        them are unknown. Crops, forks and changes of rows update the record."""
-        if not self.layers or len(tokens) != self.rows:
-            return
-        known = self.tokens
-        if (0 if known is None else known.shape[1]) < after:
-            return
-        fed = tokens[:, : self.fed - after].to(torch.int64)
-        before = [] if known is None else [known[:, :after].to(fed.device)]
-        # A copy, because the caller may change the tokens.
-        self.layers[0].cursor.history.tokens = torch.cat([*before, fed], dim=1)
-
     @property
     def length(self) -> int:
         """Slots in use in the longest layer."""
@@ -398,7 +357,7 @@ class Cache:
     @property
     def capacity(self) -> int:
         """Slots allocated in the largest layer."""
-        return max((layer.capacity for layer in self.layers), default=0)
+        return max((layer.slots.stats.capacity for layer in self.layers), default=0)
 
     @property
     def live_bytes(self) -> int:
@@ -416,11 +375,6 @@ class Cache:
         """Bytes of frozen slots, which other caches may share."""
         return sum(layer.slots.stats.shared_bytes for layer in self.layers)
 
-    @property
-    def reallocations(self) -> int:
-        """Number of times that layers copied their slots to a larger buffer, in total."""
-        return sum(layer.slots.stats.reallocations for layer in self.layers)
-
     def stats(self) -> CacheStats:
         """All figures, in total and per layer."""
         layers = tuple(layer.stats() for layer in self.layers)
@@ -431,12 +385,49 @@ class Cache:
             live_bytes=self.live_bytes,
             nbytes=self.nbytes,
             shared_bytes=self.shared_bytes,
-            reallocations=self.reallocations,
+            reallocations=sum(layer.reallocations for layer in layers),
             kept=sum(layer.kept for layer in layers) / max(1, len(layers)),
             layers=layers,
             recurrent_bytes=self.carried.nbytes,
             marked_bytes=self.carried.marked_bytes,
         )
+
+
+def note_tokens(cache: Cache, tokens: Tensor, after: int = 0) -> None:
+    """Record the token ids (B, n) fed after the first `after` columns, unless the ids before them
+    are unknown. Crops, forks and changes of rows update the record."""
+    if not cache.layers or len(tokens) != cache.rows:
+        return
+    known = cache.tokens
+    if (0 if known is None else known.shape[1]) < after:
+        return
+    fed = tokens[:, : cache.fed - after].to(torch.int64)
+    before = [] if known is None else [known[:, :after].to(fed.device)]
+    # A copy, because the caller may change the tokens.
+    cache.layers[0].cursor.history.tokens = torch.cat([*before, fed], dim=1)
+
+
+def hide_columns(cache: Cache, shown: Tensor) -> None:
+    """Empty the slots of fed columns, such as the columns that `generate` feeds to rows that have
+    ended. No later query sees them. The positions of later tokens do not change, so windows reach
+    as far back.
+
+    Args:
+        shown: bool (B, columns fed), False for the columns to empty.
+
+    Raises:
+        ShapeError: `shown` is True for padding or hidden columns; nothing is changed.
+        UnsupportedError: the hidden tokens have already influenced which slots a layer's policy
+            keeps, or share encoded blocks with other tokens; nothing is changed.
+    """
+    with turns(cache.layers):
+        cache.mend("hide")
+        for layer in cache.layers:
+            require_hiding(layer, shown)
+        cache._changing = True
+        for layer in cache.layers:
+            hide(layer, shown)
+        cache._changing = False
 
 
 @contextmanager
@@ -475,7 +466,7 @@ class Frozen(Generic[CacheType]):
     them. If all rows of a fork share slots, attention reads these slots once for all rows."""
 
     def __init__(self, cache: CacheType) -> None:
-        self._cache = cache._forked()
+        self._cache = copy(cache)
 
     def fork(self, rows: int = 1) -> CacheType:
         """A cache that continues independently from these contents, with each row repeated `rows`
@@ -484,7 +475,7 @@ class Frozen(Generic[CacheType]):
         Raises:
             ShapeError: `rows` is below 1.
         """
-        cache = self._cache._forked()
+        cache = copy(self._cache)
         if rows != 1:
             cache.repeat(rows)
         return cache

@@ -9,15 +9,14 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack, cast, get_args, get_type_hints
+from typing import Any, Unpack, cast, get_args, get_type_hints
 
 from kvkeep.codec import CODECS, Codec, Plain, StraightThrough
 from kvkeep.errors import SpecError
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.step import Slopes
+from kvkeep.layer.setup import LayerOptions
 from kvkeep.policy import ALIASES, POLICIES, Policy, Share
 from kvkeep.policy.installed import installed, load
-from kvkeep.rotary import Rotary
 from kvkeep.storage import STORAGES, Concat, Growing, Storage
 
 Options = tuple[tuple[str, int | float | str], ...]
@@ -46,16 +45,6 @@ class StorageSpec:
                 raise SpecError(f"@{self.name} needs a capacity; write @{self.name}:4096")
             options["capacity"] = capacity
         return STORAGES[self.name](**options)
-
-
-class LayerOptions(TypedDict, total=False):
-    """Options of a `kvkeep.LayerCache` that depend on the model only."""
-
-    chunked: bool
-    rotary: Rotary | None
-    readers: int
-    slopes: Slopes | None
-    latent: int | None
 
 
 @dataclass(frozen=True)

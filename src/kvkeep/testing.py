@@ -174,7 +174,7 @@ def check_layer(layer: LayerCache, oracle: OracleLayer, *, atol: float = 0.0) ->
     budget = layer.policy.at(layer.fed).budget
     held = layer.slots
     if not layer.cursor.record_past:
-        assert layer.length <= layer.capacity
+        assert layer.length <= layer.stats().capacity
         assert budget is None or held.surplus(budget) <= 0 or layer.policy.ragged
     assert layer.seen.tolist() == oracle.seen
     assert layer.slots.stats.live_bytes == promised_bytes(layer)

@@ -8,10 +8,10 @@ import psutil
 import pytest
 import torch
 from kvkeep_lab.bench import beside
+from kvkeep_lab.bench.options import Decode
 from support.tiny_models import tiny
 
 from kvkeep import threads
-from kvkeep.errors import SpecError
 
 
 def test_busy_processes_end_with_an_error(monkeypatch):
@@ -35,9 +35,11 @@ def test_each_choice_is_measured(monkeypatch):
         lambda *_: used.append((os.environ.get(threads.OFF), torch.get_num_threads() == 1))
     )
     monkeypatch.setattr(beside, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(beside, "_CONTEXT", 9)
     monkeypatch.setattr(beside, "model_named", lambda *_: (model, None))
     monkeypatch.setattr(beside, "tokens_of_text", lambda _, n: torch.arange(1, n + 1)[None])
-    found = beside.run("tiny", ways=["default", "batch"], beside=[0], context=9, tokens=4, turns=1)
+    asked = Decode("tiny", ways=["default", "batch"], beside=[0])
+    found = beside.run(asked, tokens=4, turns=1)
     rows = {(row["system"], row["threads"]): row for row in found["rows"]}
     assert len(rows) == 6
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
@@ -48,8 +50,3 @@ def test_each_choice_is_measured(monkeypatch):
     assert {("fixed", True), ("fixed", before == 1), (None, before == 1)} <= set(used)
     assert torch.get_num_threads() == before
     assert threads.OFF not in os.environ
-
-
-def test_bad_input():
-    with pytest.raises(SpecError, match="-1 busy processes"):
-        beside.run(beside=[-1])

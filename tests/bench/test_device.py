@@ -99,7 +99,7 @@ def test_op_of_all_systems(monkeypatch):
             lengths=(64, 96),
             codecs=("plain", "int8"),
             both_masses=True,
-            against=("torch-sdpa", "torch-folded", "flash-attn", "flashinfer"),
+            against=("torch-sdpa", "torch-folded"),
             turns=1,
         )
     )
@@ -107,9 +107,6 @@ def test_op_of_all_systems(monkeypatch):
     for length in (64, 96):
         assert rows["torch-folded", "plain", False, length]["error"] < 1e-2
         assert rows["sdpa", "plain", False, length]["median_us"] > 0
-        missing = rows["flashinfer", "plain", False, length]
-        assert missing["skipped"] == "UnsupportedError: flashinfer is not installed"
-        assert missing["median_us"] is missing["gb_per_s"] is None
     for (name, codec, *_), row in rows.items():
         if name == "native":
             assert row["error"] < 2e-2
@@ -162,52 +159,6 @@ def test_rivals_do_the_same(monkeypatch, name, n):
     q, k, v = torch.randn(2, 8, n, 16), torch.randn(2, 2, 48, 16), torch.randn(2, 2, 48, 16)
     expected = rivals.torch_sdpa(q, k, v)()
     torch.testing.assert_close(rivals.RIVALS[name](q, k, v)(), expected)
-
-
-def test_flash_attn_is_given_its_layout(monkeypatch):
-    def attend(q, k, v, *, cache_seqlens, causal):
-        assert cache_seqlens.tolist() == [48, 48]
-        assert causal
-        return rivals.torch_sdpa(*(x.transpose(1, 2) for x in (q, k, v)))().transpose(1, 2)
-
-    monkeypatch.setattr(rivals, "find_spec", lambda name: name == "flash_attn")
-    monkeypatch.setattr(
-        rivals, "import_module", lambda name: SimpleNamespace(flash_attn_with_kvcache=attend)
-    )
-    q, k, v = torch.randn(2, 8, 3, 16), torch.randn(2, 2, 48, 16), torch.randn(2, 2, 48, 16)
-    out = rivals.flash_attn(q, k, v)()
-    torch.testing.assert_close(out, rivals.torch_sdpa(q, k, v)())
-
-
-def test_flashinfer_is_given_pages(monkeypatch):
-    class Wrapper:
-        def __init__(self, room, layout, use_tensor_cores):
-            assert (layout, use_tensor_cores) == ("HND", True)
-
-        def plan(self, starts, pages, last, query_heads, heads, dim, page, q_data_type):
-            assert starts.tolist() == [0, 3, 6]
-            assert last.tolist() == [16, 16]
-            assert (query_heads, heads, dim, page) == (8, 2, 16, 16)
-            self.starts, self.pages = starts, pages
-
-        def run(self, q, held):
-            rows = [self.pages[a:b] for a, b in zip(self.starts, self.starts[1:], strict=False)]
-            k, v = (
-                torch.stack([x[index].transpose(0, 1).flatten(1, 2) for index in rows])
-                for x in held
-            )
-            return rivals.torch_sdpa(q[:, :, None], k, v)()[:, :, 0]
-
-    monkeypatch.setattr(rivals, "find_spec", lambda name: True)
-    monkeypatch.setattr(
-        rivals,
-        "import_module",
-        lambda name: SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper),
-    )
-    q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 48, 16), torch.randn(2, 2, 48, 16)
-    torch.testing.assert_close(rivals.flashinfer(q, k, v)(), rivals.torch_sdpa(q, k, v)())
-    with pytest.raises(UnsupportedError, match="over pages of 16"):
-        rivals.flashinfer(q, k[:, :, 1:], v[:, :, 1:])
 
 
 # -- appends -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import kvkeep
 from kvkeep.blocks import Block, Prompt, prefill
 from kvkeep.errors import UnsupportedError
 from kvkeep.host import host_of
+from kvkeep.host.cache import bytes_of
 from kvkeep.host.compress import read
 from kvkeep.store import PrefixStore, open_store
 
@@ -68,8 +69,8 @@ def test_each_block_keeps_what_it_keeps_alone(tokenizer, spec):
             for head, own in zip(layer, heads, strict=True):
                 head += [start + p for p in own]
     assert kept(cache) == [[sorted(head) for head in layer] for layer in expected]
-    assert cache.live_bytes < 0.6 * kvkeep.Cache(model, spec).bytes_of(
-        host_of(model).geometries(), len(ids)
+    assert cache.live_bytes < 0.6 * bytes_of(
+        kvkeep.Cache(model, spec), host_of(model).geometries(), len(ids)
     )
 
 
@@ -118,7 +119,7 @@ def test_a_budget_counts_what_is_kept(tokenizer):
     kvkeep.attach(model)
     encoded = question(1).encode(tokenizer)
     start, stop = spans_of(encoded)[0]
-    whole = kvkeep.Cache(model).bytes_of(host_of(model).geometries(), stop - start)
+    whole = bytes_of(kvkeep.Cache(model), host_of(model).geometries(), stop - start)
     store = PrefixStore(budget=whole // 2)
     report = encoded.prefill(model, store=store, spec="kvzip:30%").report
     assert report.blocks[0].refused == ""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from kvkeep_lab.evals.planted import large_channels
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import kvkeep
 from kvkeep.codec import base
 from kvkeep.errors import PrecisionWarning, UnsupportedError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+large_channels = runpy.run_path(str(BENCHMARKS / "large_key_channels.py"))["large_channels"]
 
 KINDS = ("scaled", "turned", "bias")
 

@@ -28,9 +28,9 @@ def data(tmp_path):
 
 def tuned(data, out, model=None, resume=False, holdout=3, **options):
     model = finetune_inputs.classifier() if model is None else model
-    given = Options(**OPTIONS | options)
+    given = Options(**OPTIONS | options, holdout=holdout)
     tokenizer = finetune_inputs.tokenizer()
-    return finetune(model, tokenizer, data, out, given, resume=resume, holdout=holdout)
+    return finetune(model, tokenizer, data, out, given, resume=resume)
 
 
 def measured(model, lines, labels=("down", "up")):

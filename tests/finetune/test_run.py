@@ -39,8 +39,8 @@ def tuned(data, out, tokenizer, model=None, evaluation=None, holdout=None, **opt
     """A run, and the adapter's weights."""
     options = {"cache": "keep_all", "length": LENGTH, "lr": 1e-2, "rank": 4} | options
     given = finetune_inputs.model() if model is None else model
-    files = {"evaluation": evaluation, "holdout": holdout}
-    result = finetune(given, tokenizer, data, out, Options(**options), **files)
+    options |= {"evaluation": evaluation, "holdout": holdout}
+    result = finetune(given, tokenizer, data, out, Options(**options))
     return result, load_file(out / "adapter_model.safetensors")
 
 

@@ -10,6 +10,7 @@ from support.tiny_models import tiny
 import kvkeep
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.host import host_of
+from kvkeep.host.cache import bytes_of
 
 INVOCATION = [90, 91, 92]
 
@@ -31,7 +32,7 @@ def test_each_prompt_is_the_adapters_from_its_invocation_on(stored):
     ]
     kvkeep.attach(tuned)
     host = host_of(tuned)
-    most = host.new_cache().bytes_of(host.geometries(), 50)
+    most = bytes_of(host.new_cache(), host.geometries(), 50)
     batch = Batch(tuned, max_bytes=most, store=kvkeep.PrefixStore() if stored else None)
     for again in (False, True):
         answers = [batch.add(ids, SamplingParams(5))[0] for ids in prompts]

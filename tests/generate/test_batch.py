@@ -24,6 +24,7 @@ from kvkeep.files.offload import Offload
 from kvkeep.generate import Batch, Reuse, SamplingParams, generate_many, stream
 from kvkeep.generate.sampling import bias, penalty
 from kvkeep.host import host_of
+from kvkeep.host.cache import bytes_of
 from kvkeep.layer.layer import LayerCache
 
 SPECS = ("keep_all", "window:9,sinks=1", "h2o:10", "keep_all+int8", "keep_all+kivi:4,together=4")
@@ -128,7 +129,7 @@ def test_answers_do_not_depend_on_company(model, seed):
             (tokens(rng.randint(1, 40), i), params, rng.choice(SPECS), rng.choice((1, 1, 3)))
         )
     host = host_of(model)
-    most = host.new_cache().bytes_of(host.geometries(), 60)
+    most = bytes_of(host.new_cache(), host.geometries(), 60)
     batch = Batch(model, max_bytes=most, chunk=8, step_tokens=rng.choice((8, 16, 64)))
     left, found, preempted = list(cases), [], 0
     cancelled = rng.sample(range(12), 2)
@@ -157,7 +158,7 @@ def test_answers_do_not_depend_on_company(model, seed):
 @pytest.mark.parametrize("host_bytes", [None, 0])
 def test_preempted_answers_resume_exactly(model, host_bytes, tmp_path):
     host = host_of(model)
-    most = host.new_cache().bytes_of(host.geometries(), 30)
+    most = bytes_of(host.new_cache(), host.geometries(), 30)
     offload = None if host_bytes is None else Offload(host_bytes, str(tmp_path))
     batch = Batch(model, max_bytes=most, offload=offload)
     (first,) = batch.add(tokens(10), warm(20))
@@ -202,9 +203,9 @@ def test_answers_to_one_prompt_share_its_slots(model):
     assert batch.promised_bytes == 0
     for _ in range(4):
         batch.step()
-    one, both = (host.new_cache().bytes_of(host.geometries(), n) for n in (89, 96))
-    assert batch.promised_bytes <= one + 4 * (both - one) + host.new_cache().bytes_of(
-        host.geometries(), 25
+    one, both = (bytes_of(host.new_cache(), host.geometries(), n) for n in (89, 96))
+    assert batch.promised_bytes <= one + 4 * (both - one) + bytes_of(
+        host.new_cache(), host.geometries(), 25
     )
     held = {
         run.planes["k"].data_ptr()

@@ -17,6 +17,7 @@ from kvkeep.errors import StateError
 from kvkeep.files.offload import Offload
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.host import host_of
+from kvkeep.host.cache import bytes_of
 from kvkeep.layer.layer import LayerCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,7 +59,7 @@ class Scenario:
         self.ended, self.told = [], {}
         limits = {"sequences": 5}
         if host.attached:
-            limits = {"max_bytes": host.new_cache().bytes_of(host.geometries(), 60)}
+            limits = {"max_bytes": bytes_of(host.new_cache(), host.geometries(), 60)}
         self.batch = Batch(
             model,
             Printable(),

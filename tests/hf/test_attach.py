@@ -539,7 +539,10 @@ def test_per_layer_specs():
         texts = [model.generate(ids(1, 14), past_key_values=c, **options) for c in (named, listed)]
     assert texts[0].equal(texts[1])
     assert [layer.length for layer in named.layers] == [8, 14]
-    assert [layer.capacity for layer in named.layers] == [8, named.layers[1].capacity]
+    assert [layer.stats().capacity for layer in named.layers] == [
+        8,
+        named.layers[1].stats().capacity,
+    ]
 
 
 def test_a_spec_that_some_layers_cannot_take_names_the_way_to_give_each_type_its_own():

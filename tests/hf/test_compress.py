@@ -169,7 +169,7 @@ def test_a_native_step_that_fails_is_taken_back(model, ids, monkeypatch):
             patch.setattr(StepPlan, "count", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(token, past_key_values=cache)
-        cache.layers[0].mend()
+        cache.layers[0].cursor.mend()
         assert torch.equal(cache.layers[0].positions(), before[0])
         torch.testing.assert_close(model(token, past_key_values=cache).logits, expected)
 

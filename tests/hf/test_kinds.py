@@ -81,8 +81,8 @@ def test_states_beside_the_layers_are_a_collection():
             cache = kvkeep.Cache(model)
             model(torch.ones(1, 4, dtype=torch.int64), past_key_values=cache)
         assert bool(cache.carried) == bool(cache.carried.tensors()) == some
-        assert cache.returns_to(4)
-        assert cache.returns_to(3) != some
+        assert cache.carried.returns_to(4)
+        assert cache.carried.returns_to(3) != some
         cache.mark()
         assert list(cache.carried.marks) == [4] * some
         with pytest.raises(AttributeError, match=r"is now Cache\.carried"):

@@ -11,7 +11,7 @@ from kvkeep.errors import SavedCacheError, SpecError, StateError
 from kvkeep.hf import session as module
 from kvkeep.hf.generate import PromptError
 from kvkeep.hf.models import load
-from kvkeep.hf.session import Session, delete, info, sessions
+from kvkeep.hf.session import ModelNames, Session, delete, info, sessions
 
 SPECS = ["keep_all", "window:48,sinks=4+int8", "h2o:64@fixed"]
 SHORT = {"max_new_tokens": 6}
@@ -36,7 +36,7 @@ def talk(demo):
     def begin(name=None, **options):
         for other in opened:
             other.close()
-        opened.append(Session(*demo, name=name, model_name="smollm2-135m", **options))
+        opened.append(Session(*demo, name=name, names=ModelNames("smollm2-135m"), **options))
         return opened[-1]
 
     yield begin

@@ -16,6 +16,7 @@ from kvkeep.blocks.join import join_at
 from kvkeep.blocks.recomputation import blend
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host import Host, host_of, register
+from kvkeep.host.cache import bytes_of, token_limit
 from kvkeep.store import Disk, Memory, PrefixStore
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -66,7 +67,7 @@ def test_other_weights_find_nothing(model):
 def test_what_does_not_fit_the_budget_is_refused_by_its_size(model):
     host = host_of(model)
     cache = host.new_cache()
-    promised = cache.bytes_of(host.geometries(), 9)
+    promised = bytes_of(cache, host.geometries(), 9)
     host.feed(text(9)[None], cache)
     assert promised == cache.live_bytes
 
@@ -132,9 +133,9 @@ def test_join_of_what_was_fed_by_hand(model):
 
 def test_a_cache_for_the_models_layers(model):
     host = host_of(model)
-    assert host.new_cache("keep_all@fixed").token_limit() == model.context
-    assert host.new_cache("keep_all@fixed", capacity=9).token_limit(1) == 9
-    assert host.new_cache().token_limit() is None
+    assert token_limit(host.new_cache("keep_all@fixed")) == model.context
+    assert token_limit(host.new_cache("keep_all@fixed", capacity=9), 1) == 9
+    assert token_limit(host.new_cache()) is None
     assert host.new_cache({"full": "window:8"}).specs == host.new_cache(["window:8"] * 3).specs
     with pytest.raises(SpecError, match=r"the model has .'full'"):
         host.new_cache({"sliding_attention": "window:8"})

@@ -57,7 +57,7 @@ def test_promised_bytes_count_what_stays_plain(tokens):
     fed(layer, tokens)
     geometry = layer.history.geometry
     own = layer.policy, layer.key_codec, layer.value_codec
-    assert promised_bytes(*own, tokens, geometry) == layer.live_bytes
+    assert promised_bytes(*own, tokens, geometry) == layer.stats().live_bytes
 
 
 def test_padding_does_not_widen_the_block_it_is_in():

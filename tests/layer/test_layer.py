@@ -115,7 +115,7 @@ def test_the_ring_takes_a_chunk_of_any_length():
         expected = oracle.step(q[:, :, part], k[:, :, part], v[:, :, part], place, scale=0.5)
         torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
         check_layer(layer, oracle)
-    assert layer.capacity == layer.length == 6
+    assert layer.stats().capacity == layer.length == 6
     assert layer.storage.reallocations == 0
 
 
@@ -478,7 +478,7 @@ def test_an_interrupt_after_an_eviction_takes_nothing_back(monkeypatch):
         patch.setattr(Settler, "pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             layer.step(*chunks[1], scale=1.0)
-    layer.mend()
+    layer.cursor.mend()
     assert layer.fed == 11
     assert layer.positions().equal(whole.positions())
     assert layer.step(*chunks[2], scale=1.0).equal(whole.step(*chunks[2], scale=1.0))

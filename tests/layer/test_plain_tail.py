@@ -168,7 +168,7 @@ def test_under_a_budget_the_first_and_the_newest_tokens_are_plain(
         assert layer.slots.surplus(layer.policy.at(stop).budget) == 0
         geometry = layer.history.geometry
         codecs = layer.key_codec, layer.value_codec
-        assert layer.live_bytes == promised_bytes(layer.policy, *codecs, stop, geometry)
+        assert layer.stats().live_bytes == promised_bytes(layer.policy, *codecs, stop, geometry)
     coded = [p for p in before[0] if 4 <= p < 134]
     for earlier, now in zip(before, holding(layer)[0], strict=True):
         assert all(now[p].equal(earlier[p]) for p in coded if p in earlier and p in now)

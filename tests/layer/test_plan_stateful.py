@@ -183,7 +183,7 @@ class Layers(RuleBasedStateMachine):
             self.layers[1].step(q, k, v, scale=0.3)
             return
         try:
-            layer.mend()
+            layer.cursor.mend()
         except KVKeepError:
             pass
         else:  # slots that no later query can reach may be gone

@@ -155,7 +155,8 @@ def test_the_weights_are_those_of_a_plain_loop(folder, data, tmp_path):
 
     gpt, tokenizer = load(str(folder), device="cpu")
     options = Options(cache="keep_all", length=LENGTH, lr=1e-2, rank=4, steps=3, batch=2, clip=0.0)
-    result = finetune(gpt, tokenizer, data, tmp_path / "out", options, holdout=0)
+    options = replace(options, holdout=0)
+    result = finetune(gpt, tokenizer, data, tmp_path / "out", options)
     torch.manual_seed(0)
     model = adapted(gpt, rank=4, alpha=32)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -12,8 +12,18 @@ from support.two_layer_caches import SPECS, feed, filled
 
 from kvkeep.codec import keeps_plain
 from kvkeep.host import host_of
-from kvkeep.layer.slots import Span
-from kvkeep.page.picture import ALPHABET, ENCODED, KEPT, SHARED, Held, Taken, picture, states, taken
+from kvkeep.page.picture import (
+    ALPHABET,
+    ENCODED,
+    KEPT,
+    SHARED,
+    Held,
+    Span,
+    Taken,
+    picture,
+    states,
+    taken,
+)
 from kvkeep.spec import CacheSpec
 
 OWN, CODED, COMMON = KEPT, KEPT + ENCODED, KEPT + SHARED

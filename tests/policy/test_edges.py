@@ -37,7 +37,7 @@ def test_equal_scores_evict_the_oldest(text, chunk):
         for name in {"score"} & set(layer.policy.planes):
             scores = layer.storage.read()[name]
             scores.copy_(scores[:, :, -1:].expand_as(scores))
-            layer.slots.keep(name, scores)
+            layer.slots.observed().write(name, scores)
         layer.settle(Observation(torch.ones(1, HEADS, layer.length), queries=k))
     inner = getattr(layer.policy, "inner", layer.policy)
     sinks = inner.sinks

@@ -187,7 +187,10 @@ def test_without_memory_a_layer_is_as_it_was(device, spec, times, monkeypatch):
         layer, twin = fed(spec, device), fed(spec, device)
         with monkeypatch.context() as patch:
             scarce = Scarce(patch, at, times)
-            before, figures = example_planes(layer), (layer.length, layer.fed, layer.live_bytes)
+            before, figures = (
+                example_planes(layer),
+                (layer.length, layer.fed, layer.stats().live_bytes),
+            )
             try:
                 done = step(layer, 90, device)
             except OutOfMemoryError:
@@ -202,7 +205,7 @@ def test_without_memory_a_layer_is_as_it_was(device, spec, times, monkeypatch):
         now = example_planes(layer)
         assert now.keys() == before.keys()
         assert all(now[name].equal(before[name]) for name in now)
-        assert (layer.length, layer.fed, layer.live_bytes) == figures
+        assert (layer.length, layer.fed, layer.stats().live_bytes) == figures
         for n in (1, 60, 1):
             assert step(layer, n, device).equal(step(twin, n, device))
         assert example_planes(layer).keys() == example_planes(twin).keys()
@@ -248,7 +251,7 @@ def test_repeated_rows_without_memory(storage, monkeypatch):
 
 def test_the_message_says_what_helps(monkeypatch):
     layer = fed("keep_all", "cpu")
-    live = layer.live_bytes
+    live = layer.stats().live_bytes
     Scarce(monkeypatch, 1, 1)
     with pytest.raises(CapacityError) as caught:
         step(layer, 60, "cpu")

@@ -344,7 +344,7 @@ def test_staging_buffers_shrink_after_a_long_prompt_was_evicted():
         feed(cache, 1)
     slot = sum(p.slot_bytes for p in cache.layers[0].storage.large_planes.layout)
     assert max(s.nbytes for s in _staging(cache)) <= 4 * (slot * 14 + 512)
-    assert all(layer.capacity <= 64 for layer in cache.layers)
+    assert all(layer.stats().capacity <= 64 for layer in cache.layers)
 
 
 def _staging(cache):

@@ -83,14 +83,14 @@ def places(layer) -> list:
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_ragged_batch_is_its_rows_and_holds_no_more(spec, side):
     layer, alone = filled(spec, side), rows_alone(spec, side)
-    assert layer.live_bytes <= 1.2 * sum(one.live_bytes for one in alone)
+    assert layer.stats().live_bytes <= 1.2 * sum(one.stats().live_bytes for one in alone)
     for seed in range(1, 4):
         out = single(layer, seed)
         for row, one in enumerate(alone):
             own = slice(row, row + 1)
             torch.testing.assert_close(out[own], single(one, seed, own), **NEAR)
             assert places(layer)[row] == places(one)[0]
-    assert layer.live_bytes <= 1.2 * sum(one.live_bytes for one in alone)
+    assert layer.stats().live_bytes <= 1.2 * sum(one.stats().live_bytes for one in alone)
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "window:40"])
@@ -98,7 +98,7 @@ def test_a_ragged_batch_is_its_rows_and_holds_no_more(spec, side):
 def test_rows_are_parted_again_as_chunks_come(spec, chunk):
     """Of which a row may get nothing but padding."""
     layer, alone = filled(spec, chunk=chunk), rows_alone(spec)
-    assert layer.live_bytes <= 1.2 * sum(one.live_bytes for one in alone)
+    assert layer.stats().live_bytes <= 1.2 * sum(one.stats().live_bytes for one in alone)
     for row, one in enumerate(alone):
         assert places(layer)[row] == places(one)[0]
 
@@ -135,7 +135,7 @@ def test_copies(spec, how):
     else:
         layer.freeze()
         copied = layer.fork() if how == "fork" else deepcopy(layer)
-    assert copied.live_bytes <= 1.1 * layer.live_bytes
+    assert copied.stats().live_bytes <= 1.1 * layer.stats().live_bytes
     assert places(copied) == places(layer)
     for seed in (2, 3):
         torch.testing.assert_close(single(copied, seed), single(layer, seed), **NEAR)

@@ -61,8 +61,8 @@ def one_chunk(model, spec, *chunks):
 def slots(cache):
     """All planes of all layers."""
     return [
-        {(part, name): planes[name] for part, planes in state.parts.items() for name in planes}
-        for state in cache.states("test")
+        {(part, n): planes[n] for part, planes in layer.state().parts.items() for n in planes}
+        for layer in cache.layers
     ]
 
 

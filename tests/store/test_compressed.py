@@ -142,8 +142,8 @@ def test_bytes_and_budget(model):
     texts = [ids(TEXT, seed) for seed in range(3)]
     size = sum(
         planes[name].nbytes
-        for state in PrefixStore().read(model, texts[0], spec=SPEC).cache.states("")
-        for planes in state.parts.values()
+        for layer in PrefixStore().read(model, texts[0], spec=SPEC).cache.layers
+        for planes in layer.state().parts.values()
         for name in planes
     )
     store = PrefixStore(budget=2 * size)

@@ -922,9 +922,9 @@ FAULTS = (
     ),
     Fault(
         "shows-new-slots-as-shared",
-        "layer/slots.py",
-        "index < len(self.frozen.runs)",
-        "index <= len(self.frozen.runs)",
+        "page/picture.py",
+        "index < len(slots.frozen.runs)",
+        "index <= len(slots.frozen.runs)",
         "page/test_picture.py",
     ),
     Fault(

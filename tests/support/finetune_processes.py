@@ -37,7 +37,7 @@ def tuned(data, out, resume=False, **options):
     tied = {"tie_word_embeddings": bool(options.get("full"))}
     model = finetune_inputs.classifier() if classify else finetune_inputs.model(**tied)
     model = model.double()
-    given = Options(**OPTIONS | options)
+    given = Options(**OPTIONS | options, holdout=2)
     said = []
     found = finetune(
         model,
@@ -45,7 +45,6 @@ def tuned(data, out, resume=False, **options):
         Path(data),
         Path(out),
         given,
-        holdout=2,
         resume=resume,
         progress=lambda doing, share: said.append(doing),
     )

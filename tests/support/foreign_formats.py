@@ -93,7 +93,7 @@ def session_file(place, patch):
         said = info("a")
         opened = Session(model, tokenizer, name="a")
         opened.close()
-        states = opened.cache.states("compare")
+        states = [layer.state() for layer in opened.cache.layers]
         held = [x for state in states for part in state.parts.values() for x in part.values()]
         return [said.messages, said.spec, opened.messages, opened._ids, opened._marks, held]
 

@@ -12,6 +12,7 @@ from kvkeep.blocks.join import moved, moving
 from kvkeep.blocks.prefill import Assembled, Source, Span
 from kvkeep.geometry import Geometry
 from kvkeep.host import ModelCache, host_of
+from kvkeep.host.cache import bytes_of
 from kvkeep.host.compress import compressed_tokens, compresses
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import LayerState
@@ -55,7 +56,7 @@ def compressed_bytes(cache: ModelCache, geometries: Sequence[Geometry], tokens: 
     if compresses(cache):
         wanted = [layer.policy.compression for layer in cache.layers]
         tokens = max(one.slots(tokens) for one in wanted if one is not None)
-    return cache.bytes_of(geometries, tokens)
+    return bytes_of(cache, geometries, tokens)
 
 
 def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:

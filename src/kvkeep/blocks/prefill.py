@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.blocks import recomputation
 from kvkeep.blocks.join import join_at
 from kvkeep.blocks.recompute_option import Recompute, parsed
+from kvkeep.cache import note_tokens
 from kvkeep.errors import ShapeError, UnsupportedError
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
@@ -178,7 +179,7 @@ def assemble(
         )
     elif len(computed):
         recomputation.recompute(host, cache, tokens, computed)
-    cache.note_tokens(tokens[None])
+    note_tokens(cache, tokens[None])
     repaired = int((kinds[computed] == _SPAN).sum())
     found = sum(other.found for other in others)
     return Assembled(cache, leading.found, found, repaired, deviation)

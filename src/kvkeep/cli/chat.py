@@ -64,7 +64,7 @@ class Chat(RunOptions):
 def chat(asked: Chat) -> None:
     """Chat with a model. A named session continues from its saved cache without a new prefill."""
     with Working("starting") as working:
-        from kvkeep.hf.session import Session, has_spec, info, path_of
+        from kvkeep.hf.session import ModelNames, Session, has_spec, info, path_of
         from kvkeep.spec import parse_specs
 
         session, known = asked.session, None
@@ -86,8 +86,7 @@ def chat(asked: Chat) -> None:
             tokenizer,
             cache=given or "keep_all",
             name=session,
-            model_name=asked.named or "",
-            adapter=asked.adapter or "",
+            names=ModelNames(asked.named or "", asked.adapter or ""),
             system=asked.system,
             reread=asked.reread,
             compile=asked.compile,

@@ -27,6 +27,7 @@ from kvkeep.cli.output import (
 )
 from kvkeep.cli.progress import Working
 from kvkeep.finetune.options import Options
+from kvkeep.libraries import LIBRARIES
 from kvkeep.options import option
 
 
@@ -38,18 +39,12 @@ class Finetune:
     host: str = option(
         "transformers",
         "Library of the model: transformers, or litgpt, whose --model is a checkpoint directory.",
-        values=("transformers", "litgpt"),
+        values=tuple(LIBRARIES),
     )
     chunk: str | None = option(
         None,
         "Tokens in each chunk; default: 1024, or the budget or the policy's step if less. "
         "256-1024: each step draws a size.",
-    )
-    evaluation: Path | None = option(
-        None, "Evaluate on this file.", name="--eval", exists=True, dir_okay=False
-    )
-    holdout: int | None = option(
-        None, "Evaluate on this many last documents instead of training on them.", min=0
     )
     resume: bool = option(False, "Continue from the newest checkpoint in --out.", flag=True)
     dtype: ModelDtype = "auto"
@@ -76,7 +71,7 @@ def finetune(
     json: JsonFlag = False,
 ) -> None:
     """Train a LoRA adapter, or all weights, on long texts, with the cache that will serve them."""
-    model, evaluation = asked.model or DEFAULT_MODEL, asked.evaluation
+    model, evaluation = asked.model or DEFAULT_MODEL, options.evaluation
     least_chunk, chunk_size = _chunks(asked.chunk)
     options = replace(options, chunk=chunk_size, least_chunk=least_chunk)
     leads = os.environ.get("RANK", "0") == "0"
@@ -114,8 +109,6 @@ def finetune(
                     data,
                     out,
                     options,
-                    evaluation=evaluation,
-                    holdout=asked.holdout,
                     resume=asked.resume,
                     device=place,
                     progress=working,

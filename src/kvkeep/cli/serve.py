@@ -181,8 +181,9 @@ def serve(asked: Serve) -> None:
             namespace=asked.namespace,
             limits=limits,
             compile=asked.compile,
-            progress=working,
         )
+        if asked.compile:
+            engine.warm(working)
         working.stop()
         if engine.why_no_reuse:
             say(f"prompt prefixes are not reused: {engine.why_no_reuse}", err=True)

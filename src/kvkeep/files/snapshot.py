@@ -68,14 +68,15 @@ def save(
     """
     if not cache.fed:
         raise StateError("this cache is empty; feed it tokens before saving it")
-    states = cache.states("save")
+    cache.mend("save")
+    states = [layer.state() for layer in cache.layers]
     tensors: dict[str, Tensor] = {}
     for index, state in enumerate(states):
         tensors |= {f"{index}.{name}": x for name, x in _tensors(state).items()}
     tensors |= {f"{_CARRIED}.{name}": x for name, x in cache.carried.tensors().items()}
     if tokens is not None:
         tensors[_TOKENS] = tokens.to(torch.int64)
-    limits = [layer.limit for layer in cache.layers if layer.limit is not None]
+    limits = [x.slots.limit for x in cache.layers if x.slots.limit is not None]
     header = Header(
         FORMAT,
         __version__,

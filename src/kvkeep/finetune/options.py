@@ -57,6 +57,9 @@ class Options:
         clip: greatest norm of a step's gradients, to which they are clipped; 0: no limit.
         steps, epochs: length of the training; None for both: one epoch.
         seed: determines initial weights, the order of the pieces, and dropout.
+        evaluation: a file like the training data, to evaluate on.
+        holdout: without `evaluation`, the number of last documents of the data that are used for
+            evaluation instead of training; None: one if there are several. 0: no evaluation.
         eval_every, save_every: steps between evaluations and checkpoints; 0: at the end only.
         keep: number of newest checkpoints to keep.
         offload: keep weights, gradients and optimizer state in host memory.
@@ -89,6 +92,12 @@ class Options:
     )
     clip: float = option(1.0, "Norm to which gradients are clipped; 0: no limit.", min=0)
     seed: int = option(0, "Seed for weights, order and dropout.")
+    evaluation: Path | None = option(
+        None, "Evaluate on this file.", unrelated=True, name="--eval", exists=True, dir_okay=False
+    )
+    holdout: int | None = _aside(
+        None, "Evaluate on this many last documents instead of training on them.", min=0
+    )
     eval_every: int = _aside(0, "Steps between evaluations; 0: at the end only.", min=0)
     save_every: int = _aside(0, "Steps between checkpoints; 0: at the end only.", min=0)
     keep: int = _aside(2, "Number of newest checkpoints to keep.", min=1)
@@ -137,6 +146,8 @@ class Options:
         lora = {} if self.full else {name: x for name, x in _LORA.items() if name not in given}
         if self.targets is not None and not self.named_targets:
             raise OptionError("no targets; give names of modules, or all-linear")
+        if self.evaluation is not None and self.holdout is not None:
+            raise OptionError("an evaluation file and a holdout are both given; give one of them")
         if self.steps is not None and self.epochs is not None:
             what = f"steps is {self.steps} and epochs is {self.epochs}"
             raise OptionError(f"{what}; give one of them")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from kvkeep.arguments import suggests
 from kvkeep.finetune.checkpoint import Checkpoints
 from kvkeep.finetune.classify import Classes
 from kvkeep.finetune.data import digest
@@ -21,8 +21,10 @@ from kvkeep.finetune.trained import Trained
 from kvkeep.finetune.trainer import FineTuner
 from kvkeep.host import Host, host_of
 from kvkeep.host.progress import Progress, silent
+from kvkeep.libraries import LIBRARIES, class_at
 
 
+@suggests(Options)
 def finetune(
     model: Any,
     tokenizer: Any,
@@ -30,8 +32,6 @@ def finetune(
     out: Path,
     options: Options,
     *,
-    evaluation: Path | None = None,
-    holdout: int | None = None,
     resume: bool = False,
     device: torch.device | None = None,
     progress: Progress = silent,
@@ -54,9 +54,6 @@ def finetune(
         tokenizer: the model's tokenizer.
         data: a JSON Lines file; see `kvkeep.finetune.data.read`.
         out: the directory of the result and of the checkpoints, `checkpoint-STEP`.
-        evaluation: a file like `data`, to evaluate on.
-        holdout: without `evaluation`, the number of last documents of `data` that are used for
-            evaluation instead of training; None: one if there are several. 0: no evaluation.
         resume: resume from the newest checkpoint in `out`, if there is one.
         device: where to compute; None: the model's device. A model that will be sharded may be in
             host memory.
@@ -84,15 +81,13 @@ def finetune(
     processes = Processes(place, options)
     with processes.together():
         options = options.for_model(host)
-        if evaluation is not None and holdout is not None:
-            raise OptionError("an evaluation file and a holdout are both given; give one of them")
         if any(p.dtype == torch.float16 for p in model.parameters()):
             what = "the model is in float16, in which gradients underflow"
             raise OptionError(f"{what}; load it in bfloat16 or float32")
         assert options.length is not None
         kind_of_task = Classes if options.task == "classify" else NextToken
         task = kind_of_task(model, tokenizer, options.length)
-        texts = divided(task, data, evaluation, holdout)
+        texts = divided(task, data, options.evaluation, options.holdout)
         options = options.for_data(len(texts[0]))
         matter = options.that_matter()
         matter |= {"data": digest(texts[0]), "evaluation": digest(texts[1])}
@@ -129,7 +124,6 @@ def finetune(
 
 
 def _adapter_of(host: Host) -> Trained:
-    """LitGPT's LoRA for a LitGPT model, PEFT's LoRA for other models."""
-    if host.library == "LitGPT":
-        return cast(Trained, import_module("kvkeep.finetune.litgpt_lora").LitGPTLora())
-    return Lora()
+    """The library's own adapters, or PEFT's LoRA."""
+    own = [one.adapter for one in LIBRARIES.values() if one.title == host.library]
+    return cast(Trained, class_at(own[0])()) if any(own) else Lora()

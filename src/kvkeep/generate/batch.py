@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import count
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from kvkeep.arguments import suggests
 from kvkeep.errors import OutOfMemoryError, SpecError, StateError
 from kvkeep.files.offload import Offload
 from kvkeep.generate.answer import LENGTH, STOP, Answer, Prompt, promised
-from kvkeep.generate.intake import Intake
+from kvkeep.generate.intake import BatchLimits, Intake
 from kvkeep.generate.preemption import Preemption
 from kvkeep.generate.reuse import Reuse
 from kvkeep.generate.sampling import SamplingParams
@@ -65,9 +65,9 @@ class Batch:
             recurrent states with their copies; None: no limit.
         chunk: tokens of a prompt that are read at once; a long prompt delays other answers by one
             chunk. It does not depend on the load, because evictions depend on it. None: the whole
-            prompt.
+            prompt; default: 256.
         step_tokens: most tokens of a step; a step always has one token and the drafts of each
-            answer that generates, and one chunk.
+            answer that generates, and one chunk; default: 512.
         offload: memory for the caches of preempted answers; it must hold nothing else. None: host
             memory.
         on_end: called in `step` with each ended answer before its cache is freed; after an
@@ -79,7 +79,7 @@ class Batch:
             the spec's policy is `kvzip`.
     """
 
-    @suggests(SamplingParams)
+    @suggests(SamplingParams, options=BatchLimits)
     def __init__(
         self,
         model: Any,
@@ -87,22 +87,19 @@ class Batch:
         *,
         spec: Specs = DEFAULT_SPEC,
         store: PrefixStore | None = None,
-        sequences: int | None = None,
-        max_bytes: int | None = None,
-        chunk: int | None = 256,
-        step_tokens: int = 512,
         offload: Offload | None = None,
         on_end: Callable[[Answer], None] | None = None,
+        **limits: Unpack[BatchLimits],
     ) -> None:
         self._model, self._host, self._tokenizer = model, host_of(model), tokenizer
-        given = {"sequences": sequences, "max_bytes": max_bytes}
-        for name, value in {**given, "chunk": chunk, "step_tokens": step_tokens}.items():
-            if value is not None and value < 1:
+        for name, value in limits.items():
+            if isinstance(value, int) and value < 1:
                 raise SpecError(f"{name} is {value}; give at least 1")
+        max_bytes, chunk = limits.get("max_bytes"), limits.get("chunk", 256)
         self.spec = spec
         # If a model's rotary frequencies change, a forward changes them for the next forward, too.
-        self.sequences = 1 if self._host.changing_rotary else sequences
-        self.max_bytes, self.step_tokens = max_bytes, step_tokens
+        self.sequences = 1 if self._host.changing_rotary else limits.get("sequences")
+        self.max_bytes, self.step_tokens = max_bytes, limits.get("step_tokens", 512)
         self.chunk = sys.maxsize if chunk is None else chunk
         self._preemption, self._on_end = Preemption(offload), on_end
         # Lowered when memory runs out before these limits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 import torch
 from torch import Tensor
@@ -13,8 +13,18 @@ from kvkeep.generate.answer import Prompt
 from kvkeep.generate.drafting import require_draftable
 from kvkeep.geometry import Geometry
 from kvkeep.host import Host, ModelCache, Specs
+from kvkeep.host.cache import bytes_of, token_limit
 from kvkeep.host.compress import compresses
 from kvkeep.policy import Share
+
+
+class BatchLimits(TypedDict, total=False):
+    """How much a `Batch` computes and holds at once; see there."""
+
+    sequences: int | None
+    max_bytes: int | None
+    chunk: int | None
+    step_tokens: int
 
 
 @final
@@ -77,7 +87,7 @@ class Intake:
         cache = origin.reuse.new_cache(origin.spec)
         if origin.params.drafts:
             require_draftable(self._host, cache)
-        longest, limit = tokens + new, cache.token_limit()
+        longest, limit = tokens + new, token_limit(cache)
         if limit is not None and longest - 1 > limit:  # the last token is never fed
             raise CapacityError(
                 f"a prompt of {tokens} tokens and {new} new tokens, but the spec's storage holds "
@@ -126,7 +136,7 @@ class Intake:
             return 0
         if any(layer.policy.share is not None for layer in cache.layers):
             tokens = Share.fullest(tokens)
-        return cache.bytes_of(self._geometries, tokens)
+        return bytes_of(cache, self._geometries, tokens)
 
 
 def _require_one_reading(cache: ModelCache) -> None:

@@ -62,9 +62,9 @@ class Preemption:
             return put[-1]
 
         try:
-            states = [
-                state._replace(parts=_each(state.parts, keep)) for state in cache.states("preempt")
-            ]
+            cache.mend("preempt")
+            held = [layer.state() for layer in cache.layers]
+            states = [state._replace(parts=_each(state.parts, keep)) for state in held]
             carried: Any = {name: keep(x) for name, x in cache.carried.tensors().items()}
         except Exception:
             for one in put:

@@ -21,6 +21,7 @@ from kvkeep.layer.step import StepInputs, driven, phases, require_causal
 from kvkeep.layer.write_tokens import write
 from kvkeep.planes import POSITION, unsliced
 from kvkeep.policy import Need, Observation
+from kvkeep.storage.base import require_within
 
 _CPU = torch.device("cpu")
 _MOST_STEPS = 32768
@@ -127,7 +128,7 @@ class DeviceStep:
                     f"{len(self._centre.turns.table)}; close() them, and create new steps"
                 )
             return
-        self._layer.slots.storage.require(self._held + n)
+        require_within(self._layer.slots.storage.limit, self._held + n)
         if self._held + n > self._slots:
             raise CapacityError(
                 f"{self._held + n} slots needed, but these steps have room for {self._slots}; "

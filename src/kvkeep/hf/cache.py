@@ -41,7 +41,7 @@ from kvkeep.hf.kinds.multimodal import media_told, shares_positions
 from kvkeep.hf.parallel import head_processes, is_parallel
 from kvkeep.hf.rotary import require_same_frequencies, rotaries_of
 from kvkeep.host import ModelCache, Specs, host_of, per_layer, saving
-from kvkeep.host.cache import DEFAULT_SPEC
+from kvkeep.host.cache import DEFAULT_SPEC, bytes_of
 from kvkeep.host.compress import compress
 from kvkeep.host.fingerprint import sampled
 from kvkeep.layer.cursor import Turn
@@ -303,7 +303,7 @@ class Cache(  # type: ignore[misc]
             geometries = layer_geometries(self.config, head_processes(model))
         if dtype is not None:
             geometries = [one._replace(dtype=dtype) for one in geometries]
-        return self.bytes_of(geometries, tokens, rows) + rows * self._state_bytes
+        return bytes_of(self, geometries, tokens, rows) + rows * self._state_bytes
 
     @property
     def _state_bytes(self) -> int:
@@ -388,9 +388,8 @@ class Cache(  # type: ignore[misc]
                 "kvkeep.attach(model) first"
             )
 
-    def _forked(self) -> Cache:
-        other = core.Cache._forked(self)
-        other._model = self._model
+    def __copy__(self) -> Cache:
+        other = core.Cache.__copy__(self)
         other.fed_since = Forwards()
         other._issue_tickets()
         return other

@@ -44,7 +44,7 @@ class MaskLength(int):
     routed: bool
     compileable: bool
     hide: Callable[[Tensor], None] | None = None
-    """Hides columns that were fed, see `kvkeep.cache.Cache.hide`; None: the cache cannot hide."""
+    """Hides columns that were fed, see `kvkeep.cache.hide_columns`; None: the cache cannot hide."""
 
 
 class Absorbed(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
 from threading import get_ident
 from typing import Any, cast
 
@@ -59,6 +58,7 @@ class TransformersHost(Host):
     """A transformers model, or a PEFT model around one."""
 
     library = "transformers"
+    _skips_logits: bool | None = None  # whether its forwards can; None: not looked up yet
 
     # -- properties of the model ------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class TransformersHost(Host):
     def forward(
         self, ids: Tensor, cache: ModelCache, *, position: Tensor | None = None, last: int = 1
     ) -> Tensor:
-        options = {"logits_to_keep": last} if self._skips_logits else {}
+        options = _keeping(self, last)
         output = _run(self.model, self.model, ids, cache, position, options)
         logits: Tensor = output.logits[:, -last:]
         return logits
@@ -174,7 +174,7 @@ class TransformersHost(Host):
     def read(self, ids: Tensor, cache: ModelCache, media: Mapping[str, Tensor]) -> Tensor:
         if "pixel_values" not in argument_names(self.model):
             return super().read(ids, cache, media)
-        options: dict[str, Any] = {"logits_to_keep": 1} if self._skips_logits else {}
+        options = _keeping(self, 1)
         for name, x in media.items():
             x = x[:, : ids.shape[1]] if name in TEXT else x
             options[name] = x.to(self.device, self.model.dtype if x.is_floating_point() else None)
@@ -187,11 +187,6 @@ class TransformersHost(Host):
         alone = why_not_counted(model, cache) == "" and not first_position(model)
         module = self.model.get_decoder() if alone else self.model
         _run(self.model, module, ids, cache, position, {})
-
-    @cached_property
-    def _skips_logits(self) -> bool:
-        """Whether the model's forward has an argument for the number of logits to compute."""
-        return "logits_to_keep" in argument_names(self.model)
 
     # -- several sequences in one forward ---------------------------------------------------
 
@@ -211,7 +206,7 @@ class TransformersHost(Host):
             ids, position, last = all_tokens[:3]
             model_layers = cast(Cache, pieces[0].cache).model_layers
             cache = LaidCache(all_tokens.layers, model_layers, all_tokens.states)
-            options = {"logits_to_keep": last} if self._skips_logits else {}
+            options = _keeping(self, last)
             with placed(position):
                 output = self.model(
                     input_ids=ids,
@@ -222,7 +217,7 @@ class TransformersHost(Host):
                 )
             cache.require_attended()
             logits: Tensor = output.logits[0]
-        return logits if self._skips_logits else logits[last]
+        return logits if options else logits[last]
 
     def feed_layers(self, ids: Tensor, position: Tensor, layers: Sequence[AttendingLayer]) -> None:
         require(base_config(self.model), Feature.REREAD, "use a policy that reads a text once")
@@ -287,6 +282,13 @@ class TransformersHost(Host):
 
 def _text_config(model: Any) -> PreTrainedConfig:
     return decoder_config(base_config(model))
+
+
+def _keeping(host: TransformersHost, last: int | Tensor) -> dict[str, Any]:
+    """The argument by which a forward computes only some logits, if it has one."""
+    if host._skips_logits is None:
+        host._skips_logits = "logits_to_keep" in argument_names(host.model)
+    return {"logits_to_keep": last} if host._skips_logits else {}
 
 
 def _run(

@@ -27,6 +27,7 @@ from kvkeep.hf.inputs import argument_names
 from kvkeep.hf.loading import adapter_files
 from kvkeep.hf.loading.gguf_files import config_in
 from kvkeep.hf.loading.hub import download, weights_in
+from kvkeep.hf.loading.rebuilt import rebuilt as rebuilt
 from kvkeep.hf.quantised import quantise
 from kvkeep.host.placement import dtype_on
 from kvkeep.host.progress import Progress, silent

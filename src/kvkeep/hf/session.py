@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvkeep.arguments import suggests
 from kvkeep.cache import Frozen
 from kvkeep.errors import (
     CapacityError,
@@ -48,6 +49,16 @@ _ENDING = ".kv"
 _MOST_UNDONE = 8
 """Number of turns that can be undone without a new prefill if a policy cannot crop; the slots of
 each stay in memory."""
+
+
+class ModelNames(NamedTuple):
+    """The names by which a model and its adapter were loaded; see `kvkeep.hf.models.load`."""
+
+    model: str = ""
+    adapter: str = ""
+
+
+_UNNAMED = ModelNames()
 
 
 @dataclass(frozen=True)
@@ -200,8 +211,8 @@ class Session:
             keeps its spec; with policy kvzap, the scorer's path is taken from `cache`, because
             paths in files are never opened.
         name: name of the session to save to or continue; None: the conversation is not saved.
-        model_name, adapter: names of the model and the adapter for `kvkeep.hf.models.load`, stored
-            in the session's file.
+        names: names of the model and the adapter for `kvkeep.hf.models.load`, stored in the
+            session's file.
         system: system message of a new conversation.
         reread: compute the cache of a saved conversation again instead of loading it; necessary
             with another model.
@@ -211,6 +222,7 @@ class Session:
         StateError: another process has the session open.
     """
 
+    @suggests(now=dict.fromkeys(("model_name", "adapter"), "names=ModelNames(model, adapter)"))
     def __init__(
         self,
         model: PreTrainedModel,
@@ -218,14 +230,13 @@ class Session:
         *,
         cache: Specs = "keep_all",
         name: str | None = None,
-        model_name: str = "",
-        adapter: str = "",
+        names: ModelNames = _UNNAMED,
         system: str | None = None,
         reread: bool = False,
         compile: bool | None = None,
     ) -> None:
         self.model, self.tokenizer, self._compile = model, tokenizer, compile
-        self.model_name, self.adapter = model_name, adapter
+        self.names = names
         self.messages: list[Message] = []
         self.name: str | None = None
         self._lock: FileLock | None = None
@@ -380,8 +391,7 @@ class Session:
             tokens=torch.tensor([self._ids]),
             tokenizer=self.tokenizer,
             notes={
-                "model": self.model_name,
-                "adapter": self.adapter,
+                **self.names._asdict(),
                 "cache": "" if self._by_layer else self.spec,
                 "messages": json.dumps(self.messages),
                 "marks": json.dumps(marks),

@@ -13,6 +13,7 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.recurrent import RecurrentStates
 from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import Need
+from kvkeep.renamed import Renamed
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
@@ -51,6 +52,8 @@ class ModelCache(Cache):
     """
 
     activation: Activation | None = None
+    bytes_of = Renamed("kvkeep.host.cache.bytes_of")
+    token_limit = Renamed("kvkeep.host.cache.token_limit")
 
     def __init__(
         self,
@@ -112,29 +115,6 @@ class ModelCache(Cache):
             if recorded and not on:
                 layer.settle()
 
-    def token_limit(self, layer: int | None = None) -> int | None:
-        """Most tokens that fit into one layer, or into every layer; None: no limit."""
-        layers = self.layers if layer is None else self.layers[layer : layer + 1]
-        limits = [x.slots.limit for x in layers if x.policy.budget is None]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def bytes_of(self, geometries: Sequence[Geometry], tokens: int, rows: int = 1) -> int:
-        """The value of `live_bytes` after `tokens` columns were fed.
-
-        Args:
-            geometries: each layer's geometry; their `rows` is not used.
-        """
-        return sum(
-            promised_bytes(
-                layer.policy,
-                layer.key_codec,
-                layer.value_codec,
-                tokens,
-                geometry._replace(rows=rows),
-            )
-            for layer, geometry in zip(self.layers, geometries, strict=True)
-        )
-
     def replace_layers(self, layers: Sequence[LayerCache], specs: Sequence[CacheSpec]) -> None:
         """Replace all layers; `specs` are the new layers' specs."""
         with turns(self.layers):
@@ -145,6 +125,31 @@ class ModelCache(Cache):
         """Forget every token."""
         Cache.reset(self)
         self.activation = None
+
+
+def token_limit(cache: ModelCache, layer: int | None = None) -> int | None:
+    """Most tokens that fit into one layer, or into every layer; None: no limit."""
+    layers = cache.layers if layer is None else cache.layers[layer : layer + 1]
+    limits = [x.slots.limit for x in layers if x.policy.budget is None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def bytes_of(cache: ModelCache, geometries: Sequence[Geometry], tokens: int, rows: int = 1) -> int:
+    """The value of `live_bytes` of a cache after `tokens` columns were fed.
+
+    Args:
+        geometries: each layer's geometry; their `rows` is not used.
+    """
+    return sum(
+        promised_bytes(
+            layer.policy,
+            layer.key_codec,
+            layer.value_codec,
+            tokens,
+            geometry._replace(rows=rows),
+        )
+        for layer, geometry in zip(cache.layers, geometries, strict=True)
+    )
 
 
 def _require_calibrated(specs: Sequence[CacheSpec], identity: Callable[[], str] | None) -> None:

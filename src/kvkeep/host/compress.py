@@ -90,7 +90,7 @@ def stop_evicting(cache: ModelCache) -> None:
     Raises:
         StateError: a forward is running.
     """
-    cache.states("stop_evicting")
+    cache.mend("stop_evicting")
     specs = list(cache.specs)
     some = [
         index
@@ -123,7 +123,7 @@ def _chosen(
         )
     if cache.layers[0].padded:
         raise ShapeError("compress a cache of rows with padding; feed each row without padding")
-    cache.states("compress")  # raises while a forward is running
+    cache.mend("compress")
     found = {}
     for index, (layer, one, kind) in enumerate(zip(cache.layers, specs, host.kinds, strict=True)):
         if kind.window is not None:

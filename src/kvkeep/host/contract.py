@@ -1,7 +1,7 @@
 """Host: kvkeep's interface to a model library. One object serves one model.
 
 Stores, blocks, training, evaluation and the server access a model only through its host. So a
-folder with a `Host` and a row in `kvkeep.host.registry` add a model library.
+folder with a `Host` and a row in `kvkeep.libraries` add a model library.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,16 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kvkeep.errors import SpecError, UnsupportedError
 from kvkeep.host.contract import Host
+from kvkeep.libraries import LIBRARIES, class_at, loader_of
 
-_KNOWN = {
-    "transformers.modeling_utils": ("transformers", "kvkeep.hf.host", "TransformersHost"),
-    "litgpt.model": ("LitGPT", "kvkeep.litgpt.host", "LitGPTHost"),
-}
-"""Maps the module of a library's model base class to the library's name, and to the module and name
-of the host class."""
-
-HOSTS = {"transformers": "kvkeep.hf.models", "litgpt": "kvkeep.litgpt.checkpoint"}
-"""Maps a library's name to the module whose `load` loads its models."""
+_KNOWN = {one.models: one for one in LIBRARIES.values()}
 
 _registered: dict[type, Callable[[Any], Host]] = {}
 
@@ -53,10 +45,9 @@ def host_of(model: Any) -> Host:
             if kind in _registered:
                 return _registered[kind](model)
             if kind.__module__ in _KNOWN:
-                _, module, name = _KNOWN[kind.__module__]
-                host: Host = getattr(import_module(module), name)(model)
+                host: Host = class_at(_KNOWN[kind.__module__].host)(model)
                 return host
-    known = ", ".join([name for name, _, _ in _KNOWN.values()])
+    known = ", ".join(one.title for one in LIBRARIES.values())
     raise UnsupportedError(
         f"{type(model).__name__} is not a model of {known}; give a model of these libraries, or "
         "write a subclass of kvkeep.host.Host and call kvkeep.host.register(type(model), YourHost)"
@@ -65,8 +56,8 @@ def host_of(model: Any) -> Host:
 
 def require_host(host: str) -> None:
     """Raise SpecError for an unknown library, UnsupportedError if it is not installed."""
-    if host not in HOSTS:
-        raise SpecError(f"no host {host!r}; there is {', '.join(HOSTS)}")
+    if host not in LIBRARIES:
+        raise SpecError(f"no host {host!r}; there is {', '.join(LIBRARIES)}")
     if find_spec(host) is None:
         raise UnsupportedError(f"{host} is not installed; install it as docs/{host}.md says")
 
@@ -78,16 +69,16 @@ def load_model(
 
     Args:
         name, dtype, options: see `kvkeep.hf.models.load` and `kvkeep.litgpt.checkpoint.load`.
-        host: the model's library, a key of `HOSTS`.
+        host: the model's library, a key of `LIBRARIES`.
     """
     require_host(host)
-    loaded: tuple[Any, Any] = import_module(HOSTS[host]).load(name, dtype, **options)
+    loaded: tuple[Any, Any] = loader_of(host).load(name, dtype, **options)
     return loaded
 
 
 def load_tokenizer(directory: str) -> Any:
     """The tokenizer in a directory, as transformers loads it."""
-    return import_module("kvkeep.hf.models").load_tokenizer(directory)
+    return loader_of("transformers").load_tokenizer(directory)
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:

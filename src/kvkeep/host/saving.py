@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvkeep.cache import note_tokens
 from kvkeep.errors import CapacityError, SavedCacheError, SpecError, UnsupportedError
 from kvkeep.files import snapshot
 from kvkeep.files.snapshot import Saved
@@ -106,7 +107,7 @@ def load(
         raise SavedCacheError(f"{path} cannot be loaded: {error}; {remedy}") from error
     fed = saved.tokens
     if fed is not None:
-        cache.note_tokens(fed)
+        note_tokens(cache, fed)
     tokens(fed)
     return cache
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from kvkeep.errors import KVKeepError, OutOfMemoryError, reason_of
 from kvkeep.host.contract import Host
 from kvkeep.host.fingerprint import LIBRARY, differences
 from kvkeep.host.registry import host_of
+from kvkeep.libraries import loader_of
 from kvkeep.planes import Chunks
 from kvkeep.rotary import Rotary
 
@@ -51,7 +51,7 @@ def translated(saved: Mapping[str, str], host: Host, tokenizer: Any = None) -> l
     if other_fields := _other_fields(saved, fields):
         return other_fields
     try:
-        build = import_module("kvkeep.hf.loading.rebuilt").rebuilt
+        build = loader_of("transformers").rebuilt
         model = build(saved, weights, layers=len(host.kinds), positions=host.context or 1 << 20)
         other = host_of(model)
         return differences(saved, other.fingerprint(tokenizer)) or _computed(host, other)

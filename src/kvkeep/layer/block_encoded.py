@@ -15,10 +15,10 @@ from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import Run
 from kvkeep.layer.history import History
 from kvkeep.layer.parted import ByHead
-from kvkeep.layer.slots import Codecs, Decode, LayerSlots, Span
+from kvkeep.layer.slots import Codecs, LayerSlots, Observed
 from kvkeep.layer.stats import LayerStats
 from kvkeep.layer.undivided import Undivided
-from kvkeep.planes import POSITION, Chain, Planes, slot_count, take
+from kvkeep.planes import POSITION, Planes, slot_count, take
 from kvkeep.storage import Storage
 
 _BLOCKS = "bulk"  # the name of `blocks` in saved caches
@@ -103,9 +103,6 @@ class BlockEncoded(LayerSlots):
         held = [slots.positions() for slots in (self.blocks, self.tail) if slots.length]
         return torch.cat(held, dim=2) if held else self.tail.positions()
 
-    def spans(self) -> tuple[Span, ...]:
-        return self.blocks.spans() + self.tail.spans()
-
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self.tail.add(k.to(v.dtype), v, own)  # keys less a centre may be float32
 
@@ -124,29 +121,19 @@ class BlockEncoded(LayerSlots):
     def evictable(self) -> Planes:
         return self.blocks.evictable()
 
-    def observed(self) -> Planes:
-        links = [slots.evictable() for slots in _observed(self)]
-        return links[0] if len(links) == 1 else Chain(links, links[0][POSITION].shape[0])
+    def write_plane(self, name: str, plane: Tensor) -> None:
+        self.blocks.write_plane(name, plane)
 
-    def observed_decoded(self, of: Decode, planes: Planes) -> Tensor:
-        some = _observed(self)
-        return torch.cat([slots.observed_decoded(of, slots.evictable()) for slots in some], dim=2)
-
-    def keep(self, name: str, plane: Tensor) -> None:
-        some = _observed(self)
-        if len(some) == 1:
-            some[0].keep(name, plane)
-            return
-        pieces = torch.split(plane, [slots.length for slots in some], dim=2)
-        for slots, piece in zip(some, pieces, strict=True):
-            slots.write_plane(name, piece)
+    def observed(self) -> Observed:
+        """As `LayerSlots.observed`. Nothing changes the positions of blocks of tokens."""
+        some = (self.blocks, self.tail) if self.by_token else (self.tail,)
+        return Observed(tuple(one for one in some if one.length) or (self.tail,))
 
     def surplus(self, budget: int) -> int:
         return self.blocks.surplus(budget - self.plain)
 
     @property
-    def plain(self) -> int:
-        """See `LayerSlots.plain`."""
+    def plain(self) -> int:  # type: ignore[override]
         return self.tail.length - self.tail.hidden
 
     def evict(self, victims: Tensor) -> None:
@@ -249,12 +236,6 @@ class BlockEncoded(LayerSlots):
         other = copy(self)
         other.blocks, other.tail = self.blocks.fork(), self.tail.fork()
         return other
-
-
-def _observed(slots: BlockEncoded) -> list[Undivided | ByHead]:
-    """Whose slots `observed` holds. Nothing changes the positions of blocks of tokens."""
-    some = (slots.blocks, slots.tail) if slots.by_token else (slots.tail,)
-    return [one for one in some if one.length] or [slots.tail]
 
 
 def _kept(tail: Undivided, index: Tensor) -> bool:

@@ -247,7 +247,7 @@ class Cursor:
         del self.journal[self.entries :]
         held: dict[str, Tensor] = {}
         if self.history.columns:
-            planes = self.slots.observed()
+            planes = self.slots.observed().planes
             held = {name: planes[name].clone() for name in (*names, POSITION)}
         history = _copied(self.history)
         self.journal.append(Before(history, self.slots.mark(), self.slots.hides, held))
@@ -261,11 +261,12 @@ class Cursor:
         changed = dict(before.planes)
         if not self.slots.hidden:  # no position has changed, and frozen planes cannot be written
             changed.pop(POSITION, None)
-        planes = self.slots.observed()
+        observed = self.slots.observed()
+        planes = observed.planes
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
             for name, plane in changed.items():
                 planes[name].copy_(plane)
-                self.slots.keep(name, planes[name])
+                observed.write(name, planes[name])
         self.slots.hides = before.hides
         self.history = _copied(before.history)
         del self.journal[index:]

@@ -67,5 +67,5 @@ def hide(layer: LayerCache, shown: Tensor) -> None:
         held = position.flatten(1).to(torch.int64)
         goes = at.to(held.device).gather(1, held.clamp(min=0)) & (held >= 0)
         with torch.inference_mode():
-            slots.keep(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
+            slots.observed().write(POSITION, position.masked_fill_(goes.view(position.shape), HOLE))
         cursor.history.hide(kinds.masked_fill(gone, HOLE))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, Unpack, final
 
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import suggests
 from kvkeep.attention import Attend, Held, View
 from kvkeep.checks import resolved
 from kvkeep.codec import Codec, warn_about_keys
@@ -23,15 +23,15 @@ from kvkeep.layer.decode.ready import Ready
 from kvkeep.layer.drafts import Drafts
 from kvkeep.layer.history import History, LayerState
 from kvkeep.layer.settling import Settler
-from kvkeep.layer.setup import Setup
+from kvkeep.layer.setup import LayerOptions, ModelLayer, Setup
 from kvkeep.layer.sight import Sighted
 from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import LayerStats
-from kvkeep.layer.step import Slopes, StepInputs, driven
+from kvkeep.layer.step import StepInputs, driven
 from kvkeep.layer.writing import Writer
-from kvkeep.planes import LAST, Chunks, own_window
+from kvkeep.planes import LAST, Chunks
 from kvkeep.policy import Observation, Policy
-from kvkeep.rotary import Rotary
+from kvkeep.renamed import Renamed
 from kvkeep.storage import Storage
 
 Value = TypeVar("Value")
@@ -90,6 +90,7 @@ class LayerCache:
         SpecError: the policy, codecs and storage cannot be combined.
     """
 
+    @suggests(options=LayerOptions)
     def __init__(
         self,
         policy: Policy,
@@ -98,27 +99,22 @@ class LayerCache:
         storage: Storage,
         *,
         window: int | None = None,
-        chunked: bool = False,
-        rotary: Rotary | None = None,
-        readers: int = 0,
-        slopes: Slopes | None = None,
-        latent: int | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        if readers and policy.step is not None:
+        model = ModelLayer.of(window, **options)
+        if model.readers and policy.step is not None:
             raise SpecError(
                 f"policy {policy.name} divides a chunk into steps of {policy.step}, but other "
                 "layers attend to this layer's slots after each chunk; leave out step"
             )
-        if latent is None:
+        if model.latent is None:
             warn_about_keys(key_codec)
-        self.window, self.rotary, self.slopes = own_window(window, chunked), rotary, slopes
-        self.chunked, self.latent = isinstance(self.window, Chunks), latent
-        self.setup = setup = Setup(
-            policy, key_codec, value_codec, self.window, rotary, slopes, latent
-        )
+        self.window, self.rotary, readers, self.slopes, self.latent = model
+        self.chunked = isinstance(self.window, Chunks)
+        self.setup = setup = Setup(policy, key_codec, value_codec, model)
         self.policy, self.codecs, self.sight = setup.policy, setup.codecs, setup.sight
         (self.key_codec, self.value_codec), self.kind = setup.codecs, setup.kind
-        self.centring, self.plans = Centring(self.key_codec, rotary), True
+        self.centring, self.plans = Centring(self.key_codec, self.rotary), True
         self._hold(Cursor(setup.slots(storage), readers))
 
     def _hold(self, cursor: Cursor) -> None:
@@ -360,35 +356,23 @@ class LayerCache:
 
     rollback_limit = OfPart[int]("drafts.rollback_limit")
     """Number of newest tokens that `crop` can remove exactly."""
-    mend = OfPart[Callable[[], None]]("cursor.mend")
-    """Remove the tokens of an interrupted step; see `Cursor.mend`."""
     record_past = OfPart[bool]("cursor.record_past")
     """Whether the chunks fed may be drafts, which `crop` can remove. Can be set."""
-    unread = OfPart[int]("cursor.unread")
-    """Number of layers that have yet to attend to the last step's slots."""
-    evicted = OfPart[list[Tensor] | None]("cursor.evicted")
-    """The positions that each eviction freed; see `ReplayPolicy`. None: not recorded. To record
-    them, set it to a list."""
     seen = OfPart[Tensor]("cursor.history.seen")
     """Tokens fed so far, int64 (B,), without padding; shape (0,) before the first token."""
-    tokens = OfPart[Tensor | None]("cursor.history.tokens")
-    """Token ids of the first columns fed, (B, n), as far as they are known."""
-    offset = OfPart[Tensor | None]("cursor.history.offset")
-    """The model's next rotary position minus `seen`, int64 (B,); None: 0. It differs where tokens
-    of images share positions."""
-    in_order = OfPart[Callable[[View], Held]]("contents.in_order")
-    """Keys and values of a view in the order of positions; see `Contents.in_order`."""
-    kept = OfPart[float]("contents.kept")
-    """Share of the tokens fed that the layer holds; see `Contents.kept`."""
     storage = OfPart[Storage]("slots.storage")
     """The storage of all slots that are not frozen."""
-    limit = OfPart[int | None]("slots.limit")
-    """The most slots the layer can hold; None: limited by memory only."""
     length = OfPart[int]("slots.length")
     """Slots in use, of the longest row or head; a padded row's empty slots count."""
-    capacity = OfPart[int]("slots.stats.capacity")
-    """Slots allocated."""
-    live_bytes = OfPart[int]("slots.stats.live_bytes")
-    """Bytes of the slots in use, in all planes."""
-    nbytes = OfPart[int]("slots.stats.nbytes")
-    """Bytes allocated. On the CPU, pages that were never written occupy no memory."""
+
+    mend = Renamed("layer.cursor.mend")
+    unread = Renamed("layer.cursor.unread")
+    evicted = Renamed("layer.cursor.evicted")
+    tokens = Renamed("layer.cursor.history.tokens")
+    offset = Renamed("layer.cursor.history.offset")
+    in_order = Renamed("layer.contents.in_order")
+    kept = Renamed("layer.stats().kept")
+    limit = Renamed("layer.slots.limit")
+    capacity = Renamed("layer.stats().capacity")
+    live_bytes = Renamed("layer.stats().live_bytes")
+    nbytes = Renamed("layer.stats().nbytes")

@@ -13,8 +13,7 @@ from kvkeep.attention import Segment
 from kvkeep.errors import SpecError
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
-from kvkeep.layer.slots import Codecs, LayerSlots, Span, on_one_device
-from kvkeep.packing import PLAIN
+from kvkeep.layer.slots import Codecs, LayerSlots, on_one_device
 from kvkeep.planes import POSITION, Planes, marked, narrowed
 from kvkeep.storage import Split, Storage, parted
 from kvkeep.storage.split import Padded, Part, loose
@@ -47,11 +46,6 @@ class Parted(LayerSlots):
         split = self.storage
         return Padded(split.parts, split.batch, before=newest_last)[POSITION]
 
-    def spans(self) -> tuple[Span, ...]:
-        """One span of all slots: `positions()` pads the parts to one length."""
-        plain, length = all(codec.layout == PLAIN for codec in self.codecs), self.storage.length
-        return (Span(length, False, not plain),) if length else ()
-
     def add(self, k: Tensor, v: Tensor, own: Planes) -> None:
         self.storage.append(self.codecs.encode(k, v) | dict(own))
 
@@ -60,10 +54,7 @@ class Parted(LayerSlots):
         return self.storage.read()
 
     def write_plane(self, name: str, plane: Tensor) -> None:
-        """Write plane `name` of all slots."""
         self.storage.write_plane(name, plane)
-
-    keep = write_plane
 
     def surplus(self, budget: int) -> int:
         longest: dict[int | None, int] = {}

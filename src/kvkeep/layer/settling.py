@@ -68,15 +68,16 @@ class Settler:
 
     def _observe(self, observation: Observation | None) -> None:
         """Pass the observation, if any, to the policy. The caller has called `moved`."""
-        cursor, slots = self._cursor, self._cursor.slots
+        cursor = self._cursor
         policy = self.policy.at(cursor.history.columns)
         if observation is None or not policy.observes:
             return
-        planes, seen = slots.observed(), self.seeing(observation, slots.observed_decoded)
+        observed = cursor.slots.observed()
+        planes, seen = observed.planes, self.seeing(observation, observed.decoded)
         with torch.inference_mode():  # changes planes made in any mode in place
             policy.observe(planes, seen)
             for name in self._setup.own:
-                slots.keep(name, planes[name])
+                observed.write(name, planes[name])
 
     def evict(
         self, count: int, observation: Observation | None = None, *, hide: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, TypedDict
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,35 @@ from kvkeep.layer.slots import Codecs, Decode, LayerSlots
 from kvkeep.layer.stats import has_tail
 from kvkeep.layer.step import Slopes
 from kvkeep.layer.undivided import Undivided
-from kvkeep.planes import Chunks, OwnWindow, Planes
+from kvkeep.planes import Chunks, OwnWindow, Planes, own_window
 from kvkeep.policy import Policy
 from kvkeep.rotary import Rotary
 from kvkeep.storage import Storage
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of a `LayerCache` that depend on the model only."""
+
+    chunked: bool
+    rotary: Rotary | None
+    readers: int
+    slopes: Slopes | None
+    latent: int | None
+
+
+class ModelLayer(NamedTuple):
+    """The properties of a model's layer that its cache needs; see `LayerCache`."""
+
+    window: OwnWindow | None
+    rotary: Rotary | None = None
+    readers: int = 0
+    slopes: Slopes | None = None
+    latent: int | None = None
+
+    @classmethod
+    def of(cls, window: int | None, chunked: bool = False, **options: Any) -> ModelLayer:
+        """The properties, with a window of `window` tokens."""
+        return cls(own_window(window, chunked), **options)
 
 
 class Setup:
@@ -31,15 +58,9 @@ class Setup:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        key_codec: Codec,
-        value_codec: Codec,
-        window: OwnWindow | None,
-        rotary: Rotary | None,
-        slopes: Slopes | None,
-        latent: int | None,
+        self, policy: Policy, key_codec: Codec, value_codec: Codec, model: ModelLayer
     ) -> None:
+        window, latent = model.window, model.latent
         sight = Sight(policy, window)
         if (policy.evicts or policy.ragged) and not (
             key_codec.rewritable and value_codec.rewritable
@@ -60,7 +81,7 @@ class Setup:
             value_codec = WithinKeys(key_codec, latent)
         self.policy = policy = policy.in_layer(0, 1)
         self.codecs, self.sight = Codecs(key_codec, value_codec), sight._replace(policy=policy)
-        self.window, self.rotary, self.slopes = window, rotary, slopes
+        self.window, self.rotary, self.slopes = window, model.rotary, model.slopes
         self.own, self.by_token = tuple(policy.planes), not _settles_alone(policy)
         kind = f"{policy} {key_codec} {value_codec} window={window}"
         self.kind = f"{kind} chunked" if isinstance(window, Chunks) else kind

@@ -15,7 +15,7 @@ from kvkeep.codec.plain import Plain
 from kvkeep.layer.frozen import FrozenRuns, Run
 from kvkeep.layer.history import History
 from kvkeep.layer.stats import LayerStats
-from kvkeep.planes import POSITION, Planes, joined, marked, norms, part
+from kvkeep.planes import POSITION, Chain, Planes, joined, marked, norms, part
 from kvkeep.storage import Storage
 
 
@@ -58,18 +58,6 @@ Decode = Callable[[Codecs, Planes, torch.dtype], Tensor]
 """`Codecs.keys` or `Codecs.values`."""
 
 
-class Span(NamedTuple):
-    """Adjacent slots in the same state.
-
-    `tokens`: number of tokens for which the slots have room; `shared`: the slots are frozen, so a
-    store or other caches may hold them too; `encoded`: keys or values are encoded.
-    """
-
-    tokens: int
-    shared: bool
-    encoded: bool
-
-
 class LayerSlots(ABC):
     """The slots of one layer: appended, read as segments, and evicted.
 
@@ -104,6 +92,9 @@ class LayerSlots(ABC):
     def hides(self, counts: tuple[int, ...]) -> None:
         (self.hidden,) = counts
 
+    plain: int = 0
+    """Number of tokens of each row and head that cannot be evicted, because they are in a plain
+    tail."""
     late: bool = False
     """Whether new tokens stay plain for a while before they are encoded."""
     torn: bool = False
@@ -115,12 +106,6 @@ class LayerSlots(ABC):
     def length(self) -> int:
         """Tokens held, including the empty slots of padded rows; of the longest part."""
         return self.storage.length
-
-    @property
-    def plain(self) -> int:
-        """Number of tokens of each row and head that cannot be evicted, because they are in a plain
-        tail."""
-        return 0
 
     @property
     def stats(self) -> LayerStats:
@@ -139,13 +124,6 @@ class LayerSlots(ABC):
         """Positions of all slots, int32 (B, 1|H, S); -1 for an empty slot. Parts with fewer slots
         than the longest are padded with -1 behind their slots; with `newest_last` before them."""
 
-    def spans(self) -> tuple[Span, ...]:
-        """The slots of `positions()`, in order, as spans."""
-        return tuple(
-            Span(segment.slots, index < len(self.frozen.runs), not segment.plain)
-            for index, segment in enumerate(self.segments())
-        )
-
     # -- a step -----------------------------------------------------------------------------
 
     @abstractmethod
@@ -157,18 +135,13 @@ class LayerSlots(ABC):
         """The planes of all slots that can be evicted, as one set; views if one storage holds
         them."""
 
-    def observed(self) -> Planes:
-        """The planes of all slots whose policy's planes or positions can change, as one set, in the
-        order of the segments; views if one storage holds them."""
-        return self.evictable()
-
-    def observed_decoded(self, of: Decode, planes: Planes) -> Tensor:
-        """Keys or values of the slots of `observed()`, in float32."""
-        return of(self.codecs, planes, torch.float32)
-
     @abstractmethod
-    def keep(self, name: str, plane: Tensor) -> None:
-        """Write the changed plane `name` of `observed()` back to the slots, if it is a copy."""
+    def write_plane(self, name: str, plane: Tensor) -> None:
+        """Write plane `name` of the slots of `evictable()`, unless it is a view of them."""
+
+    def observed(self) -> Observed:
+        """All slots whose policy's planes or positions can change."""
+        return Observed((self,))
 
     def surplus(self, budget: int) -> int:
         """Number of slots over a budget per head."""
@@ -187,7 +160,7 @@ class LayerSlots(ABC):
         gone = victims if victims.dtype == torch.bool else marked(victims, position.shape[2])
         self.hidden = count
         with torch.inference_mode():
-            self.keep(POSITION, position.masked_fill_(gone, -1))
+            self.write_plane(POSITION, position.masked_fill_(gone, -1))
 
     def free(self, gone: Tensor) -> None:
         """Free the empty slots, and the slots at each position p where `gone[:, :, p]` is True.
@@ -270,6 +243,32 @@ class LayerSlots(ABC):
 
     def thaw(self) -> None:  # noqa: B027
         """Replace shared slots by copies if a policy could evict them."""
+
+
+class Observed(NamedTuple):
+    """Slots whose policy's planes or positions can change, in the order of the segments."""
+
+    slots: tuple[LayerSlots, ...]
+
+    @property
+    def planes(self) -> Planes:
+        """Their planes as one set; views if one storage holds them."""
+        links = [slots.evictable() for slots in self.slots]
+        return links[0] if len(links) == 1 else Chain(links, links[0][POSITION].shape[0])
+
+    def decoded(self, of: Decode, planes: Planes) -> Tensor:
+        """Their keys or values, in float32. `planes`: see `planes`."""
+        if len(self.slots) == 1:
+            return of(self.slots[0].codecs, planes, torch.float32)
+        each = [of(slots.codecs, slots.evictable(), torch.float32) for slots in self.slots]
+        return torch.cat(each, dim=2)
+
+    def write(self, name: str, plane: Tensor) -> None:
+        """Write the changed plane `name` of `planes` back to the slots, if it is a copy."""
+        lengths = [slots.length for slots in self.slots]
+        pieces = (plane,) if len(lengths) == 1 else torch.split(plane, lengths, dim=2)
+        for slots, piece in zip(self.slots, pieces, strict=True):
+            slots.write_plane(name, piece)
 
 
 def on_one_device(planes: Planes) -> dict[str, Tensor]:

@@ -95,12 +95,11 @@ class Undivided(LayerSlots):
             return self.storage.read()
         return Chain(self.frozen.placed(self.codecs.key, self.storage, self.aside), self._rows)
 
-    def keep(self, name: str, plane: Tensor) -> None:
-        if self.frozen.runs or self.aside.length:
-            self.write_plane(name, plane)
-
     def write_plane(self, name: str, plane: Tensor) -> None:
-        """Write plane `name` of all slots."""
+        if not (self.frozen.runs or self.aside.length):
+            if self.storage.read()[name].data_ptr() != plane.data_ptr():
+                self.storage.write_plane(name, plane)
+            return
         storages = [storage for storage in (self.storage, self.aside) if storage.length]
         lengths = [slot_count(run.planes) for run in self.frozen.runs]
         pieces = torch.split(plane, lengths + [storage.length for storage in storages], dim=2)

@@ -31,6 +31,7 @@ with other caches; if `i & 2`, most kept tokens are encoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,10 @@ from torch import Tensor
 
 from kvkeep.codec import Plain
 from kvkeep.host import ModelCache
+from kvkeep.layer.block_encoded import BlockEncoded
 from kvkeep.layer.layer import LayerCache
-from kvkeep.layer.slots import Span
+from kvkeep.layer.parted import Parted
+from kvkeep.layer.slots import LayerSlots
 from kvkeep.layer.stats import promised_bytes
 from kvkeep.policy import KeepAll
 
@@ -55,6 +58,39 @@ _MOST_CELLS = 2**17
 _LEAST_COLUMNS = 64
 _FULL = 15  # the largest share
 _LONGEST_TEXT = 40  # characters of a column's text
+
+
+class Span(NamedTuple):
+    """Adjacent slots in the same state.
+
+    `tokens`: number of tokens for which the slots have room; `shared`: the slots are frozen, so a
+    store or other caches may hold them too; `encoded`: keys or values are encoded.
+    """
+
+    tokens: int
+    shared: bool
+    encoded: bool
+
+
+@singledispatch
+def spans_of(slots: LayerSlots) -> tuple[Span, ...]:
+    """The slots of `positions()`, in order, as spans."""
+    return tuple(
+        Span(segment.slots, index < len(slots.frozen.runs), not segment.plain)
+        for index, segment in enumerate(slots.segments())
+    )
+
+
+@spans_of.register
+def _(slots: Parted) -> tuple[Span, ...]:
+    """One span of all slots: `positions()` pads the parts to one length."""
+    encoded = not all(segment.plain for segment in slots.segments())
+    return (Span(slots.length, False, encoded),) if slots.length else ()
+
+
+@spans_of.register
+def _(slots: BlockEncoded) -> tuple[Span, ...]:
+    return spans_of(slots.blocks) + spans_of(slots.tail)
 
 
 class Held(NamedTuple):
@@ -74,7 +110,7 @@ class Held(NamedTuple):
         positions = layer.slots.positions()[row : row + 1].squeeze(0)
         positions = positions.to("cpu", torch.int32, copy=True).clamp_(min=-1)
         geometry = layer.history.geometry
-        return cls(place, spec, positions, layer.slots.spans(), geometry.heads if geometry else 0)
+        return cls(place, spec, positions, spans_of(layer.slots), geometry.heads if geometry else 0)
 
 
 class Taken(NamedTuple):

@@ -200,8 +200,7 @@ class Engine:
         store: store of prompt prefixes; None: every prompt is computed.
         namespace: namespace of the store's entries; a request's own namespace is appended to it.
         limits: limits of each request, and of all requests together.
-        compile: compile graphs here for the steps that generate one token of each answer.
-        progress: receives the progress of the compilation.
+        compile: compile the steps that generate one token of each answer; see `warm`.
 
     Raises:
         SpecError, UnsupportedError: the spec does not fit the model, the model cannot be attached,
@@ -219,7 +218,6 @@ class Engine:
         namespace: str = "",
         limits: Limits | None = None,
         compile: bool | None = None,
-        progress: Progress = silent,
     ) -> None:
         processor = tokenizer if hasattr(tokenizer, "image_processor") else None
         tokenizer = tokenizer if processor is None else tokenizer.tokenizer
@@ -231,8 +229,6 @@ class Engine:
         try:
             if self.limits.drafts:
                 require_draftable(self._host, held)
-            if compile:
-                self._host.warm(cache, self.limits.sequences, progress)
         except BaseException:
             self._host.detach()
             raise
@@ -259,6 +255,10 @@ class Engine:
         self._adding = threading.Lock()  # held while a request is added or the engine closes
         self._thread = threading.Thread(target=self._run, name="kvkeep-serve", daemon=True)
         self._thread.start()
+
+    def warm(self, progress: Progress = silent) -> None:
+        """Compile the steps before the first request; call it before requests are added."""
+        self._host.warm(self.spec, self.limits.sequences, progress)
 
     def _new_batch(self) -> Batch:
         return Batch(

@@ -92,9 +92,7 @@ class Storage(ABC):
         """Bytes allocated, including slots not in use."""
         return plane_bytes(self._planes)
 
-    def require(self, slots: int) -> None:
-        """Raise CapacityError when `slots` slots can never fit."""
-        require_within(self.limit, slots)
+    require = Renamed("kvkeep.storage.base.require_within(storage.limit, slots)")
 
     # -- writing and reading --------------------------------------------------------------
 

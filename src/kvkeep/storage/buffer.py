@@ -14,7 +14,7 @@ from kvkeep.errors import ShapeError
 from kvkeep.native_library import LIBRARY
 from kvkeep.planes import Front, Planes, along_slots, moves, slot_count
 from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
-from kvkeep.storage.base import Storage
+from kvkeep.storage.base import Storage, require_within
 
 _MOST_VIEWS = 8  # views made at once; each takes about a kilobyte
 _PLANE = Struct("=5q")  # KvSlots of native/abi.h
@@ -74,7 +74,7 @@ class Buffer(Storage):
         self._length = length
 
     def reserve(self, slots: int) -> None:
-        self.require(slots)
+        require_within(self.limit, slots)
         if slots > self.capacity:
             self._reallocate(slots, self._planes)
 

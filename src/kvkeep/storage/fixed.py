@@ -7,6 +7,7 @@ from typing import ClassVar, final
 import torch
 
 from kvkeep.errors import SpecError
+from kvkeep.storage.base import require_within
 from kvkeep.storage.buffer import Buffer
 
 
@@ -33,7 +34,7 @@ class Fixed(Buffer):
         return Fixed(self.limit or 1)
 
     def _capacity_for(self, slots: int, device: torch.device) -> int:
-        self.require(slots)
+        require_within(self.limit, slots)
         assert self.limit is not None
         return self.limit
 

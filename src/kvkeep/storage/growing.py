@@ -141,17 +141,19 @@ class Growing(Buffer):
 
     def evict(self, victims: Tensor) -> None:
         super().evict(victims)
-        self._give_back()
+        _give_back(self)
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        self._give_back()
+        _give_back(self)
 
-    def _give_back(self) -> None:
-        if self._growth is None:
-            return
-        capacity = self._growth.less(self._length, self.capacity)
-        if capacity is not None:
-            # If memory for the copy is short, spare slots stay until a later reallocation.
-            with suppress(OutOfMemoryError):
-                self._reallocate(capacity, self._planes)
+
+def _give_back(storage: Growing) -> None:
+    """Free spare slots, if there are too many."""
+    if storage._growth is None:
+        return
+    capacity = storage._growth.less(storage.length, storage.capacity)
+    if capacity is not None:
+        # If memory for the copy is short, spare slots stay until a later reallocation.
+        with suppress(OutOfMemoryError):
+            storage._reallocate(capacity, storage._planes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,9 +14,6 @@ from kvkeep.errors import OutOfMemoryError
 from kvkeep.storage.allocate import SHORTAGE, out_of_memory, reserve
 from kvkeep.storage.copy_stream import CopyStream
 from kvkeep.storage.growing import Growth
-
-if TYPE_CHECKING:
-    from kvkeep.storage.host_planes import HostPlanes
 
 _ALIGNED = 256  # a plane begins at a multiple of this many bytes
 
@@ -34,11 +31,22 @@ class HostPlane(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class OnHost(Protocol):
+    """Slots in host memory, of which a device may have a copy. See `HostPlanes`."""
+
+    layout: tuple[HostPlane, ...]
+    host: dict[str, Tensor]
+    length: int
+
+    def write_pending(self) -> None:
+        """Write single slots that are still being copied from the device to host memory."""
+
+
 class _StagingBuffer:
     """Device memory for the planes of one storage at a time."""
 
     def __init__(self) -> None:
-        self.owner: ref[HostPlanes] | None = None
+        self.owner: ref[OnHost] | None = None
         self.arena: Tensor | None = None
         self.layout: tuple[HostPlane, ...] = ()
         self.room = 0  # slots that fit
@@ -46,7 +54,7 @@ class _StagingBuffer:
         self.planes: dict[str, Tensor] = {}  # (B, H, room, ...): views of `slots`
         self.copied: Any = None  # the event after the copy of the owner's planes
 
-    def holds(self, storage: HostPlanes) -> bool:
+    def holds(self, storage: OnHost) -> bool:
         return self.owner is not None and self.owner() is storage
 
     @property
@@ -92,10 +100,10 @@ class StagingBuffers:
         self.copies = CopyStream(device)
         self._device = device
         self._current, self._other = _StagingBuffer(), _StagingBuffer()
-        self._after: WeakKeyDictionary[HostPlanes, ref[HostPlanes]] = WeakKeyDictionary()
-        self._needs: WeakKeyDictionary[HostPlanes, int] = WeakKeyDictionary()  # bytes
+        self._after: WeakKeyDictionary[OnHost, ref[OnHost]] = WeakKeyDictionary()
+        self._needs: WeakKeyDictionary[OnHost, int] = WeakKeyDictionary()  # bytes
 
-    def planes(self, storage: HostPlanes) -> dict[str, Tensor]:
+    def planes(self, storage: OnHost) -> dict[str, Tensor]:
         """Device copies of a storage's planes, (B, H, room, ...), with its slots in use. Valid
         until another storage is requested.
 
@@ -106,12 +114,12 @@ class StagingBuffers:
             self._enter(storage)
         return self._current.planes
 
-    def slots(self, storage: HostPlanes) -> dict[str, Tensor]:
+    def slots(self, storage: OnHost) -> dict[str, Tensor]:
         """The copies of `planes`, slots first: (room, B, H, ...)."""
         self.planes(storage)
         return self._current.slots
 
-    def widened(self, storage: HostPlanes, slots: int) -> dict[str, Tensor]:
+    def widened(self, storage: OnHost, slots: int) -> dict[str, Tensor]:
         """`planes`, with room for at least `slots` slots.
 
         Raises:
@@ -126,17 +134,17 @@ class StagingBuffers:
             wider.owner, self._current = former.owner, wider
         return self._current.planes
 
-    def forget(self, storage: HostPlanes) -> None:
+    def forget(self, storage: OnHost) -> None:
         """Drop the copies of a storage, because its contents were replaced."""
         for buffer in (self._current, self._other):
             if buffer.holds(storage):
                 buffer.owner = None
 
-    def nbytes(self, storage: HostPlanes) -> int:
+    def nbytes(self, storage: OnHost) -> int:
         """Bytes of the staging buffers that currently hold a storage."""
         return sum(s.nbytes for s in (self._current, self._other) if s.holds(storage))
 
-    def _enter(self, storage: HostPlanes) -> None:
+    def _enter(self, storage: OnHost) -> None:
         if not self._other.holds(storage):
             self._fetch(storage, self._other)
         last = _alive(self._current.owner)
@@ -149,7 +157,7 @@ class StagingBuffers:
             with suppress(OutOfMemoryError):  # then fetch it when it is requested
                 self._fetch(following, self._other)
 
-    def _fetch(self, storage: HostPlanes, buffer: _StagingBuffer) -> None:
+    def _fetch(self, storage: OnHost, buffer: _StagingBuffer) -> None:
         buffer.owner = None
         storage.write_pending()
         self._fit(buffer, storage, storage.length + 1)
@@ -158,7 +166,7 @@ class StagingBuffers:
             self.copies.copy(buffer.slots[name][: storage.length], plane[: storage.length])
         buffer.copied, buffer.owner = self.copies.record_event(), ref(storage)
 
-    def _fit(self, buffer: _StagingBuffer, storage: HostPlanes, slots: int) -> None:
+    def _fit(self, buffer: _StagingBuffer, storage: OnHost, slots: int) -> None:
         """Give a buffer room for `slots` slots of a storage. A new buffer is large enough for the
         largest storage."""
         least = slots * sum(p.slot_bytes for p in storage.layout) + _ALIGNED * len(storage.layout)
@@ -210,5 +218,5 @@ class Prefetcher:
         return Prefetcher, ()
 
 
-def _alive(storage: ref[HostPlanes] | None) -> HostPlanes | None:
+def _alive(storage: ref[OnHost] | None) -> OnHost | None:
     return None if storage is None else storage()

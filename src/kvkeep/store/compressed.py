@@ -22,8 +22,9 @@ class Compressed(Stretch):
     @classmethod
     def of(cls, cache: ModelCache) -> Compressed:
         """A copy of the slots of a compressed cache of one row."""
+        cache.mend("store")
         layers = []
-        for state in cache.states("store"):
+        for state in (layer.state() for layer in cache.layers):
             tensors, mean = state.tensors(), state.history.centre
             tensors |= {} if mean is None else {f"{_CENTRE}.mean": mean}
             layers.append({name: x.clone() for name, x in tensors.items()})

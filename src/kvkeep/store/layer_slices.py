@@ -233,8 +233,9 @@ def stored_slots(cache: Cache, row: int = 0) -> Stretch:
     """A row's slots for a store, without the policy's scores, and its recurrent states at the marks
     of the cache. See `why_not_kept`."""
     found: list[Planes] = []
-    for layer, state in zip(cache.layers, cache.states("store"), strict=True):
-        planes = state.parts["slots"]
+    cache.mend("store")
+    for layer in cache.layers:
+        planes = layer.state().parts["slots"]
         stored = {n: planes[n][row : row + 1] for n in planes if n not in layer.policy.planes}
         stored |= {POSITION: stored[POSITION][:, :1]}
         found.append(stored if window_in(layer) is None else _in_order(stored))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from torch import Tensor
 
 from kvkeep.arguments import suggests
+from kvkeep.cache import note_tokens
 from kvkeep.errors import ShapeError, SpecError, UnsupportedError
 from kvkeep.host import Host, ModelCache, Specs, host_of, per_layer
 from kvkeep.host.compress import compress, compressed_tokens, compresses
@@ -302,7 +303,7 @@ class PrefixStore(TextStore):
             with self._counted(identity, keys) as hit:
                 if hit.fits(cache):
                     hit.fill(cache)
-        cache.note_tokens(tokens[None, : cache.fed])
+        note_tokens(cache, tokens[None, : cache.fed])
         return Reading(cache, cache.fed)
 
     def fetch(

@@ -117,13 +117,13 @@ class _Case:
         shares = []
         for _ in range(3):
             layer = self._filled("growing", 0)
-            spare = layer.capacity - layer.length
+            spare = layer.stats().capacity - layer.length
             if spare:
                 layer.extend(self._random(spare), self._random(spare))
                 layer.settle()
-            before = layer.capacity
+            before = layer.stats().capacity
             took = timer(self._call("update", layer))
-            shares.append(took / (layer.capacity - before))
+            shares.append(took / (layer.stats().capacity - before))
         return statistics.median(shares)
 
     def _filled(self, layout: str, turns: int) -> LayerCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from time import perf_counter, sleep
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvkeep import threads
-from kvkeep.errors import SpecError
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.attach import attach
 from kvkeep.host.progress import Progress, Work, silent
+from kvkeep_lab.bench.options import Decode
 from kvkeep_lab.bench.random_model import model_named
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import EAGER, FUSED, PLAIN, named, twin
@@ -30,31 +30,21 @@ BATCH = "batch"
 WAYS = (PLAIN, EAGER, FUSED, BATCH)
 CHOSEN, ONE, ALL = "chosen", "one", "all"
 
+_CONTEXT = 128  # tokens of the prompt
 _SEQUENCES = 4  # of a batch
 _SETTLED_S = 0.5  # until the processes run, or are gone
 _BUSY = "while True: pass"
 
 
 def run(
-    model: str = "smollm2-135m",
-    *,
-    dtype: str = "bfloat16",
-    context: int = 128,
-    ways: Sequence[str] | None = None,
-    beside: Sequence[int] = (0, 1, 2),
-    tokens: int = 24,
-    turns: int = 3,
-    progress: Progress = silent,
+    asked: Decode, progress: Progress = silent, *, tokens: int = 24, turns: int = 3
 ) -> dict[str, Any]:
     """Generate text beside busy processes, which this starts and ends.
 
     Args:
-        model: a name from `kvkeep models`, a directory, or a hub name.
-        dtype: dtype of weights and cache.
-        context: tokens of the prompt.
-        ways: how kvkeep's steps run: "default" (as `attach(model)` makes them), "eager" (without
-            kvkeep's linear layers), "compile", and "batch" (a `Batch` of four sequences).
-        beside: numbers of busy processes.
+        asked: its `beside` are numbers of busy processes, and its `ways` how kvkeep's steps run:
+            "default" (as `attach(model)` makes them), "eager" (without kvkeep's linear layers),
+            "compile", and "batch" (a `Batch` of four sequences).
         tokens: generated tokens of each measurement; a quarter with all threads beside others.
         turns: measurements of each case, which take turns.
 
@@ -64,14 +54,12 @@ def run(
         compared with the better of one and all.
 
     Raises:
-        SpecError: a way does not exist, or a number of processes is negative.
+        SpecError: a way does not exist.
     """
-    ways = ways or WAYS
+    ways, beside = asked.ways or WAYS, asked.beside or (0,)
     require_known("way", ways, WAYS)
-    if min(beside) < 0 or tokens < 4:
-        raise SpecError(f"{min(beside)} busy processes and {tokens} tokens: at least 0 and 4")
-    loaded, tokenizer = model_named(model, dtype, torch.device("cpu"))
-    ids = tokens_of_text(tokenizer, context)
+    loaded, tokenizer = model_named(asked.model, asked.dtype, torch.device("cpu"))
+    ids = tokens_of_text(tokenizer, _CONTEXT)
     generators = {way: _generator(twin(loaded), way, ids) for way in ways}
     for generate in generators.values():
         generate(4)  # compiles
@@ -94,7 +82,7 @@ def run(
             ratio = speed / best if choice == CHOSEN else None
             row = {"system": system, "beside": busy, "threads": choice}
             rows.append({**row, "tokens_per_s": speed, "ratio": ratio})
-    return result("decode beside others", rows, model=model, dtype=dtype, context=context)
+    return result("decode beside others", rows, **asked.some("model", "dtype"), context=_CONTEXT)
 
 
 @contextmanager

@@ -66,9 +66,7 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
         UnsupportedError: llama.cpp is not installed, or cannot run this model.
     """
     if asked.beside is not None:
-        return beside.run(
-            asked.model, dtype=asked.dtype, ways=asked.ways, beside=asked.beside, progress=progress
-        )
+        return beside.run(asked, progress)
     place = device_named(asked.device)
     longer = (2048, 8192, 32768, 131072) if asked.model in RANDOM else (128, 2048, 7936)
     contexts, asked = asked.contexts or longer, chosen(asked, place)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvkeep.errors import SpecError
+from kvkeep.libraries import LIBRARIES
 from kvkeep.options import option
 from kvkeep_lab.options import names, numbers, spec_list
 
@@ -34,10 +35,8 @@ def _model_or_random() -> Any:
 
 
 def _host() -> Any:
-    libraries = ("transformers", "litgpt")
-    return option(
-        "transformers", "Library that runs the model: transformers, or litgpt.", values=libraries
-    )
+    help = f"Library that runs the model: {' or '.join(LIBRARIES)}."
+    return option("transformers", help, values=tuple(LIBRARIES))
 
 
 def _dtype(default: str = "float32") -> Any:
@@ -165,8 +164,8 @@ class Op(Benchmark):
     mass: bool | None = option(None, "Compute the attention mass too; default: no, on CUDA both.")
     against: Sequence[str] | None = names(
         None,
-        "Of torch-sdpa, torch-folded, torch-expanded, torch-math, flex, flash-attn and flashinfer, "
-        "comma-separated; default: the first three, on CUDA all.",
+        "Of torch-sdpa, torch-folded, torch-expanded, torch-math and flex, comma-separated; "
+        "default: the first three, on CUDA all.",
     )
     turns: int = _count(10)
     both_masses: bool = False

@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvkeep.errors import UnsupportedError
-
 Attention = Callable[[], Tensor]
 
 TORCH = "torch-sdpa"
 """torch's scaled_dot_product_attention with enable_gqa."""
 
-_PAGE = 16
 _attention = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -83,58 +79,12 @@ def _compiled(attention: Any) -> Any:
     return torch.compile(attention, dynamic=False)
 
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Attention:
-    """The flash-attn package's attention over a cache, in the version for this GPU."""
-    module = next((name for name in ("flash_attn_interface", "flash_attn") if find_spec(name)), "")
-    if not module:
-        raise UnsupportedError("flash-attn is not installed")
-    attend = import_module(module).flash_attn_with_kvcache
-    own, keys, values = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    held = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
-
-    def call() -> Tensor:
-        out = attend(own, keys, values, cache_seqlens=held, causal=True)
-        out = out[0] if isinstance(out, tuple) else out
-        return out.transpose(1, 2)  # type: ignore[no-any-return]
-
-    return call
-
-
-def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Attention:
-    """The FlashInfer package's decoding over pages, which are in order here."""
-    if not find_spec("flashinfer"):
-        raise UnsupportedError("flashinfer is not installed")
-    (rows, query_heads, n, dim), (heads, slots) = q.shape, k.shape[1:3]
-    if n > 1 or slots % _PAGE:
-        raise UnsupportedError(
-            f"{n} queries over {slots} slots: flashinfer is measured for one query, over pages "
-            f"of {_PAGE} slots"
-        )
-    each = slots // _PAGE
-    pages = [
-        x.view(rows, heads, each, _PAGE, dim).transpose(1, 2).reshape(-1, heads, _PAGE, dim)
-        for x in (k, v)
-    ]
-    there: dict[str, Any] = {"dtype": torch.int32, "device": q.device}
-    room = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
-    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
-        room, "HND", use_tensor_cores=query_heads // heads >= 4
-    )
-    starts, indices = torch.arange(rows + 1, **there) * each, torch.arange(rows * each, **there)
-    last = torch.full((rows,), _PAGE, **there)
-    wrapper.plan(starts, indices, last, query_heads, heads, dim, _PAGE, q_data_type=q.dtype)
-    own, held = q[:, :, 0].contiguous(), tuple(pages)
-    return lambda: wrapper.run(own, held).unsqueeze(2)
-
-
 RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor], Attention]] = {
     TORCH: torch_sdpa,
     "torch-folded": torch_folded,
     "torch-expanded": torch_expanded,
     "torch-math": torch_math,
     "flex": flex,
-    "flash-attn": flash_attn,
-    "flashinfer": flashinfer,
 }
 
 ON_CPU = (TORCH, "torch-folded", "torch-expanded")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import KVKeepError
 from kvkeep.files import tensor_file
 from kvkeep.host import Host, host_of
 from kvkeep.host.fingerprint import sampled
 from kvkeep.host.progress import Progress, silent
 from kvkeep.policy.scorer import LayerScorer, Scorer
+from kvkeep_lab.calibration.options import CalibrationError, CalibrationOptions
 from kvkeep_lab.calibration.samples import Samples, sampled_text
 from kvkeep_lab.calibration.texts import texts
 from kvkeep_lab.calibration.training import divided, trained
@@ -24,21 +24,13 @@ _TRAINED = ("features", "targets")
 _TRAINING = 0.25  # the share of the time that training takes, about
 
 
-class CalibrationError(KVKeepError):
-    """Options of a calibration are out of range, or its files cannot be written."""
-
-
 def calibrate(
     model: Any,
     tokenizer: Any,
     out: str | Path,
     *,
-    text_file: Path | None = None,
-    count: int = 24,
-    length: int = 4096,
-    hidden: int = 32,
-    steps: int = 600,
     progress: Progress = silent,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train a scorer for a model, and write its file, for specs such as `kvzap:25%,scorer=out`.
 
@@ -52,12 +44,8 @@ def calibrate(
     Args:
         model: not attached.
         out: the scorer's file, in safetensors format.
-        text_file: UTF-8 text to read; None: sources and docstrings of Python's standard library.
-        count: texts, at least 2.
-        length: tokens of each text; at most half of the model's context.
-        hidden: units of each network.
-        steps: of training, for each layer.
         progress: see `Progress`.
+        options: see `kvkeep_lab.calibration.options.CalibrationOptions`.
 
     Returns:
         `file`, `bytes`, `tokens` read, `seconds`, and `layers`: for each with a scorer its `layer`,
@@ -69,16 +57,11 @@ def calibrate(
         ShapeError: the text is too short.
         SpecError, UnsupportedError: the model cannot be compressed; see `kvkeep.Cache.compress`.
     """
-    began, out = time.monotonic(), Path(out)
-    if count < 2 or hidden < 1 or steps < 1 or length < 64:
-        raise CalibrationError(
-            f"{count} texts of {length} tokens, {hidden} units, {steps} steps: at least 2 texts, "
-            "64 tokens, one unit and one step are needed"
-        )
-    host = host_of(model)
-    if host.context is not None and 2 * length > host.context:
-        length = host.context // 2
-    rows = texts(tokenizer, count, length, text_file)
+    began, out, asked = time.monotonic(), Path(out), CalibrationOptions(**options)
+    host, length = host_of(model), asked.length
+    if host.context is not None:
+        length = min(length, host.context // 2)
+    rows = texts(tokenizer, asked.count, length, asked.text_file)
     held = out.with_name(out.name + ".samples")
     try:
         held.mkdir(parents=True, exist_ok=True)
@@ -88,9 +71,9 @@ def calibrate(
     with host.attach("keep_all", linears=False):
         gathered = []
         for index, row in enumerate(rows):
-            progress(f"text {index + 1} of {count}", (1 - _TRAINING) * index / count)
+            progress(f"text {index + 1} of {len(rows)}", (1 - _TRAINING) * index / len(rows))
             gathered.append(sampled_text(host, row, held / f"{index}.safetensors", identity))
-    scorer, found = _scorer(host, gathered, identity, hidden, steps, progress)
+    scorer, found = _scorer(host, gathered, identity, asked, progress)
     tensors, metadata = scorer.content()
     try:
         tensor_file.write(out, tensors, metadata, sync=True)
@@ -107,7 +90,11 @@ def calibrate(
 
 
 def _scorer(
-    host: Host, gathered: list[Samples], identity: str, hidden: int, steps: int, progress: Progress
+    host: Host,
+    gathered: list[Samples],
+    identity: str,
+    asked: CalibrationOptions,
+    progress: Progress,
 ) -> tuple[Scorer, list[dict[str, Any]]]:
     """Train the scorers of all layers, and tell how well each predicts."""
     held_out = max(1, len(gathered) // 8)
@@ -115,7 +102,8 @@ def _scorer(
     layers, found = {}, []
     for done, index in enumerate(gathered[0].scores):
         progress(f"layer {index}", 1 - _TRAINING * (1 - done / len(shares)))
-        networks = trained(*_joined(gathered[:-held_out], index), hidden, steps, host.device)
+        data = _joined(gathered[:-held_out], index)
+        networks = trained(*data, asked.hidden, asked.steps, host.device)
         features, true = _joined(gathered[-held_out:], index)
         r2 = _explained(networks(features.float()), true)
         layers[index] = LayerScorer(networks, tuple(shares[index]), str(index))

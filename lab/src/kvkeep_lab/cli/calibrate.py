@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,24 +10,12 @@ import typer
 from kvkeep.cli import output
 from kvkeep.cli.options import ModelOptions, with_options
 from kvkeep.cli.progress import Working
-from kvkeep.options import option
-from kvkeep_lab.options import text_file
+from kvkeep_lab.calibration.options import CalibrationOptions
 
 
-@dataclass(frozen=True)
-class Calibrate:
-    """Options of `kvkeep_lab.calibrate`."""
-
-    text_file: Path | None = text_file("Calibrate with this UTF-8 text.")
-    count: int = option(24, "Excerpts to read.", name="--texts", min=2)
-    length: int = option(4096, "Tokens of each excerpt.", min=64)
-    hidden: int = option(32, "Units of each head's network.", min=1)
-    steps: int = option(600, "Training steps for each layer.", min=1)
-
-
-@with_options(Calibrate, ModelOptions)
+@with_options(CalibrationOptions, ModelOptions)
 def calibrate(
-    asked: Calibrate,
+    asked: CalibrationOptions,
     which: ModelOptions,
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the scorer.")],
     json: output.JsonFlag = False,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvkeep.cache import note_tokens
 from kvkeep.errors import StateError
 from kvkeep.hf.cache import Cache
 
@@ -50,13 +51,13 @@ class Fed:
         """
         cache = self.cache
         if self.mode in _PROMPTS:
-            cache.note_tokens(ids.repeat_interleave(cache.rows // len(ids), dim=0), self.after)
+            note_tokens(cache, ids.repeat_interleave(cache.rows // len(ids), dim=0), self.after)
         elif (
             self.mode in _ANSWERS
             and isinstance(said, Tensor)
             and cache.fed == self.after + said.shape[1] - 1
         ):
-            cache.note_tokens(said, self.after)
+            note_tokens(cache, said, self.after)
 
 
 def gives_whole_text(given: Mapping[str, Any], columns: int, generation_config: Any) -> bool:
@@ -73,6 +74,11 @@ def gives_whole_text(given: Mapping[str, Any], columns: int, generation_config: 
     return bool(mask.shape[-1] == columns)
 
 
+def _removes_last(cache: Cache) -> bool:
+    held = all(layer.drafts.rollback_limit >= 1 for layer in cache.layers)
+    return held and cache.carried.returns_to(cache.fed - 1)
+
+
 def feeds_last_again(cache: Cache, columns: int) -> bool:
     """Whether the cache already holds all `columns` columns of a whole text, so that the last one
     must be removed and fed again.
@@ -83,7 +89,7 @@ def feeds_last_again(cache: Cache, columns: int) -> bool:
     fed = cache.fed
     if columns > fed:
         return False
-    if columns == fed and cache.returns_to(fed - 1):
+    if columns == fed and _removes_last(cache):
         return True
     last = "" if columns < fed else " and cannot remove the last one to feed it again"
     raise StateError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvkeep import cache as core
+from kvkeep.cache import hide_columns
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.hf.config import base_config, decoder_config, is_routed
 from kvkeep.hf.handover import MaskLength
 from kvkeep.hf.interface.model_layers import TellsLayers
 from kvkeep.hf.kinds import Forwards
 from kvkeep.host import ModelCache
+from kvkeep.host.cache import token_limit
 from kvkeep.host.drafts import require_recordable
 from kvkeep.layer.history import Prompt
 
@@ -79,12 +82,12 @@ class TransformersNames(TellsLayers, ModelCache):
             length = MaskLength(kept + query_length)
         length.layer, length.routed = layer, is_routed(self.config)
         length.traced, length.compileable = self._traced[index], self._may_compile(length.routed)
-        length.hide = self.hide
+        length.hide = partial(hide_columns, self)
         return length, fed - kept
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that fit; -1: no limit."""
-        limit = self.token_limit(layer_idx)
+        limit = token_limit(self, layer_idx)
         return -1 if limit is None else limit
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from kvkeep.cache import note_tokens
 from kvkeep.context import within
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.cache_argument import NAMES, cache_in
@@ -186,7 +187,7 @@ def note_fed(cache: Any, given: Mapping[str, Any]) -> None:
             layer.cursor.history.mark_embedded(offset, floor)
     ids = given.get("input_ids")
     if ids is not None and ids.shape[1] > 1 and position is None:
-        cache.note_tokens(ids, cache.fed - ids.shape[1])
+        note_tokens(cache, ids, cache.fed - ids.shape[1])
 
 
 def _shared_positions(

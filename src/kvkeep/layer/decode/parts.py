@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import singledispatch
 from typing import NamedTuple
 
 from torch import Tensor
 
 from kvkeep.attention import Segment
+from kvkeep.errors import CapacityError, OutOfMemoryError
 from kvkeep.layer.block_encoded import BlockEncoded
+from kvkeep.layer.cursor import Turn
 from kvkeep.layer.parted import Parted
 from kvkeep.layer.slots import Codecs, LayerSlots
 from kvkeep.layer.undivided import Undivided
@@ -52,25 +56,32 @@ class StepPart(NamedTuple):
         return x if self.head is None else x.chunk(heads, dim=1)[self.head]
 
 
+@singledispatch
 def step_parts(slots: LayerSlots) -> tuple[StepPart, ...]:
     """The parts to which a step appends tokens; empty if a step cannot be described so."""
-    if isinstance(slots, Parted):
-        return tuple(
-            StepPart(slots.codecs, part.storage, (), row, part.head, place)
-            for part in slots.storage.parts
-            for place, row in enumerate(
-                range(slots.storage.batch) if part.rows is None else part.rows.tolist()
-            )
+    return ()
+
+
+@step_parts.register
+def _(slots: Parted) -> tuple[StepPart, ...]:
+    return tuple(
+        StepPart(slots.codecs, part.storage, (), row, part.head, place)
+        for part in slots.storage.parts
+        for place, row in enumerate(
+            range(slots.storage.batch) if part.rows is None else part.rows.tolist()
         )
-    if isinstance(slots, BlockEncoded):
-        return _behind_blocks(slots)
-    assert isinstance(slots, Undivided)
+    )
+
+
+@step_parts.register
+def _(slots: Undivided) -> tuple[StepPart, ...]:
     if slots.aside.length or slots.frozen.hides or not slots.storage.length:
         return ()
     return (StepPart(slots.codecs, slots.storage, slots.segments()[:-1]),)
 
 
-def _behind_blocks(slots: BlockEncoded) -> tuple[StepPart, ...]:
+@step_parts.register
+def _(slots: BlockEncoded) -> tuple[StepPart, ...]:
     """The parts of a plain tail: one, or one for each head if the blocks have a part for each."""
     coded, behind = slots.blocks.segments(), tuple[StepPart, ...]()
     if slots.by_token and coded:
@@ -95,16 +106,27 @@ def _behind_blocks(slots: BlockEncoded) -> tuple[StepPart, ...]:
     return ()
 
 
+@singledispatch
 def step_state(slots: LayerSlots) -> tuple[object, ...]:
     """A key that stays equal as long as `step_parts` does."""
-    if isinstance(slots, Parted):
-        return slots.storage.storages
-    if isinstance(slots, BlockEncoded):
-        length = slots.blocks.length
-        fixed = length > 0 if slots.by_token else length
-        return fixed, step_state(slots.blocks), step_state(slots.tail)
-    assert isinstance(slots, Undivided)
+    return ()
+
+
+@step_state.register
+def _(slots: Parted) -> tuple[object, ...]:
+    return slots.storage.storages
+
+
+@step_state.register
+def _(slots: Undivided) -> tuple[object, ...]:
     return slots.storage, slots.frozen, slots.aside.length
+
+
+@step_state.register
+def _(slots: BlockEncoded) -> tuple[object, ...]:
+    length = slots.blocks.length
+    fixed = length > 0 if slots.by_token else length
+    return fixed, step_state(slots.blocks), step_state(slots.tail)
 
 
 def count_slots(
@@ -120,3 +142,12 @@ def count_slots(
             stay &= storages[index].capacity == capacities[index]
         lengths[index] = length
     return stay
+
+
+def grow_slots(needs: Sequence[tuple[Storage, int]], turn: Turn) -> None:
+    """Allocate slots in each storage that has fewer than it needs, if there is memory; the layer's
+    turn is taken meanwhile."""
+    if any(slots > storage.capacity for storage, slots in needs):
+        with suppress(CapacityError, OutOfMemoryError), turn:
+            for storage, slots in needs:
+                storage.grow_for(slots)

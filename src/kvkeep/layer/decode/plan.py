@@ -7,7 +7,6 @@ than attention over a few hundred slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from struct import pack
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.checks import wants_gradients
-from kvkeep.errors import CapacityError, OutOfMemoryError
 from kvkeep.layer.cursor import State
-from kvkeep.layer.decode.parts import StepPart, count_slots, step_parts, step_state
+from kvkeep.layer.decode.parts import StepPart, count_slots, grow_slots, step_parts, step_state
 from kvkeep.layer.decode.possible import planned_parts
 from kvkeep.layer.decode.records import (
     SEQUENCE,
@@ -254,10 +252,7 @@ class StepPlan:
         needs = [(storage, min(length, spare) + 1) for storage, length in held]
         coded = zip(self._behind, self._coded, strict=False)
         needs += [(one.part.storage, length + 1) for one, length in coded]
-        if any(slots > storage.capacity for storage, slots in needs):
-            with suppress(CapacityError, OutOfMemoryError), self.cursor.turn:
-                for storage, slots in needs:
-                    storage.grow_for(slots)
+        grow_slots(needs, self.cursor.turn)
         return self._stays()
 
     def _decides(self, length: int, budget: int | None) -> bool:
