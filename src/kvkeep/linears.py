@@ -14,17 +14,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kvkeep import native_library
+from kvkeep.choice import kernel_rows
 from kvkeep.errors import UnsupportedError
 from kvkeep.native_library import LIBRARY, TYPES, reason
-
-MOST_ROWS = 32
-"""Most rows for which the kernel is faster than torch where torch has a fast product of the dtype.
-It is KV_LINEAR_ROWS of native/linear.h: for more rows, the kernel reads the weights again."""
-
-FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
-"""Bytes of weights from which on the kernel computes a layer at all, and from which on it computes
-a single row. For smaller weights the call itself takes most of the time, and torch is as fast."""
 
 _LINEAR = Struct("=8q")
 
@@ -35,25 +27,6 @@ class Stored(NamedTuple):
 
     weight: Tensor
     scale: Tensor | None = None
-
-
-def most_rows(dtype: torch.dtype) -> int:
-    """Most rows of x for which the kernel is faster than torch.
-
-    torch multiplies bfloat16 and float16 by oneDNN where the processor has instructions for the
-    dtype (AVX-512; AVX512_FP16). Elsewhere its products take about five times as long as the
-    kernel's, whatever the number of rows.
-    """
-    if dtype not in _SUPPORTED or native_library.instructions() == "portable":
-        return MOST_ROWS
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
-    return MOST_ROWS if supported is None or supported() else sys.maxsize
-
-
-_SUPPORTED = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
 
 
 def product(
@@ -95,8 +68,8 @@ def require_kernel() -> None:
 
 
 def route(model: nn.Module) -> int:
-    """Let the native kernel compute the model's linear layers where it is faster: calls of at most
-    `most_rows` rows on the CPU, without gradients. `unroute` undoes this.
+    """Let the native kernel compute the model's linear layers where it is faster (`kvkeep.choice`),
+    on the CPU and without gradients. `unroute` undoes this.
 
     A layer is routed if its type is exactly `nn.Linear`, the kernel can read its weights, and
     nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation). The kernel
@@ -110,9 +83,7 @@ def route(model: nn.Module) -> int:
         return 0
     routed = [module for module in _linears(model) if _gains(module)]
     for module in routed:
-        plain = _is_plain(module.weight)
-        small = plain and module.weight.nbytes < FEWEST_FOR_ONE
-        module.__dict__["forward"] = _Routed(module, module.in_features if small else 0)
+        module.__dict__["forward"] = _Routed(module)
     return len(routed)
 
 
@@ -137,10 +108,12 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
 
 def _gains(module: nn.Linear) -> bool:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or "forward" in module.__dict__ or weight.nbytes < FEWEST_BYTES:
+    if weight is None or "forward" in module.__dict__:
         return False
     found = stored(weight)
-    return found is not None and _is_plain(bias) and readable(found, bias, weight.dtype)
+    if found is None or not (_is_plain(bias) and readable(found, bias, weight.dtype)):
+        return False
+    return any(Weights([found], [bias], weight.dtype).faster)
 
 
 def stored(weight: Tensor) -> Stored | None:
@@ -204,11 +177,11 @@ class Weights:
 
     __slots__ = (
         *("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads"),
-        "most",
+        "faster",
     )
 
-    most: int
-    """Largest number of elements of x for which the kernel is faster than torch."""
+    faster: tuple[bool, ...]
+    """For x of at most 1, 2, 4, ... rows, whether the kernel is faster than torch."""
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
     """Objects by the id of their first weight. The entry is removed when the weight is freed."""
@@ -223,7 +196,8 @@ class Weights:
         ]
         first, scales = weights[0]
         self._dtype, self._inputs = dtype, first.shape[-1]
-        self.most = most_rows(dtype) * self._inputs
+        total = sum(layer.weight.nbytes for layer in weights)
+        self.faster = kernel_rows(dtype, total, coded=scales is not None)
         self._outputs = sum(layer.weight.shape[0] for layer in weights)
         self._pointers = [
             None if x is None else x.data_ptr()
@@ -314,25 +288,25 @@ class Weights:
 
 
 class _Routed:
-    """The `forward` of a routed layer. Calls that the kernel does not support go to the module's
-    own forward."""
+    """The `forward` of a routed layer. Calls that the kernel does not support, and calls that torch
+    computes faster, go to the module's own forward."""
 
-    __slots__ = ("_few", "_module", "_weights")
+    __slots__ = ("_module", "_weights")
 
-    def __init__(self, module: nn.Linear, few: int) -> None:
-        """`few`: the largest number of input elements for which torch is as fast."""
-        self._module, self._few = module, few
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
         self._weights: Weights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Routed, (self._module, self._few)  # copies have their own weights
+        return _Routed, (self._module,)  # copies have their own weights
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         module = self._module
-        if input.numel() > self._few and not is_compiling() and not self._is_watched(input):
+        if not is_compiling() and not self._is_watched(input):
             weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
             weights = None if weight is None else self._read(weight, bias)
-            if weights is not None and input.numel() <= weights.most:
+            rows = input.numel() // module.in_features
+            if weights is not None and weights.faster[max(0, rows - 1).bit_length()]:
                 out = weights.product(input)
                 if out is not None:
                     return out
