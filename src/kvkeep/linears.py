@@ -81,9 +81,10 @@ def route(model: nn.Module) -> int:
     """
     if LIBRARY is None:
         return 0
-    routed = [module for module in _linears(model) if _gains(module)]
-    for module in routed:
-        module.__dict__["forward"] = _Routed(module)
+    routed = [(module, _faster(module)) for module in _linears(model)]
+    routed = [(module, faster) for module, faster in routed if any(faster)]
+    for module, faster in routed:
+        module.__dict__["forward"] = _Routed(module, faster)
     return len(routed)
 
 
@@ -106,14 +107,19 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
             yield module
 
 
-def _gains(module: nn.Linear) -> bool:
+def _faster(module: nn.Linear) -> tuple[bool, ...]:
+    """`kernel_rows` of a layer; empty if the kernel cannot compute it."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or "forward" in module.__dict__:
-        return False
+        return ()
     found = stored(weight)
     if found is None or not (_is_plain(bias) and readable(found, bias, weight.dtype)):
-        return False
-    return any(Weights([found], [bias], weight.dtype).faster)
+        return ()
+    return _rows_of(found, weight.dtype)
+
+
+def _rows_of(layer: Stored, dtype: torch.dtype) -> tuple[bool, ...]:
+    return kernel_rows(dtype, layer.weight.nbytes, coded=layer.scale is not None)
 
 
 def stored(weight: Tensor) -> Stored | None:
@@ -175,13 +181,7 @@ class Weights:
         dtype: the dtype of x.
     """
 
-    __slots__ = (
-        *("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads"),
-        "faster",
-    )
-
-    faster: tuple[bool, ...]
-    """For x of at most 1, 2, 4, ... rows, whether the kernel is faster than torch."""
+    __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
     """Objects by the id of their first weight. The entry is removed when the weight is freed."""
@@ -196,8 +196,6 @@ class Weights:
         ]
         first, scales = weights[0]
         self._dtype, self._inputs = dtype, first.shape[-1]
-        total = sum(layer.weight.nbytes for layer in weights)
-        self.faster = kernel_rows(dtype, total, coded=scales is not None)
         self._outputs = sum(layer.weight.shape[0] for layer in weights)
         self._pointers = [
             None if x is None else x.data_ptr()
@@ -291,22 +289,25 @@ class _Routed:
     """The `forward` of a routed layer. Calls that the kernel does not support, and calls that torch
     computes faster, go to the module's own forward."""
 
-    __slots__ = ("_module", "_weights")
+    __slots__ = ("_faster", "_module", "_weights")
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+    def __init__(self, module: nn.Linear, faster: tuple[bool, ...]) -> None:
+        """`faster`: the `kernel_rows` of the layer."""
+        self._module, self._faster = module, faster
         self._weights: Weights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Routed, (self._module,)  # copies have their own weights
+        return _Routed, (self._module, self._faster)  # copies have their own weights
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         module = self._module
-        if not is_compiling() and not self._is_watched(input):
+        if is_compiling() or torch._C._get_tracing_state():  # sizes are not numbers
+            return nn.Linear.forward(module, input)
+        rows = input.numel() // module.in_features
+        if self._faster[max(0, rows - 1).bit_length()] and not self._is_watched(input):
             weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
             weights = None if weight is None else self._read(weight, bias)
-            rows = input.numel() // module.in_features
-            if weights is not None and weights.faster[max(0, rows - 1).bit_length()]:
+            if weights is not None:
                 out = weights.product(input)
                 if out is not None:
                     return out
@@ -322,10 +323,11 @@ class _Routed:
             if found is None:
                 return None
             weights = self._weights = Weights([found], [bias], weight.dtype)
+            self._faster = _rows_of(found, weight.dtype)
         return weights
 
     def _is_watched(self, x: Tensor) -> bool:
-        """Whether gradients, hooks, autocast, tracing or torch.func require torch's operations."""
+        """Whether gradients, hooks, autocast or torch.func require torch's operations."""
         module = self._module
         if torch.is_grad_enabled():
             weights = module._parameters.values()
@@ -336,7 +338,6 @@ class _Routed:
             or module._forward_pre_hooks
             or torch.is_autocast_enabled("cpu")
             or torch._C._len_torch_dispatch_stack()
-            or torch._C._get_tracing_state()
             or peek_interpreter_stack()
             or forward_ad._current_level >= 0
         )
