@@ -178,7 +178,7 @@ def test_op(dtype, queries):
 @pytest.mark.skipif(not native.available, reason=native.reason)
 def test_op_of_codecs():
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "300")
-    options = ("--codecs", "plain,int8,int8/int4,kivi", "--turns", "1", "--device", "cpu", "--json")
+    options = ("--codecs", "plain,int8,int8/int4,int4,kivi", "--turns", "1", "--device", "cpu", "--json")
     rows = last_line(run("op", *shape, *options))["rows"]
     sizes = {  # of 2 heads x 300 slots
         row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 600
@@ -187,8 +187,9 @@ def test_op_of_codecs():
     }
     blocks = (256 * 76 + 44 * 256) / 300  # eight blocks of 32 tokens, and the others plain
     assert sizes == pytest.approx(
-        {"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36, "kivi": blocks}
+        {"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36, "int4": 2 * 36, "kivi": blocks}
     )
+    assert all(row["error"] < 0.02 for row in rows)  # with the centre of int4's keys
     assert [row["codec"] for row in rows if row["backend"] != "native"] == ["plain"] * 4
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, View, attend, backends
+from kvkeep.attention.centre import Centre, Turns
 from kvkeep.codec import Codec, Plain, encoded_count
 from kvkeep.errors import SpecError
 from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
+from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
 from kvkeep_lab.bench.options import Op
@@ -44,7 +46,8 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     """Time `attend` on every backend that can run, and the attention of other libraries.
 
     All codecs but "plain" are timed only on the device's own backend. Of "kivi" some tokens are
-    plain. Lengths below a number of queries are left out for it.
+    plain, and lengths below a number of queries are left out for it. Keys of a codec with a centre
+    have one, under a rotary embedding; those of "int4:centre=0" have none.
 
     Returns:
         `rows`: for each system and length, and for each number of `queries` if several are given,
@@ -191,6 +194,7 @@ class _Case:
         """The calls of all systems whose first call succeeded; records their errors."""
         calls: dict[_System, Call] = {}
         views: dict[str, View] = {}
+        centres = {codec: _centre(spec, k) for codec, spec in self.specs.items()}
         reference: dict[str, Tensor] = {}
         for codec, spec in self.specs.items():
             views[codec] = view = _view(spec, k, v, q.shape[2])
@@ -200,13 +204,13 @@ class _Case:
                 for name, plane in segment.planes.items()
                 if name != POSITION
             )
-            held = view.in_order(q.dtype, q.dtype, moved=False)
+            held = view.in_order(q.dtype, q.dtype, moved=False, centre=centres[codec])
             reference[codec] = torch_sdpa(q, held.keys, held.values)()
         for system in self.systems:
             reason = self.limits.refuse()
             try:
                 if reason is None:
-                    call = _call(system, q, k, v, views[system.codec])
+                    call = _call(system, q, k, v, views[system.codec], centres[system.codec])
                     self._add(system, error=_difference(call(), reference[system.codec]))
                     calls[system] = call
             except Exception as error:  # any error: the other systems are still measured
@@ -225,11 +229,23 @@ class _Case:
         return replays
 
 
-def _call(system: _System, q: Tensor, k: Tensor, v: Tensor, view: View) -> Callable[[], Tensor]:
-    name, mass, scale = system.backend, system.mass, q.shape[-1] ** -0.5
+def _call(
+    system: _System, q: Tensor, k: Tensor, v: Tensor, view: View, centre: Centre | None
+) -> Callable[[], Tensor]:
+    name, options = system.backend, {"scale": q.shape[-1] ** -0.5, "need_mass": system.mass}
     if name in RIVALS:
         return RIVALS[name](q, k, v)
-    return lambda: attend(q, view, scale=scale, backend=name, need_mass=mass)[0]
+    return lambda: attend(q, view, backend=name, centre=centre, **options)[0]
+
+
+def _centre(spec: CacheSpec, k: Tensor) -> Centre | None:
+    """The centre of keys (B, H, S, D) that are coded as given; None: the codec has no centre."""
+    if not spec.key_codec.centre:
+        return None
+    rows, heads, length, width = k.shape
+    rotary = Rotary(10_000.0 ** (-torch.arange(width // 2) / (width // 2)))
+    mean = torch.randn(rows, heads, width, device=k.device)
+    return Centre(mean, Turns.of(rotary, width, length, k.device))
 
 
 def _difference(out: Tensor, reference: Tensor) -> float:
