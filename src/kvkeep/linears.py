@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from kvkeep import native_library
 from kvkeep.errors import UnsupportedError
@@ -38,16 +38,21 @@ class Stored(NamedTuple):
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Most rows of x for which the kernel is faster than torch.
+    """Most rows of x for which the kernel is faster than torch."""
+    slow = is_slow(dtype) and native_library.instructions() != "portable"
+    return sys.maxsize if slow else MOST_ROWS
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch lacks a fast product of a dtype on the CPU.
 
     torch multiplies bfloat16 and float16 by oneDNN where the processor has instructions for the
-    dtype (AVX-512; AVX512_FP16). Elsewhere its products take about five times as long as the
-    kernel's, whatever the number of rows.
+    dtype (AVX-512; AVX512_FP16). Elsewhere products of these types take five times as long as in
+    float32, products with transposed matrices and depthwise convolutions up to fifty times.
     """
-    if dtype not in _SUPPORTED or native_library.instructions() == "portable":
-        return MOST_ROWS
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
-    return MOST_ROWS if supported is None or supported() else sys.maxsize
+    supported = getattr(torch.ops.mkldnn, _SUPPORTED.get(dtype, ""), None)
+    return supported is not None and not supported()
 
 
 _SUPPORTED = {
