@@ -19,6 +19,7 @@ from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.demands import require_exact
 from kvkeep.hf.forward.checkpointing import pause, resume
+from kvkeep.hf.forward.experts import route_experts
 from kvkeep.hf.forward.inline import is_inline, route_inline
 from kvkeep.hf.forward.packed_rows import require_one_text
 from kvkeep.hf.forward.rehearsal import rehearse, rehearse_own
@@ -197,6 +198,8 @@ def attach(
     if implementation is not None:
         route_attention(model, implementation)
         of_kinds += route_inline(decoder, implementation)
+    if linears:
+        of_kinds += route_experts(decoder)
     changes = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -265,7 +268,7 @@ def detach(model: PreTrainedModel) -> None:
             f"this {type(model).__name__} is not attached, so there is nothing to detach; leave "
             "out this call"
         )
-    for change in attachment.changes:
+    for change in reversed(attachment.changes):
         change.remove()
     unroute_attention(model)
     if attachment.linears:
