@@ -141,8 +141,8 @@ def attach(
         linears: let kvkeep's kernel compute the model's linear layers if it is faster: on the CPU,
             without gradients, for at most 32 rows (tokens of all texts), or for any number if torch
             has no fast product of the dtype (bfloat16 without AVX-512, float16 without
-            AVX512_FP16). The weights are not copied; results differ from torch's by rounding only.
-            False: never.
+            AVX512_FP16). In that case it multiplies the weights of experts too. The weights are not
+            copied; results differ from torch's by rounding only. False: never.
         compile: run steps of one token a row, without padding, in a compiled program. torch
             compiles it in the first step, which takes about a minute; it is kept on disk for later
             processes ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU, kvkeep's kernel

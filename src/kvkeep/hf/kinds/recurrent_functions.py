@@ -100,7 +100,7 @@ def _stepped(own: Any) -> Any:
             or state is None
             or not (state.is_cpu and state.dtype is torch.float32)
             or torch.compiler.is_compiling()
-            or wants_gradients(*given)
+            or wants_gradients(*given, state)
         ):
             options = {
                 "initial_state": state,
