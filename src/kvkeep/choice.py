@@ -103,6 +103,24 @@ def _kernel_rows(
     return tuple(not _found(instructions, operation, dtype, size) for size in sizes)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch lacks a fast product of a dtype on the CPU.
+
+    torch multiplies bfloat16 and float16 by oneDNN where the processor has instructions for the
+    dtype (AVX-512; AVX512_FP16). Elsewhere products of these types take five times as long as in
+    float32, products with transposed matrices and depthwise convolutions up to fifty times.
+    """
+    supported = getattr(torch.ops.mkldnn, _SUPPORTED.get(dtype, ""), None)
+    return supported is not None and not supported()
+
+
+_SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+
+
 def rounded(x: int) -> int:
     """The smallest power of two >= x, a size that is measured."""
     return 1 << max(0, x - 1).bit_length()

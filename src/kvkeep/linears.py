@@ -61,6 +61,39 @@ def product(
     return out
 
 
+def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor | None:
+    """x[ends[g - 1] : ends[g]] W_g^T for each group of rows, by the native kernel.
+
+    Args:
+        x: (rows, inputs) on the CPU; float32, bfloat16 or float16.
+        weight: (groups, outputs, inputs) of the same dtype, with contiguous rows.
+        ends: the end of each group, ascending. Results of later rows are 0.
+
+    Returns:
+        (rows, outputs), without a gradient; None: the kernel does not support the tensors.
+    """
+    groups, outputs, inputs = weight.shape
+    fits = x.is_cpu and x.dim() == 2 and x.shape[1] == inputs and len(ends) <= groups
+    if LIBRARY is None or not fits or not readable(Stored(weight[0]), None, x.dtype):
+        return None
+    if len(x) < max(ends, default=0):
+        return None
+    x, threads = x.contiguous(), torch.get_num_threads()
+    out = x.new_empty(len(x), outputs)
+    given, to, size = x.data_ptr(), out.data_ptr(), x.element_size()
+    kind, row, first, step = TYPES[x.dtype], weight.stride(1), weight.data_ptr(), weight.stride(0)
+    start = 0
+    for group, end in enumerate(ends):
+        if end > start:
+            own = first + group * step * size
+            record = _LINEAR.pack(own, 0, 0, kind, inputs, outputs, row, threads)
+            at = given + start * inputs * size, inputs, end - start, to + start * outputs * size
+            multiply((record, 1, *at))
+            start = end
+    out[start:] = 0
+    return out
+
+
 def require_kernel() -> None:
     """Raise UnsupportedError if the native library is missing."""
     if LIBRARY is None:

@@ -178,7 +178,15 @@ def test_op(dtype, queries):
 @pytest.mark.skipif(not native.available, reason=native.reason)
 def test_op_of_codecs():
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "300")
-    options = ("--codecs", "plain,int8,int8/int4,int4,kivi", "--turns", "1", "--device", "cpu", "--json")
+    options = (
+        "--codecs",
+        "plain,int8,int8/int4,int4,kivi",
+        "--turns",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+    )
     rows = last_line(run("op", *shape, *options))["rows"]
     sizes = {  # of 2 heads x 300 slots
         row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 600

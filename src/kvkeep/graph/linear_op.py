@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
-from kvkeep.choice import kernel_rows
+from kvkeep.choice import is_slow, kernel_rows
 from kvkeep.graph.custom_ops import define_operator
-from kvkeep.linears import Stored, Weights, product, readable, stored
+from kvkeep.linears import Stored, Weights, grouped_product, readable, stored
 
 _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -152,15 +152,15 @@ def _grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     Returns:
         (S, outputs).
     """
+    ends = offs.tolist()
+    found = grouped_product(x, weight.transpose(1, 2), ends)
+    if found is not None:
+        return found
     out = x.new_zeros((len(x), weight.shape[2]))
-    start = 0
-    for expert, end in enumerate(offs.tolist()):
-        own = weight[expert].T
-        reads = readable(Stored(own), None, x.dtype)
-        multiply = product if reads else torch.nn.functional.linear
+    dtype = torch.float32 if x.is_cpu and is_slow(x.dtype) else x.dtype
+    for start, end, own in zip((0, *ends), ends, weight, strict=False):
         if end > start:
-            out[start:end] = multiply(x[start:end], own)
-        start = end
+            out[start:end] = x[start:end].to(dtype) @ own.to(dtype)
     return out
 
 
