@@ -106,6 +106,12 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
         if not 1 <= n <= max(lengths):
             raise SpecError(f"{n} queries; give 1 to {max(lengths)}, the most tokens held")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
+    for codec, spec in specs.items() if latent else ():
+        if spec.value_codec.for_values() != spec.key_codec.for_values():
+            raise SpecError(
+                f"codec {codec}: values within keys have the keys' codec; give "
+                f"{spec.key_codec.name} alone"
+            )
     systems = list(_systems(place, codecs, masses, against))
     limits, table = Limits(place, asked.seconds), list[dict[str, Any]]()
     rates, products = [bandwidth(place)], [arithmetic(place, dtype)]
@@ -290,8 +296,6 @@ def _view(spec: CacheSpec, k: Tensor, v: Tensor, n: int) -> View:
     """Keys and values as a layer holds them: of a codec that encodes blocks, the newest plain."""
     key, value, length = spec.key_codec, spec.value_codec.for_values(), k.shape[2]
     if v.shape[3] < k.shape[3]:
-        if value != key.for_values():
-            raise SpecError(f"values within keys have their codec; give {key.name} alone")
         key = key.for_latents()
         value = WithinKeys(key, v.shape[3])
     place = torch.arange(length, dtype=torch.int32, device=k.device)
