@@ -144,14 +144,22 @@ class Memory(OfModel):
 class Op(Benchmark):
     """The attention operation alone, on every backend and in other libraries."""
 
-    title = "Attention of {shape[n]} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; {speed}"
+    title = (
+        "Attention of {shape[n]} x {shape[Hq]}/{kv_heads} heads, width {head_dim}, {dtype}; {speed}"
+    )
     example = "op --lengths 2048,32768 --codecs plain,int8"
     device: str | None = _device()
     dtype: str = _dtype("bfloat16")
     rows: int | None = _count(None, "Batch size; default: 1, on CUDA 8.", show_default=False)
-    heads: int = _count(32, "Query heads.")
+    heads: Sequence[int] = numbers((32,), "Numbers of query heads, comma-separated.")
     kv_heads: int = _count(8, "Key-value heads.")
     head_dim: int = _count(128, "Width of a head.")
+    latent: int | None = _count(
+        None,
+        "Values are this many first elements of their keys, as in latent attention: --heads 128 "
+        "--kv-heads 1 --head-dim 576 --latent 512 is a layer of DeepSeek V3.",
+        show_default=False,
+    )
     queries: Sequence[int] = numbers((1,), "New tokens of a call, comma-separated.")
     lengths: Sequence[int] | None = numbers(
         None, "Tokens held, comma-separated; default: 256 to 32768, on CUDA 2048 to 131072."
@@ -165,7 +173,7 @@ class Op(Benchmark):
     against: Sequence[str] | None = names(
         None,
         "Of torch-sdpa, torch-folded, torch-expanded, torch-math and flex, comma-separated; "
-        "default: the first three, on CUDA all.",
+        "default: the first three, on CUDA all; with --latent torch-folded and torch-math.",
     )
     turns: int = _count(10)
     both_masses: bool = False
@@ -174,16 +182,22 @@ class Op(Benchmark):
     """Time limit: cases that have not started by then are skipped."""
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        for heads in self.heads:
+            if heads % self.kv_heads:
+                raise SpecError(f"--heads {heads} must be a multiple of --kv-heads {self.kv_heads}")
+        if self.latent is not None and self.latent >= self.head_dim:
             raise SpecError(
-                f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
+                f"--latent {self.latent} must be below --head-dim {self.head_dim}, of which it is "
+                "a part"
             )
 
     def heading(self, result: Mapping[str, Any]) -> str:
         """See `Benchmark`."""
         reads = result.get("read_gb_per_s")
         does = f"reads at {reads:.0f}" if reads else f"copies at {result['copy_gb_per_s']:.0f}"
-        return super().heading({**result, "speed": f"memory {does} GB/s"})
+        multiplies = f"matrices multiply at {result['product_gflop_per_s']:.0f} GFLOP/s"
+        speed = f"memory {does} GB/s, {multiplies}"
+        return super().heading({**result, "speed": speed})
 
 
 @dataclass(frozen=True)
