@@ -20,7 +20,7 @@ from kvkeep_lab.bench.options import BENCHMARKS
 LENGTHS = (2048, 131072, 32768, 8192)
 
 TINY: dict[str, dict[str, Any]] = {
-    "op": {"lengths": (64, 128), "heads": 4, "kv_heads": 2, "head_dim": 64, "turns": 1},
+    "op": {"lengths": (64, 128), "heads": (4,), "kv_heads": 2, "head_dim": 64, "turns": 1},
     "append": {"tokens": (16, 32), "batches": (1, 2), "turns": 1},
     "decode": {"model": "random-tiny", "contexts": (16, 32), "turns": 1},
 }

@@ -3,8 +3,9 @@
     python benchmarks/plain_tail.py > tail.jsonl
     python benchmarks/plain_tail.py --figures tail.jsonl
 
-Each place is a cache of one row, so that heads of different lengths hold no empty slots. Prints a
-line of JSON for each place and spec: `kl`, of each token in nats, and `bytes` after the context.
+With `--rows` several places are rows of one cache, which takes less time; where heads differ in
+length, a row then holds empty slots. Prints a line of JSON for each place and spec: `kl`, of each
+token in nats, and `bytes` after the context.
 """
 
 from __future__ import annotations
@@ -18,28 +19,50 @@ import torch
 from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.evals.intervals import of_mean
 
+from kvkeep.codec import Plain, keeps_plain
 from kvkeep.host import host_of, load_model
 from kvkeep.host.compress import compress, compresses
+from kvkeep.policy import Need
+from kvkeep.store.beginning import begin, settle
 
 SPECS = [
-    *("kvzip:25%", "kvzip:25%+int4", "kvzip:25%+int4:recent=0,sinks=0"),
-    *("adakv(h2o:25%)", "adakv(h2o:25%)+int4", "adakv(h2o:25%)+int4:recent=0,sinks=0"),
     *("keep_all+int4:recent=4000", "keep_all+int4", "keep_all+int4/int3", "keep_all+int3"),
-    "keep_all+kivi",
+    *("keep_all+int3/int2", "keep_all+kivi"),
+    *("h2o:25%", "h2o:25%+int4", "kvzip:25%", "kvzip:25%+int4"),
 ]
-"""With `recent=4000` all tokens are plain: the rounding of bfloat16 alone."""
+"""With `recent=4000` all tokens are plain: the rounding of the model's dtype alone."""
 
 
-def log_probabilities(host, spec, ids, context):
-    """Of each token after the context, (n, V), fed one at a time; and the bytes held after it."""
+def reads_exactly(cache):
+    """Whether a context is read in one chunk without codes, and not observed by policies."""
+    observed = any(layer.policy.needs & {Need.MASS, Need.QUERIES} for layer in cache.layers)
+    pairs = [(one.key_codec, one.value_codec) for one in cache.specs]
+    return not observed and all(pair == (Plain(), Plain()) or keeps_plain(*pair) for pair in pairs)
+
+
+def after_context(host, spec, ids, full, chunk):
+    """A cache of `spec` that holds a context (B, n), and the logits (B, V) after it: of the cache
+    `full`, which has read it in one chunk, or read again, if the policy observes it or in chunks.
+    """
     cache = host.new_cache(spec, capacity=ids.shape[1])
-    found = [host.forward(ids[:, :context], cache)[0, -1]]
+    if chunk is None and full is not None and reads_exactly(cache):
+        begin(cache, full[0])
+        settle(cache)
+        last = full[1]
+    else:
+        for piece in ids.split(chunk or ids.shape[1], dim=1):
+            last = host.forward(piece, cache)[:, -1]
     if compresses(cache):
-        compress(host, cache, ids[:, :context])
-    held = cache.live_bytes
-    for token in ids[:, context:-1].split(1, dim=1):
-        found.append(host.forward(token, cache)[0, -1])
-    return torch.stack(found).double().log_softmax(-1), held
+        compress(host, cache, ids)
+    return cache, last
+
+
+def log_probabilities(host, cache, last, ids):
+    """Of each token of `ids` (B, n), fed one at a time: (B, n, V)."""
+    found = [last]
+    for token in ids[:, :-1].split(1, dim=1):
+        found.append(host.forward(token, cache)[:, -1])
+    return torch.stack(found, dim=1).float().log_softmax(-1)
 
 
 def say(line):
@@ -53,14 +76,21 @@ def measure(args):
     host = host_of(model)
     texts = windows_of_text(tokenizer, args.places, args.context + args.tokens)
     with host.attach("keep_all"):
-        for place in args.only or range(args.places):
-            ids = texts[place : place + 1]
-            full, held = log_probabilities(host, "keep_all", ids, args.context)
-            say(json.dumps({"spec": "keep_all", "place": place, "kl": [0.0], "bytes": held}))
+        places = args.only or list(range(args.places))
+        for first in range(0, len(places), args.rows):
+            some = places[first : first + args.rows]
+            past, new = texts[some].split([args.context, args.tokens], dim=1)
+            full = after_context(host, "keep_all", past, None, None)
+            expected = log_probabilities(host, *full, new)
+            full[0].crop(1 - args.tokens)
             for spec in args.specs:
-                other, held = log_probabilities(host, spec, ids, args.context)
-                kl = [round(x, 6) for x in (full.exp() * (full - other)).sum(dim=-1).tolist()]
-                say(json.dumps({"spec": spec, "place": place, "kl": kl, "bytes": held}))
+                cache, last = after_context(host, spec, past, full, args.chunk)
+                held = cache.live_bytes // len(some)
+                found = log_probabilities(host, cache, last, new)
+                kl = (expected.exp() * (expected - found)).sum(dim=-1, dtype=torch.float64)
+                for place, own in zip(some, kl.tolist(), strict=True):
+                    row = {"spec": spec, "place": place, "chunk": args.chunk, "bytes": held}
+                    say(json.dumps(row | {"kl": [round(x, 6) for x in own]}))
 
 
 def figures(files):
@@ -82,6 +112,8 @@ def main():
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--places", type=int, default=12)
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk; by default all at once")
+    parser.add_argument("--rows", type=int, default=1, help="places read as rows of one cache")
     parser.add_argument("--only", type=int, nargs="*", help="some of the places")
     parser.add_argument("--specs", nargs="*", default=SPECS)
     parser.add_argument("--figures", type=Path, nargs="*", help="files of earlier runs")

@@ -137,9 +137,14 @@ class Centred {
     void add_rows(const int32_t* place) const {
         for (int64_t j = 0; j < work.count; ++j)
             memcpy(rows + j * stride, work.call.centre->table + place[j] * width, width * 4);
-        const Rows turns = rows_of_floats(rows, width);
-        scores(Columns<F32>{}, turns, turns, work.count, width, coefficients, work.records, share,
-               work.columns);
+        transpose(rows_of_floats(rows, width), work.count, width, work.columns);
+        const Rows own = rows_of_floats(coefficients, width);
+        for_tiles<MOST_SUMS>(work.records, [&](int64_t from, auto tile) {
+            for (int64_t j = 0; j < work.count; j += STEP)
+                column_tile<tile.size, 2>({own.at(from), own.stride, own.bytes}, width,
+                                          work.columns + j, BLOCK, false, share + from * BLOCK + j,
+                                          BLOCK);
+        });
         add_shares(share, BLOCK);
         forget();
     }

@@ -147,31 +147,93 @@ void measure(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* p
     add(keys, count, width, position, lengths, 1, known);
 }
 
-// `share(j)`: the sums, by lane, of what is added to the product of key j and the mean.
-template <class T, class Share>
-KV_INLINE void cosines(const Keys<T>& keys, int64_t count, int64_t width, const float* mean,
-                       float size, const float* lengths, Share share, float* out) {
-    for (int64_t first = 0; first < count; first += W) {
-        const vf dots = by_slot(first, count, [&](int64_t j) {
-            const auto* x = keys.at(j);
-            vf a = share(j), b{};
+// The product of key j of some keys and a direction, by lane.
+template <class T>
+struct Product {
+    const Keys<T> keys;
+    const float* direction;
+    inline __attribute__((always_inline)) vf operator()(int64_t j, int64_t width, vf a) const {
+        const auto* x = keys.at(j);
+        vf b{};
 #pragma GCC unroll 4
-            for (int64_t i = 0; i < width; i += STEP) {
-                const Pair p = T::widen(x + i);
-                a += p.a * load<vf>(mean + i), b += p.b * load<vf>(mean + i + W);
-            }
-            return a + b;
-        });
+        for (int64_t i = 0; i < width; i += STEP) {
+            const Pair p = T::widen(x + i);
+            a += p.a * load<vf>(direction + i), b += p.b * load<vf>(direction + i + W);
+        }
+        return a + b;
+    }
+};
+
+// The same for codes whose groups are whole numbers of 8 codes, without decoding them: the sums of a
+// group's codes are multiplied by its scale, and the direction's by its zero point.
+template <int BITS>
+class CodedProduct {
+    const KvEncoded& keys;
+    const float* direction;
+    int64_t row, head, groups, group;
+    v8 sums[MOST_WIDTH / 16];  // of the direction in each group, by lane
+    float scale[BLOCK * MOST_WIDTH / 16], zero[BLOCK * MOST_WIDTH / 16];
+    Rows codes;
+
+  public:
+    static bool fits(const KvEncoded& keys, int64_t width) {
+        const int64_t group = std::min(keys.group, width);
+        return keys.block <= 1 && width % 8 == 0 && group % 8 == 0 && group >= 16 && width <= MOST_WIDTH;
+    }
+
+    CodedProduct(const KvKeys& all, const float* direction)
+        : keys(all.slots), direction(direction), row(all.row), head(all.head),
+          groups(group_count(all.width, keys.group)), group(std::min(keys.group, all.width)) {
+        for (int64_t g = 0; g < groups; ++g) {
+            sums[g] = v8{};
+            for (int64_t i = g * group; i < std::min((g + 1) * group, all.width); i += 8)
+                sums[g] += load<v8>(direction + i);
+        }
+    }
+
+    // Moves to the block of `count` slots from `slot` on, whose codes lie in `rows`.
+    void go(Rows rows, int64_t slot, int64_t count) {
+        codes = rows;
+        load_scales(keys.scale, row, head, slot, count, groups, scale);
+        if (keys.zero.data) load_scales(keys.zero, row, head, slot, count, groups, zero);
+        else
+            for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] = -Codes<BITS>::MIDDLE * scale[i];
+    }
+
+    inline __attribute__((always_inline)) vf operator()(int64_t j, int64_t width, vf a) const {
+        const auto* x = (const uint8_t*)codes.at(j);
+        v8 all{};
+        for (int64_t g = 0, i = 0; g < groups; ++g) {
+            v8 own{};
+            const int64_t end = std::min(i + group, width);
+#pragma GCC unroll 4
+            for (; i < end; i += 8) own += code8<BITS>(x + i * BITS / 8) * load<v8>(direction + i);
+            all += own * scale[g * BLOCK + j];
+            if (Codes<BITS>::MIDDLE || keys.zero.data) all += sums[g] * zero[g * BLOCK + j];
+        }
+        vf b{};
+        memcpy(&b, &all, sizeof all);
+        return a + b;
+    }
+};
+
+// `share(j)`: the sums, by lane, of what is added to the product of key j and the mean.
+template <class Dot, class Share>
+KV_INLINE void cosines(const Dot& dot, int64_t count, int64_t width, float size,
+                       const float* lengths, Share share, float* out) {
+    for (int64_t first = 0; first < count; first += W) {
+        const vf dots = by_slot(first, count, [&](int64_t j) { return dot(j, width, share(j)); });
         const vf length = larger(load<vf>(lengths + first), all(1e-8f));
         store(out + first, -dots / (length * size));
     }
 }
 
-// `read` is that of `reading`. `scratch`: for the mean direction; if there is a centre, also for its
-// factors and for one key.
-template <class T, class Read>
-void rank(const KvKeys& all, Read read, int64_t slots, KvDirections& known, float* scratch,
-          float* out) {
+// `read` is that of `reading`, and `dots(mean)` returns a function that returns, for a block, the
+// products of its keys and the mean. `scratch`: for the mean direction; if there is a centre, also
+// for its factors and for one key.
+template <class T, class Read, class Dots>
+void rank(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections& known,
+          float* scratch, float* out) {
     constexpr int64_t id = 10 * W + sizeof(typename T::Element);
     const int64_t width = padded(all.width), room = kv_padded(all.width + 2);
     const int32_t* position = all.position;
@@ -194,12 +256,14 @@ void rank(const KvKeys& all, Read read, int64_t slots, KvDirections& known, floa
         size += mean[i] * mean[i];
     }
     size = std::max(std::sqrt(size), 1e-8f);
+    auto dots_of = dots(mean);
     const auto each = [&](auto share_of) __attribute__((always_inline)) {
         for (int64_t block = 0; block < slots; block += BLOCK) {
             const int64_t count = std::min(BLOCK, slots - block);
+            const auto& dot = dots_of(block, count);
             const auto pass = [&](int64_t width) __attribute__((always_inline)) {
-                cosines<T>(read(block, count, nullptr), count, width, mean, size, lengths + block,
-                           share_of(position + block), out + block);
+                cosines(dot, count, width, size, lengths + block, share_of(position + block),
+                        out + block);
             };
             if (width == 64) pass(64);
             else if (width == 128) pass(128);
@@ -214,8 +278,9 @@ void rank(const KvKeys& all, Read read, int64_t slots, KvDirections& known, floa
     });
 }
 
-// Calls f(type, read), where read(slot, count, turned) returns the Keys of a block: where they lie,
-// or decoded to `wide`. If `turned` is not null, it is scratch memory, and the centre is added.
+// Calls f(type, read, dots), where read(slot, count, turned) returns the Keys of a block: where they
+// lie, or decoded to `wide`. If `turned` is not null, it is scratch memory, and the centre is added.
+// `dots`: see `rank`.
 template <class F>
 void reading(const KvKeys& all, float* wide, F f) {
     const KvEncoded& keys = all.slots;
@@ -223,17 +288,26 @@ void reading(const KvKeys& all, float* wide, F f) {
     const int64_t width = all.width, row = all.row, head = all.head;
     const int64_t first = row * plane.row + head * plane.head, step = padded(width);
     const bool whole = step == width && !all.centre;  // as they lie, they are what to read
+    // The products with the Keys that `read` returns.
+    const auto with_keys = [&](auto type, auto read) {
+        using T = decltype(type);
+        f(type, read, [read](const float* mean) {
+            return [=](int64_t slot, int64_t count) {
+                return Product<T>{read(slot, count, nullptr), mean};
+            };
+        });
+    };
     const auto in_place = [&](auto type, const uint16_t* scales) {
         using T = decltype(type);
         const auto* x = (const typename T::Element*)plane.data + first;
-        f(type, [=](int64_t slot, int64_t, float*) {
+        with_keys(type, [=](int64_t slot, int64_t, float*) {
             return Keys<T>{x + slot * plane.slot, plane.slot,
                            scales ? scales + slot * keys.scale.slot : nullptr, keys.scale.slot};
         });
     };
-    const auto widened = [&](auto fill) {
+    const auto decoded = [&](auto fill) {
         if (step != width) memset(wide, 0, BLOCK * step * sizeof *wide);
-        f(F32{}, [=, &all](int64_t slot, int64_t count, float* turned) {
+        return [=, &all](int64_t slot, int64_t count, float* turned) {
             fill(slot, count);
             if (turned && all.centre) {
                 const Mean centre(all);
@@ -241,25 +315,37 @@ void reading(const KvKeys& all, float* wide, F f) {
                     centre.add(all.position[slot + j], turned, wide + j * step);
             }
             return Keys<F32>{wide, step, nullptr, 0};
-        });
+        };
     };
     const auto plain = [&](auto type) {
         using T = decltype(type);
         if (whole) return in_place(type, nullptr);
         const auto* x = (const typename T::Element*)plane.data + first;
-        widened([=](int64_t slot, int64_t count) {
+        with_keys(F32{}, decoded([=](int64_t slot, int64_t count) {
             for (int64_t j = 0; j < count; ++j)
                 for (int64_t i = 0; i < width; ++i)
                     wide[j * step + i] = T::widen1(x[(slot + j) * plane.slot + i]);
-        });
+        }));
     };
     const auto coded = [&](auto bits) {
-        widened([=, &keys](int64_t slot, int64_t count) {
+        constexpr int BITS = bits.size;
+        std::vector<char> memory(kv_packing(plane.type).spread() ? BLOCK * width : 0);
+        const auto codes = [=, &keys, &memory](int64_t slot, int64_t count) {
             const Rows held{(const char*)plane.data + first + slot * plane.slot, plane.slot,
                             kv_packing(plane.type).bytes(width)};
-            std::vector<char> memory(kv_packing(plane.type).spread() ? BLOCK * width : 0);
-            const Rows codes = readable(keys, held, count, width, memory.data());
-            decode<bits.size>(keys, row, head, slot, codes, codes, count, width, wide);
+            return readable(keys, held, count, width, memory.data());
+        };
+        const auto read = decoded([=, &keys](int64_t slot, int64_t count) {
+            const Rows rows = codes(slot, count);
+            decode<BITS>(keys, row, head, slot, rows, rows, count, width, wide);
+        });
+        if (!CodedProduct<BITS>::fits(keys, width)) return with_keys(F32{}, read);
+        f(F32{}, read, [&](const float* mean) {
+            return [product = CodedProduct<BITS>(all, mean), codes](
+                       int64_t slot, int64_t count) mutable -> const CodedProduct<BITS>& {
+                product.go(codes(slot, count), slot, count);
+                return product;
+            };
         });
     };
     switch (plane.type) {
@@ -280,13 +366,13 @@ void reading(const KvKeys& all, float* wide, F f) {
 float* behind(const KvKeys& keys, float* scratch) { return scratch + 3 * kv_padded(keys.width + 2); }
 
 void rank_head(const KvKeys& keys, int64_t slots, KvDirections& known, float* scratch, float* out) {
-    reading(keys, behind(keys, scratch), [&](auto type, auto read) {
-        rank<decltype(type)>(keys, read, slots, known, scratch, out);
+    reading(keys, behind(keys, scratch), [&](auto type, auto read, auto dots) {
+        rank<decltype(type)>(keys, read, dots, slots, known, scratch, out);
     });
 }
 
 void forget(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch) {
-    reading(keys, behind(keys, scratch), [&](auto type, auto read) {
+    reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
         add<decltype(type)>(read(slot, 1, scratch), 1, padded(keys.width), keys.position + slot,
                             known.lengths(keys.width) + slot, -1, known);
     });

@@ -14,6 +14,11 @@ namespace {
 constexpr float MOST_HALF = 65504.0f;  // the largest float16
 constexpr float MOST_E5M2 = 57344.0f;
 
+// Scales of narrow codes are fitted: the scale for the largest element times one of these factors;
+// src/kvkeep/codec/ints.py has the same ones.
+constexpr int64_t MOST_FITTED = 3;  // most bits
+constexpr float FACTORS[] = {1.0f, 1.1f, 0.9f, 0.8f, 0.7f};
+
 template <class T>
 void load(const void* from, int64_t offset, int64_t width, float* to) {
     const auto* x = (const typename T::Element*)from + offset;
@@ -70,6 +75,36 @@ Range range(const float* x, int64_t count) {
     return found;
 }
 
+// The squared error of codes at a scale. Of a last group that is shorter than a vector, zeros follow.
+float error_at(float scale, const float* x, int64_t count, float middle, float highest) {
+    const vf magic = all(12582912.0f);
+    vf errors{};
+    for (int64_t i = 0; i < count; i += W) {
+        const vf given = load<vf>(x + i);
+        vf y = given / scale;
+        y = (vf)((vi)y & (vi)(y - y == vf{})) + middle;  // a non-finite x / scale counts as 0
+        y = y < 0.0f ? vf{} : y;
+        y = y > highest ? all(highest) : y;
+        const vf error = given - ((y + magic - magic) - middle) * scale;
+        errors += error * error;
+    }
+    return sum(errors);
+}
+
+// The scale for the largest element, or a multiple of it with a smaller error.
+float fitted_scale(float largest, bool high, const float* x, int64_t count, int middle,
+                   uint16_t* out) {
+    float least = 0, best = 0;
+    for (const float factor : FACTORS) {
+        uint16_t bits;
+        const float scale = rounded_scale(largest * factor, high, &bits);
+        const float error = error_at(scale, x, count, (float)middle, (float)(2 * middle - 1));
+        if (factor != FACTORS[0] && !(error < least)) continue;
+        least = error, best = scale, *out = bits;
+    }
+    return best;
+}
+
 // Codes of a group, unsigned but for those of 8 bits.
 void encode_group(int64_t bits, bool high, const float* x, int64_t count, int* codes,
                   uint16_t* scale, uint16_t* zero) {
@@ -85,7 +120,10 @@ void encode_group(int64_t bits, bool high, const float* x, int64_t count, int* c
         for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i] - base, step, 0, 0, highest);
     } else {
         const float most = found.high > -found.low ? found.high : found.low;
-        const float step = rounded_scale(most / -middle, high, scale);
+        const float largest = most / -middle;
+        const float step = bits > MOST_FITTED
+                               ? rounded_scale(largest, high, scale)
+                               : fitted_scale(largest, high, x, count, middle, scale);
         for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i], step, middle, 0, highest);
     }
 }
@@ -143,7 +181,7 @@ void write_codes(const KvPacking& packing, const int* codes, int64_t width, uint
 int kv_encode(const KvEncoding* given) {
     const KvEncoding& e = *given;
     try {
-        std::vector<float> token(e.width);
+        std::vector<float> token(e.width + W);
         std::vector<int> codes(e.width);
         const bool high = e.scale.type == KV_HIGH_HALF;
         const KvPacking packing = kv_packing(e.codes.type);

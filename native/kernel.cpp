@@ -133,6 +133,29 @@ Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
             plane.slot * size, slot_bytes(plane, width)};
 }
 
+// Whether values are the first elements of their keys.
+bool in_keys(const KvSegment& segment) {
+    const auto same = [](const KvPlane& a, const KvPlane& b) {
+        return a.data == b.data && a.type == b.type && a.row == b.row && a.head == b.head &&
+               a.slot == b.slot;
+    };
+    const KvEncoded &k = segment.k, &v = segment.v;
+    return same(k.plane, v.plane) && same(k.scale, v.scale) && same(k.zero, v.zero) &&
+           k.group == v.group && k.block == v.block;
+}
+
+// Divides rows into halves, each to be prefetched alone.
+void halve(Rows rows, Rows& first, Rows& second) {
+    const int64_t half = rows.bytes / 2;
+    if (rows.stride == rows.bytes) {
+        first = {rows.first, half, half};
+        second = {rows.first + BLOCK * half, half, half};
+    } else {
+        first = {rows.first, rows.stride, half};
+        second = {rows.first + half, rows.stride, rows.bytes - half};
+    }
+}
+
 // Loads the positions of a block's slots. Rows of a run share them.
 void load_places(const Work& work) {
     const KvPlane& plane = work.segment().position;
@@ -170,7 +193,10 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
             const Rows value = rows_of(work.segment().v.plane, run.row0, run.head, call.value_width);
             work.key = {key.at(work.at()), key.stride, key.bytes};
             work.value = {value.at(work.at()), value.stride, value.bytes};
+            work.ahead = work.value;
             work.next = {key.at(work.at() + BLOCK), key.stride, key.bytes};
+            work.within = keys.floats && in_keys(work.segment());
+            if (key.first == value.first) halve(work.next, work.ahead, work.next);
             const auto mask_of = [&](int64_t r) -> const int32_t* {
                 if (seen == ALL) return nullptr;
                 return work.mask + (r / per_row * work.tokens + r % work.tokens) * BLOCK;

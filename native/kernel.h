@@ -76,7 +76,7 @@ static inline int64_t kv_rows(int64_t records) { return (records + 15) / 16 * 16
 static inline int64_t kv_scratch(const KvCall& call, int64_t own) {
     const int64_t records = kv_rows(own);
     const int64_t key = kv_padded(call.key_width), value = kv_padded(call.value_width);
-    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value + 1) + 64 +
+    return records * (key + value + 2 * KV_BLOCK + 3) + KV_BLOCK * (2 * key + value + 33) + 64 +
            kv_gathered(call) + kv_spread(key) + kv_spread(value) + kv_centred(call, own);
 }
 

@@ -1,5 +1,7 @@
 // Chooses how to score keys and sum values: plain or coded, for few or many queries.
 #pragma once
+#include <type_traits>
+
 #include "chain.h"
 #include "channels.h"
 #include "channels_vnni.h"
@@ -19,12 +21,15 @@ struct Work {
     Chain chain;
     const int64_t records, tokens, value_stride;
     float *queries, *s, *acc, *alpha, *top, *total;
-    float *columns, *wide_keys, *wide;  // (BLOCK, padded(width)); or scales of coded planes
+    float* columns;                     // (BLOCK, padded(width)); or scales of coded planes
+    float *wide_keys, *wide;            // (BLOCK, apart(width)); or scales of coded planes
     float *spread_key, *spread_value;   // a block of spread codes
     int32_t* mask;                      // (rows, tokens, BLOCK)
     int32_t* place;                     // (BLOCK): positions of the slots, if scores have biases
     int64_t slot, count;
-    Rows key, value, next;  // keys and values of the block, and keys of the next block
+    Rows key, value;      // of the block
+    bool within;          // whether the values are the first elements of the keys
+    Rows ahead, next;     // what is prefetched while keys are scored and while values are summed
 
     Work(const KvCall& call, const KvRun& run, float* scratch)
         : call(call),
@@ -39,8 +44,8 @@ struct Work {
         acc = s + rows * BLOCK;
         columns = acc + rows * value_stride;
         wide_keys = columns + BLOCK * key_stride;
-        wide = wide_keys + BLOCK * key_stride;
-        spread_key = wide + BLOCK * value_stride;
+        wide = wide_keys + BLOCK * (key_stride + 16);
+        spread_key = wide + BLOCK * (value_stride + 16);
         spread_value = spread_key + kv_spread(key_stride);
         alpha = spread_value + kv_spread(value_stride);
         top = alpha + rows;
@@ -94,6 +99,7 @@ void each_query(const Work& work, F f) {
 struct KeyMethod {
     void (*load)(const Work&);
     void (*score)(const Work&);
+    bool floats = false;  // whether `score` leaves the block's keys as floats, for `float_keys`
 };
 struct ValueMethod {
     void (*add)(const Work&);
@@ -114,8 +120,44 @@ void load_queries(const Work& work) {
 
 template <class K>
 void score(const Work& work) {
-    scores(K{}, work.key, work.value, work.count, work.call.key_width, work.queries, work.records,
-           work.s, work.columns);
+    scores<K>(work.key, work.ahead, work.count, work.call.key_width, work.queries, work.records,
+              work.s);
+}
+
+// Many queries, transposed: see side_by_side.
+void load_many(const Work& work) {
+    const int64_t stride = padded(work.call.key_width);
+    memset(work.queries, 0, kv_rows(work.records) * stride * sizeof *work.queries);
+    each_query(work, [&](int64_t record, auto x) {
+        const int64_t from = record / STEP * STEP, own = side_by_side(from, work.records);
+        float* to = work.queries + from * stride + record - from;
+        for (int64_t i = 0; i < work.call.key_width; ++i) to[i * own] = x(i);
+    });
+}
+
+// The block's keys as floats: where they lie, or widened by `score_many`.
+template <class T>
+Rows float_keys(const Work& work) {
+    const int64_t width = work.call.key_width, stride = apart(width) * sizeof(float);
+    if constexpr (std::is_same_v<T, F32>) return work.key;
+    else return {(const char*)work.wide_keys, stride, width * (int64_t)sizeof(float)};
+}
+
+template <class T>
+void score_many(const Work& work) {
+    const int64_t width = work.call.key_width;
+    if constexpr (!std::is_same_v<T, F32>) widen<T>(work.key, work.count, width, work.wide_keys);
+    scores_of_many(float_keys<T>(work), work.ahead, work.count, width, work.queries, work.records,
+                   work.s, work.columns);
+}
+
+// Values are widened once for all queries, if not with the keys.
+template <class T>
+void add_many(const Work& work) {
+    const int64_t width = work.call.value_width;
+    const Rows values =
+        work.within ? float_keys<T>(work) : widen<T>(work.value, work.count, width, work.wide);
+    add_floats(values, work.next, work.count, width, work.records, work.s, work.alpha, work.acc);
 }
 
 template <class V>
@@ -138,7 +180,7 @@ void load_lanes(const Work& work) {
 void score_lanes(const Work& work) {
     const Rows keys = even_rows(work.key, work.count, (char*)work.columns);
     for_tiles<MOST_LANE_SCORES>(work.records, [&](int64_t from, auto tile) {
-        Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        Lines ahead(work.ahead, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
         if (from) ahead.some = 0;
         lane_scores<tile.size>(keys, ahead, work.count,
                                work.queries + from * padded(work.call.key_width),
@@ -154,7 +196,7 @@ struct PackedKeys {
     explicit PackedKeys(const Work& work) : rows(aligned(work.wide_keys)) {
         const Rows keys = even_rows(work.key, work.count, (char*)work.columns);
         pairs = keys.bytes / 4;
-        const Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        const Lines ahead(work.ahead, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
         pack_keys(keys, ahead, work.count, rows);
     }
 };
@@ -228,19 +270,6 @@ void write_sums(const Work& work) {
     }
 }
 
-// With many queries, values are widened once for all tiles.
-void add_wide(const Work& work) {
-    const Rows rows = rows_of_floats(work.wide, work.call.value_width);
-    add_values<F32>(rows, rows, work.count, work.call.value_width, work.records, work.s, work.alpha,
-                    work.acc);
-}
-
-template <class V>
-void widen_and_add(const Work& work) {
-    widen<V>(work.value, work.next, work.count, work.call.value_width, work.wide);
-    add_wide(work);
-}
-
 // -- coded keys and values
 
 template <int BITS>
@@ -250,19 +279,35 @@ void decode_block(const Work& work, const KvEncoded& x, Rows codes, Rows next, i
                                                          codes, next, work.count, width, wide);
 }
 
-template <int BITS, class K>
-void decode_and_score(const Work& work) {
+template <int BITS>
+Rows decoded_keys(const Work& work) {
     const int64_t width = work.call.key_width;
-    decode_block<BITS>(work, work.segment().k, work.key, work.value, width, work.wide_keys);
-    const Rows rows = rows_of_floats(work.wide_keys, width);
-    scores(K{}, rows, rows, work.count, width, work.queries, work.records, work.s, work.columns);
+    decode_block<BITS>(work, work.segment().k, work.key, work.ahead, width, work.wide_keys);
+    return rows_of_floats(work.wide_keys, width);
+}
+
+template <int BITS>
+void decode_and_score(const Work& work) {
+    const Rows rows = decoded_keys<BITS>(work);
+    scores<Widened<F32>>(rows, rows, work.count, work.call.key_width, work.queries, work.records,
+                         work.s);
+}
+
+template <int BITS>
+void decode_and_score_many(const Work& work) {
+    const Rows rows = decoded_keys<BITS>(work);
+    scores_of_many(rows, rows, work.count, work.call.key_width, work.queries, work.records, work.s,
+                   work.columns);
 }
 
 template <int BITS>
 void decode_and_add(const Work& work) {
-    decode_block<BITS>(work, work.segment().v, work.value, work.next, work.call.value_width,
-                       work.wide);
-    add_wide(work);
+    const int64_t width = work.call.value_width;
+    if (!work.within)
+        decode_block<BITS>(work, work.segment().v, work.value, work.next, width, work.wide);
+    const Rows rows = work.within ? rows_of_floats(work.wide_keys, work.call.key_width)
+                                  : rows_of_floats(work.wide, width);
+    add_floats(rows, rows, work.count, width, work.records, work.s, work.alpha, work.acc);
 }
 
 // Calls f(record, its query as floats) for each query.
@@ -299,7 +344,7 @@ void score_coded(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
     float* scale = work.columns;
     const float* zero = load_groups(work, work.segment().k, group_count(width, group), scale);
-    coded_scores<BITS>(work.key, work.value, work.count, width, group, scale, zero ? zero : scale,
+    coded_scores<BITS>(work.key, work.ahead, work.count, width, group, scale, zero ? zero : scale,
                        work.queries, work.records, work.s);
 }
 
@@ -350,7 +395,7 @@ void score_bytes(const Work& work) {
     const float* zero = load_centred<BITS>(work, work.segment().k, groups, scale);
     const Rows keys = even_rows(work.key, work.count, (char*)work.wide_keys);
     for_tiles<MOST_BYTE_SCORES>(work.records, [&](int64_t from, auto tile) {
-        Lines ahead(work.value, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
+        Lines ahead(work.ahead, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
         if (from) ahead.some = 0;
         byte_scores<BITS, tile.size>(keys, ahead, work.count, width, group, scale, zero,
                                      work.queries + from * padded(width), work.s + from * BLOCK);
@@ -384,7 +429,7 @@ void load_by_channel(const Work& work) {
 template <int BITS>
 void score_by_channel(const Work& work) {
     channel_scores<BITS>(work.segment().k, work.run.row0, work.run.head, work.at(), work.key,
-                         work.value, work.count, work.call.key_width, work.queries, work.records,
+                         work.ahead, work.count, work.call.key_width, work.queries, work.records,
                          work.s, work.columns, work.wide_keys);
 }
 
@@ -402,7 +447,7 @@ template <int BITS>
 void score_by_channel_bytes(const Work& work) {
     const int64_t width = work.call.key_width;
     channel_byte_scores<BITS>(work.segment().k, work.run.row0, work.run.head, work.at(), work.key,
-                              work.value, work.count, width, work.queries, work.records, work.s,
+                              work.ahead, work.count, width, work.queries, work.records, work.s,
                               work.columns, (char*)work.wide_keys);
 }
 #endif
@@ -415,10 +460,10 @@ KeyMethod coded_key_method(const KvEncoded& x, int64_t width, bool many) {
         if (channels_fit_bytes<BITS>(x, width))
             return {load_in_quads<BITS>, score_by_channel_bytes<BITS>};
 #endif
-    if (many) return {load_queries<Columns<F32>>, decode_and_score<BITS, Columns<F32>>};
+    if (many) return {load_many, decode_and_score_many<BITS>, true};
     if (channels_fit<BITS>(x, width)) return {load_by_channel<BITS>, score_by_channel<BITS>};
     if (fits(x, width)) return {load_coded<BITS>, score_coded<BITS>};
-    return {load_queries<Widened<F32>>, decode_and_score<BITS, Widened<F32>>};
+    return {load_queries<Widened<F32>>, decode_and_score<BITS>, true};
 }
 
 KeyMethod key_method(const Work& work, bool many) {
@@ -440,7 +485,7 @@ KeyMethod key_method(const Work& work, bool many) {
     KeyMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        method = many ? KeyMethod{load_queries<Columns<T>>, score<Columns<T>>}
+        method = many ? KeyMethod{load_many, score_many<T>, true}
                       : KeyMethod{load_queries<Widened<T>>, score<Widened<T>>};
     });
     return method;
@@ -471,7 +516,7 @@ ValueMethod value_method(const Work& work, bool many) {
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        method = many ? ValueMethod{widen_and_add<T>, write_sums<Widened<F32>::lane>}
+        method = many ? ValueMethod{add_many<T>, write_sums<Widened<F32>::lane>}
                       : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
     });
     return method;

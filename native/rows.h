@@ -53,6 +53,32 @@ struct Ahead {
     }
 };
 
+// What to prefetch in the `round`-th of several rounds over a block, spread over the calls of
+// `pass`, because many prefetches in a row delay later loads. In memory order if the rows are
+// contiguous.
+struct Lines {
+    const char* at;
+    int64_t step, each, some;  // bytes between places; lines per place; places per pass
+
+    Lines(Rows rows, int64_t count, int64_t passes, int64_t round = 0, int64_t rounds = 1) {
+        const auto share = [](int64_t all, int64_t parts) { return (all + parts - 1) / parts; };
+        if (rows.stride == rows.bytes) {
+            const int64_t lines = share(share(count * rows.bytes, 64), rounds);
+            at = rows.first + round * lines * 64, step = 64, each = 1, some = share(lines, passes);
+        } else {
+            at = rows.first, step = rows.stride, each = share(rows.bytes, 64);
+            some = round ? 0 : share(count, passes);
+        }
+    }
+    KV_INLINE void pass(Lines& lines) {
+        for (int64_t i = 0; i < lines.some; ++i, lines.at += lines.step) {
+            __builtin_prefetch(lines.at, 0, 2);
+            if (__builtin_expect(lines.each > 1, false))
+                prefetch(lines.at + 64, 64 * lines.each - 64);
+        }
+    }
+};
+
 // -- tiles -----------------------------------------------------------------------------------
 
 constexpr int MOST_SUMS = W == 16 ? 8 : 6;  // queries whose sums (two vectors each) fit registers

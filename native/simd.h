@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 // KV_EMULATE (16, or 17 with products of bfloat16 pairs and of four bytes) compiles the AVX-512
 // code for any processor, for tests; KV_TILES adds AMX tiles to 17.
@@ -27,8 +28,21 @@
 #define KV_INLINE static inline __attribute__((always_inline))
 // For functions that need all registers; inlined, they would have to share them.
 #define KV_OUTLINE static __attribute__((noinline))
+// For lambdas, after their parameters.
+#define KV_LAMBDA __attribute__((always_inline))
 
 namespace {
+
+// Calls f(integral constant i) for i = 0 to N - 1. Unlike a loop, it leaves elements of arrays in
+// registers whatever the compiler unrolls.
+template <class F, int... I>
+KV_INLINE void each_of(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+KV_INLINE void each(F f) {
+    each_of(f, std::make_integer_sequence<int, N>{});
+}
 
 constexpr int W = KV_LANES;
 typedef float vf __attribute__((vector_size(4 * KV_LANES)));

@@ -93,7 +93,8 @@ KV_INLINE void unfold(const char* from, int64_t row, uint8_t added, char* to) {
     typedef Folded<LOW, WIDE> Low;
     typedef Folded<HIGH, WIDE> High;
     if constexpr (R != 0) {
-        constexpr int C = R < 64 ? R : 64;
+        // Longer vectors than the registers would go through memory.
+        constexpr int MOST = KV_LANES == 16 ? 64 : 32, C = R < MOST ? R : MOST;
         typedef typename Bytes<C>::chars chars;
 #pragma GCC unroll 8
         for (int at = 0; at < R; at += C) {

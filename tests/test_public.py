@@ -95,3 +95,13 @@ def test_the_version_is_written_once():
         if file.suffix not in (".pyc", ".so") and written.search(file.read_text())
     ]
     assert places == [ROOT / "version.py"]
+
+
+def test_the_readme_counts_the_models_that_work():
+    page = (PROJECT / "docs" / "models.md").read_text()
+    counts = re.search(r"Of (\d+) types: works (\d+), refused by attach (\d+)", page)
+    assert counts is not None
+    types, works, refused = counts.groups()
+    readme = (PROJECT / "README.md").read_text()
+    assert f"[{refused} of {types} types of models](docs/models.md)" in readme
+    assert f"{works} of {types} causal model types" in readme

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvkeep import native_library
+from kvkeep.choice import processor
 from kvkeep.extras import needed_by
 from kvkeep.version import __version__
 
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": _version("transformers") or "none",
         "triton": _version("triton") or "none",
-        "cpu": f"{_processor()}, {os.cpu_count()} cores",
+        "cpu": f"{processor()}, {os.cpu_count()} cores",
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "native_kernel": native_library.instructions() or "none",
         "threads": torch.get_num_threads(),
@@ -65,10 +65,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

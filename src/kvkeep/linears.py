@@ -14,17 +14,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from kvkeep import native_library
+from kvkeep.choice import kernel_rows
 from kvkeep.errors import UnsupportedError
 from kvkeep.native_library import LIBRARY, TYPES, reason
-
-MOST_ROWS = 32
-"""Most rows for which the kernel is faster than torch where torch has a fast product of the dtype.
-It is KV_LINEAR_ROWS of native/linear.h: for more rows, the kernel reads the weights again."""
-
-FEWEST_BYTES, FEWEST_FOR_ONE = 1 << 16, 1 << 18
-"""Bytes of weights from which on the kernel computes a layer at all, and from which on it computes
-a single row. For smaller weights the call itself takes most of the time, and torch is as fast."""
 
 _LINEAR = Struct("=8q")
 
@@ -35,25 +27,6 @@ class Stored(NamedTuple):
 
     weight: Tensor
     scale: Tensor | None = None
-
-
-def most_rows(dtype: torch.dtype) -> int:
-    """Most rows of x for which the kernel is faster than torch.
-
-    torch multiplies bfloat16 and float16 by oneDNN where the processor has instructions for the
-    dtype (AVX-512; AVX512_FP16). Elsewhere its products take about five times as long as the
-    kernel's, whatever the number of rows.
-    """
-    if dtype not in _SUPPORTED or native_library.instructions() == "portable":
-        return MOST_ROWS
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
-    return MOST_ROWS if supported is None or supported() else sys.maxsize
-
-
-_SUPPORTED = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
 
 
 def product(
@@ -88,6 +61,39 @@ def product(
     return out
 
 
+def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor | None:
+    """x[ends[g - 1] : ends[g]] W_g^T for each group of rows, by the native kernel.
+
+    Args:
+        x: (rows, inputs) on the CPU; float32, bfloat16 or float16.
+        weight: (groups, outputs, inputs) of the same dtype, with contiguous rows.
+        ends: the end of each group, ascending. Results of later rows are 0.
+
+    Returns:
+        (rows, outputs), without a gradient; None: the kernel does not support the tensors.
+    """
+    groups, outputs, inputs = weight.shape
+    fits = x.is_cpu and x.dim() == 2 and x.shape[1] == inputs and len(ends) <= groups
+    if LIBRARY is None or not fits or not readable(Stored(weight[0]), None, x.dtype):
+        return None
+    if len(x) < max(ends, default=0):
+        return None
+    x, threads = x.contiguous(), torch.get_num_threads()
+    out = x.new_empty(len(x), outputs)
+    given, to, size = x.data_ptr(), out.data_ptr(), x.element_size()
+    kind, row, first, step = TYPES[x.dtype], weight.stride(1), weight.data_ptr(), weight.stride(0)
+    start = 0
+    for group, end in enumerate(ends):
+        if end > start:
+            own = first + group * step * size
+            record = _LINEAR.pack(own, 0, 0, kind, inputs, outputs, row, threads)
+            at = given + start * inputs * size, inputs, end - start, to + start * outputs * size
+            multiply((record, 1, *at))
+            start = end
+    out[start:] = 0
+    return out
+
+
 def require_kernel() -> None:
     """Raise UnsupportedError if the native library is missing."""
     if LIBRARY is None:
@@ -95,8 +101,8 @@ def require_kernel() -> None:
 
 
 def route(model: nn.Module) -> int:
-    """Let the native kernel compute the model's linear layers where it is faster: calls of at most
-    `most_rows` rows on the CPU, without gradients. `unroute` undoes this.
+    """Let the native kernel compute the model's linear layers where it is faster (`kvkeep.choice`),
+    on the CPU and without gradients. `unroute` undoes this.
 
     A layer is routed if its type is exactly `nn.Linear`, the kernel can read its weights, and
     nothing has replaced or wrapped its forward (PEFT, quantisation, parametrisation). The kernel
@@ -108,11 +114,10 @@ def route(model: nn.Module) -> int:
     """
     if LIBRARY is None:
         return 0
-    routed = [module for module in _linears(model) if _gains(module)]
-    for module in routed:
-        plain = _is_plain(module.weight)
-        small = plain and module.weight.nbytes < FEWEST_FOR_ONE
-        module.__dict__["forward"] = _Routed(module, module.in_features if small else 0)
+    routed = [(module, _faster(module)) for module in _linears(model)]
+    routed = [(module, faster) for module, faster in routed if any(faster)]
+    for module, faster in routed:
+        module.__dict__["forward"] = _Routed(module, faster)
     return len(routed)
 
 
@@ -135,12 +140,19 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
             yield module
 
 
-def _gains(module: nn.Linear) -> bool:
+def _faster(module: nn.Linear) -> tuple[bool, ...]:
+    """`kernel_rows` of a layer; empty if the kernel cannot compute it."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or "forward" in module.__dict__ or weight.nbytes < FEWEST_BYTES:
-        return False
+    if weight is None or "forward" in module.__dict__:
+        return ()
     found = stored(weight)
-    return found is not None and _is_plain(bias) and readable(found, bias, weight.dtype)
+    if found is None or not (_is_plain(bias) and readable(found, bias, weight.dtype)):
+        return ()
+    return _rows_of(found, weight.dtype)
+
+
+def _rows_of(layer: Stored, dtype: torch.dtype) -> tuple[bool, ...]:
+    return kernel_rows(dtype, layer.weight.nbytes, coded=layer.scale is not None)
 
 
 def stored(weight: Tensor) -> Stored | None:
@@ -202,13 +214,7 @@ class Weights:
         dtype: the dtype of x.
     """
 
-    __slots__ = (
-        *("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads"),
-        "most",
-    )
-
-    most: int
-    """Largest number of elements of x for which the kernel is faster than torch."""
+    __slots__ = ("_dtype", "_given", "_inputs", "_outputs", "_pointers", "_records", "_threads")
 
     _of_graphs: ClassVar[dict[int, Weights]] = {}
     """Objects by the id of their first weight. The entry is removed when the weight is freed."""
@@ -223,7 +229,6 @@ class Weights:
         ]
         first, scales = weights[0]
         self._dtype, self._inputs = dtype, first.shape[-1]
-        self.most = most_rows(dtype) * self._inputs
         self._outputs = sum(layer.weight.shape[0] for layer in weights)
         self._pointers = [
             None if x is None else x.data_ptr()
@@ -314,25 +319,28 @@ class Weights:
 
 
 class _Routed:
-    """The `forward` of a routed layer. Calls that the kernel does not support go to the module's
-    own forward."""
+    """The `forward` of a routed layer. Calls that the kernel does not support, and calls that torch
+    computes faster, go to the module's own forward."""
 
-    __slots__ = ("_few", "_module", "_weights")
+    __slots__ = ("_faster", "_module", "_weights")
 
-    def __init__(self, module: nn.Linear, few: int) -> None:
-        """`few`: the largest number of input elements for which torch is as fast."""
-        self._module, self._few = module, few
+    def __init__(self, module: nn.Linear, faster: tuple[bool, ...]) -> None:
+        """`faster`: the `kernel_rows` of the layer."""
+        self._module, self._faster = module, faster
         self._weights: Weights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Routed, (self._module, self._few)  # copies have their own weights
+        return _Routed, (self._module, self._faster)  # copies have their own weights
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         module = self._module
-        if input.numel() > self._few and not is_compiling() and not self._is_watched(input):
+        if is_compiling() or torch._C._get_tracing_state():  # sizes are not numbers
+            return nn.Linear.forward(module, input)
+        rows = input.numel() // module.in_features
+        if self._faster[max(0, rows - 1).bit_length()] and not self._is_watched(input):
             weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
             weights = None if weight is None else self._read(weight, bias)
-            if weights is not None and input.numel() <= weights.most:
+            if weights is not None:
                 out = weights.product(input)
                 if out is not None:
                     return out
@@ -348,10 +356,11 @@ class _Routed:
             if found is None:
                 return None
             weights = self._weights = Weights([found], [bias], weight.dtype)
+            self._faster = _rows_of(found, weight.dtype)
         return weights
 
     def _is_watched(self, x: Tensor) -> bool:
-        """Whether gradients, hooks, autocast, tracing or torch.func require torch's operations."""
+        """Whether gradients, hooks, autocast or torch.func require torch's operations."""
         module = self._module
         if torch.is_grad_enabled():
             weights = module._parameters.values()
@@ -362,7 +371,6 @@ class _Routed:
             or module._forward_pre_hooks
             or torch.is_autocast_enabled("cpu")
             or torch._C._len_torch_dispatch_stack()
-            or torch._C._get_tracing_state()
             or peek_interpreter_stack()
             or forward_ad._current_level >= 0
         )

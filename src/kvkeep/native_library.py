@@ -99,6 +99,7 @@ _ABI = 23  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None
+_in_use = reason if available else ""
 
 
 def address_of(record: bytes) -> int:
@@ -115,10 +116,12 @@ def use_instructions(name: str) -> None:
     Raises:
         UnsupportedError: this processor or this build lacks the instruction set.
     """
+    global _in_use
     if LIBRARY is None or LIBRARY.kv_use_instructions(name.encode()):
         raise UnsupportedError(f"no instruction set {name!r} here; there is {instructions()}")
+    _in_use = name
 
 
 def instructions() -> str:
     """The instruction set in use; empty without the library."""
-    return "" if LIBRARY is None else LIBRARY.kv_instructions().decode()
+    return _in_use

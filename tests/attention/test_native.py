@@ -28,7 +28,7 @@ from support.process_group import execute, start
 from kvkeep import native_library
 from kvkeep.attention import Segment, View, attend, native, reference
 from kvkeep.attention.options import Options
-from kvkeep.codec import Codec, Int4, Int8, Plain
+from kvkeep.codec import Codec, Int4, Int8, Plain, WithinKeys
 from kvkeep.errors import UnsupportedError
 from kvkeep.packing import PLAIN, KernelLayout
 from kvkeep.planes import POSITION, Reach
@@ -132,6 +132,22 @@ def test_the_layout_alone_says_how_codes_are_read():
     view = dense(k, v, 3, key=Own())
     assert native.refuses(q, view, Options(0.2)) is None
     check(q, view, Options(0.2))
+
+
+@pytest.mark.parametrize(
+    ("group", "width", "prefix"), [(1, 576, 512), (7, 40, 24), (16, 200, 190), (41, 600, 512)]
+)
+@pytest.mark.parametrize("key", [Plain(), Int8(32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_within_keys(group, width, prefix, key, dtype):
+    q, k, _ = qkv(heads=1, group=group, slots=150, width=width, dtype=dtype)
+    value = WithinKeys(key, prefix)
+    view = dense(k, k, 1, key=key, value=value)
+    check(q, view, Options(width**-0.5, need_mass=True))
+    apart = torch.cat([k, k], dim=3)[..., :width]  # rows of slots that are not adjacent
+    planes = view.segments[0].planes | ({"k": apart} if key == Plain() else {})
+    moved = view._replace(segments=(view.segments[0]._replace(planes=planes),))
+    check(q, moved, Options(width**-0.5))
 
 
 @pytest.mark.parametrize(("n", "width"), [(1, 96), (3, 64), (20, 40)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvkeep_lab.bench.options import Serve
 from kvkeep_lab.bench.workload import (
     Request,
     Served,
@@ -95,3 +96,13 @@ def test_all_are_served_and_incomplete_answers_are_refused():
     assert served.times[1][0] >= 0.01
     with pytest.raises(KVKeepError, match="cannot be compared"):
         serve(Echo(short=1), requests, 3)
+
+
+def test_models_of_one_kind_of_layers_are_measured_briefly():
+    asked = Serve("random-latent", sequences=(4,))
+    assert (asked.sequences, asked.longest, asked.new_tokens) == ((4,), 160, 128)
+    assert asked.against == ("kvkeep alone",)
+    assert Serve("random-latent", cpu_time=True).against is None
+    asked = Serve()
+    assert (asked.sequences, asked.longest, asked.new_tokens) == ((1, 4, 16, 64), 1400, 64)
+    assert asked.against is None

@@ -176,9 +176,38 @@ def test_op(dtype, queries):
 
 
 @pytest.mark.skipif(not native.available, reason=native.reason)
+def test_op_of_latents():
+    shape = ("--heads", "4,6", "--kv-heads", "1", "--head-dim", "48", "--latent", "32")
+    options = ("--lengths", "300", "--turns", "1", "--device", "cpu", "--json")
+    result = last_line(run("op", *shape, *options))
+    systems = ["native", "sdpa", "torch-folded", "torch-math"]
+    assert [(row["heads"], row["backend"]) for row in result["rows"]] == [
+        (heads, system) for heads in (4, 6) for system in systems
+    ]
+    for row in result["rows"]:
+        assert row["error"] < 1e-2
+        assert row["gb_per_s"] * row["median_us"] == pytest.approx(300 * 48 * 2 / 1e3)
+        operations = 2 * row["heads"] * 300 * (48 + 32)
+        assert row["gflop_per_s"] * row["median_us"] == pytest.approx(operations / 1e3)
+        shares = (
+            row["gb_per_s"] / result["read_gb_per_s"],
+            (row["gflop_per_s"] / result["product_gflop_per_s"]),
+        )
+        assert row["of_bound"] == pytest.approx(max(shares))
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
 def test_op_of_codecs():
     shape = ("--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--lengths", "300")
-    options = ("--codecs", "plain,int8,int8/int4,kivi", "--turns", "1", "--device", "cpu", "--json")
+    options = (
+        "--codecs",
+        "plain,int8,int8/int4,int4,kivi",
+        "--turns",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+    )
     rows = last_line(run("op", *shape, *options))["rows"]
     sizes = {  # of 2 heads x 300 slots
         row["codec"]: row["gb_per_s"] * row["median_us"] * 1e3 / 600
@@ -187,8 +216,9 @@ def test_op_of_codecs():
     }
     blocks = (256 * 76 + 44 * 256) / 300  # eight blocks of 32 tokens, and the others plain
     assert sizes == pytest.approx(
-        {"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36, "kivi": blocks}
+        {"plain": 256, "int8": 2 * 66, "int8/int4": 66 + 36, "int4": 2 * 36, "kivi": blocks}
     )
+    assert all(row["error"] < 0.02 for row in rows)  # with the centre of int4's keys
     assert [row["codec"] for row in rows if row["backend"] != "native"] == ["plain"] * 4
 
 
@@ -341,6 +371,8 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("memory", "--prompt", "500"), "--chunk 500 must be below"),
         (("op", "--heads", "7", "--kv-heads", "2"), "must be a multiple"),
         (("op", "--queries", "4,300", "--lengths", "256"), "300 queries; give 1 to 256"),
+        (("op", "--head-dim", "64", "--latent", "64"), "--latent 64 must be below --head-dim 64"),
+        (("op", "--latent", "64", "--codecs", "int8/int4"), "give int8 alone"),
         (("op", "--dtype", "int3"), "no dtype 'int3'"),
         (("op", "--codecs", "int9"), "no codec 'int9'"),
         (("op", "--plot", "x.foo"), "must end in ."),

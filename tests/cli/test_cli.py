@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import finetune_inputs
 from support.command_line import last_line, run
 from support.demo_stand_in import stand_in
 
@@ -16,6 +17,7 @@ from kvkeep import native_library
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import compile_ahead
 from kvkeep.hf.models import load
+from kvkeep.hf.quantised import quantise
 from kvkeep.home import home
 
 MODEL = ("--model", "smollm2-135m")
@@ -97,6 +99,27 @@ def test_generate_keeps_the_beginning_of_a_prompt(base):
     refused = run("generate", *options, "h2o:40", "--keep-until", "cruel.")
     assert refused.exit_code == 2
     assert "'cruel.' is not in the prompt of" in refused.stderr
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_generate_quantises_weights(tmp_path, monkeypatch, weights):
+    pytest.importorskip("torchao")
+    finetune_inputs.model(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    finetune_inputs.tokenizer().save_pretrained(tmp_path)
+    made = []
+
+    def noted(model, kind):
+        made.append((kind, quantise(model, kind)))
+
+    monkeypatch.setattr("kvkeep.hf.models.quantise", noted)
+    options = ("--model", tmp_path, "--max-new-tokens", "4", "--json", "--weights")
+    assert last_line(run("generate", "Who?", *options, weights))["tokens"] == 4
+    ((kind, layers),) = made
+    assert kind == weights
+    assert layers >= 14  # seven in each of two blocks
+    refused = run("generate", "Who?", *options, "int3")
+    assert refused.exit_code == 2
+    assert "give one of int8, int4" in refused.stderr
 
 
 def test_a_directory_without_a_model(tmp_path):

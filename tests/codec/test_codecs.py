@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +11,14 @@ from support.pairwise import pairwise
 
 from kvkeep import native_library
 from kvkeep.codec import CODECS, Fp8, Int2, Int3, Int4, Int5, Int6, Int8, Kivi
-from kvkeep.codec.groups import packed, packed_as, unpacked, unpacked_as
+from kvkeep.codec.groups import (
+    packed,
+    packed_as,
+    rounded_scale,
+    scale_values,
+    unpacked,
+    unpacked_as,
+)
 from kvkeep.codec.hadamard import hadamard
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.packing import PACKINGS
@@ -170,6 +178,21 @@ def test_compiled_encoding_is_that_of_tensor_operations(codec, dtype):
         apart = (codes[0] - codes[1]).abs()
         assert apart.max() <= 1
         assert (apart > 0).float().mean() < 2e-3  # halfway between two codes
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("codec", [Int3(), Int2(), Int3(16, scale=8)], ids=str)
+def test_scales_of_narrow_codes_reduce_the_error(codec, compiled):
+    """Against the scale that gives the largest element of a group an extreme code."""
+    x, middle = torch.randn(1, 1, 500, 64), 2 ** (codec.bits - 1)
+    codec = replace(codec, hadamard=False)
+    back = codec.decode(codec.encode(x) if compiled else steps(codec)(x), torch.float32)
+    groups = x.view(-1, codec.group)
+    largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True))
+    scale = scale_values(rounded_scale(largest / -middle, codec.scale), torch.float32)
+    codes = (groups / scale).round().clamp(-middle, middle - 1)
+    unfitted = (codes * scale - groups).square().sum()
+    assert (back - x).square().sum() < 0.95 * unfitted
 
 
 @pytest.mark.parametrize("codec", EVERY, ids=str)

@@ -29,13 +29,13 @@ CITIES = {"Oslo": "4719", "Lima": "8302", "Cairo": "1556"}
 
 
 def row(context, city):
-    """As of RULER, with a number to find."""
+    """As of RULER, with a number to find. A context's questions have the same prefix."""
     return {
         "context": context,
         "question": f"What is the special number for {city}?",
-        "answer_prefix": f" The special number for {city} is",
+        "answer_prefix": " The special number is",
         "answer": [CITIES[city]],
-        "task": "niah_multikey_1" if city == "Oslo" else "qa_1",
+        "task": "niah_multikey_1" if city == "Cairo" else "qa_1",
         "max_new_tokens": 8,
     }
 

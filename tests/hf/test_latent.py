@@ -18,6 +18,7 @@ from transformers import DeepseekV3Config, DynamicCache
 import kvkeep
 from kvkeep.errors import SpecError, StateError, UnsupportedError
 from kvkeep.generate import SamplingParams, generate_many
+from kvkeep.hf.kinds import latent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -351,3 +352,22 @@ def test_projections_are_those_of_the_module_at_the_time(model):
         hook = plain.register_forward_hook(lambda module, args, out: 2 * out)
         assert not follows().allclose(changed, atol=1e-3)
         hook.remove()
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_projections_where_torch_has_no_fast_product(slow, monkeypatch):
+    """They are computed in float32, with results of the model's dtype."""
+    own, dtypes = torch.bmm, []
+
+    def watched(x, weight):
+        dtypes.append(x.dtype)
+        return own(x, weight)
+
+    monkeypatch.setattr(latent, "is_slow", lambda dtype: slow)
+    monkeypatch.setattr(torch, "bmm", watched)
+    x = torch.randn(4, 2, 3, 8).bfloat16()
+    weight = torch.randn(4, 8, 16).bfloat16()
+    found = latent._by_head(x, weight)
+    expected = torch.einsum("hbnd,hde->hbne", x.double(), weight.double())
+    torch.testing.assert_close(found, expected.bfloat16(), atol=0.05, rtol=0.02)
+    assert dtypes == [torch.float32 if slow else torch.bfloat16]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.browser import browsing
+from support.live_server import said, serving, small
+from support.short_tokenizer import short_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +31,7 @@ PACKAGES = {
 }
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
 INSTALL_S, RUN_S = 600, 600
+NPM, NODE = shutil.which("npm"), shutil.which("node")
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +75,75 @@ def test_python_clients(url, python, name):
     python(PACKAGES[name])(CLIENTS / f"{name}_client.py", url)
 
 
-def test_javascript_client(url, tmp_path):
-    npm, node = shutil.which("npm"), shutil.which("node")
-    if not (npm and node):
+@pytest.fixture(scope="module")
+def javascript(tmp_path_factory):
+    """A directory in which OpenAI's client for JavaScript is installed."""
+    if not (NPM and NODE):
         pytest.skip("node and npm are not installed")
-    script = shutil.copy(CLIENTS / "openai_client.mjs", tmp_path)
-    (tmp_path / "package.json").write_text("{}")
-    install = [npm, "install", "--silent", "--no-fund", "openai"]
-    subprocess.run(install, cwd=tmp_path, check=True, timeout=INSTALL_S)
+    place = tmp_path_factory.mktemp("javascript")
+    (place / "package.json").write_text("{}")
+    install = [NPM, "install", "--silent", "--no-fund", "openai"]
+    subprocess.run(install, cwd=place, check=True, timeout=INSTALL_S)
+    return place
+
+
+def test_javascript_client(url, javascript):
+    script = shutil.copy(CLIENTS / "openai_client.mjs", javascript)
     done = subprocess.run(
-        [node, script, url], cwd=tmp_path, capture_output=True, text=True, timeout=RUN_S
+        [NODE, script, url], cwd=javascript, capture_output=True, text=True, timeout=RUN_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+IN_A_BROWSER = """
+    const [baseURL, answered] = arguments;
+    const messages = [{ role: "user", content: "Hello." }];
+    async function said() {
+        const { OpenAI } = await import("/node_modules/openai/index.mjs");
+        const options = { apiKey: "none", maxRetries: 0, dangerouslyAllowBrowser: true };
+        const client = new OpenAI({ baseURL, ...options });
+        const chat = { model: "tiny", messages, temperature: 0, max_tokens: 6 };
+        let streamed = "";
+        for await (const chunk of await client.chat.completions.create({ ...chat, stream: true })) {
+            streamed += chunk.choices[0].delta.content ?? "";
+        }
+        const asked = { model: "tiny", input: messages, temperature: 0, max_output_tokens: 6 };
+        return [streamed, (await client.responses.create(asked)).output_text];
+    }
+    said().then(answered, (error) => answered(error.constructor.name));
+"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_javascript_client_in_a_browser(javascript):
+    """A page of another origin than the server's, which has to allow it."""
+    pages = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=javascript))
+    allowed, other = (f"http://{host}:{pages.server_port}" for host in ("127.0.0.1", "localhost"))
+    with (
+        pages,
+        browsing() as tab,
+        serving(small(), short_tokenizer(), origins=[allowed]) as (_, client),
+    ):
+        threading.Thread(target=pages.serve_forever).start()
+        try:
+            found = {}
+            for page in (allowed, other):
+                tab.driver.get(f"{page}/package.json")
+                found[page] = tab.driver.execute_async_script(IN_A_BROWSER, str(client.base_url))
+        finally:
+            pages.shutdown()
+        expected = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hello."}],
+            temperature=0,
+            max_tokens=6,
+        )
+    assert found[allowed] == [said(expected)] * 2
+    assert found[other] == "APIConnectionError"
 
 
 @pytest.mark.parametrize(("at", "package"), [(0, "openai-agents"), (1, "smolagents[openai]")])

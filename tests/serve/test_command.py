@@ -9,11 +9,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2
 import openai
 import pytest
 import torch
+import typer
 from support.live_server import SYSTEM, asking, client, pieces, refusal, said
 from typer.testing import CliRunner
 
@@ -154,6 +156,13 @@ def test_bad_options():
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert "warning" not in result.stderr
+
+
+def test_the_page_names_every_option():
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    options = typer.main.get_command(command).commands["serve"].params
+    named = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    assert {name for name in named if f"`{name}`" not in page} <= {"--debug", "--help"}
 
 
 def test_an_empty_key_in_the_environment_is_no_server_without_keys():

@@ -82,6 +82,7 @@ _TABLE: tuple[Backend, ...] = (
         device="cpu",
         differentiable=False,
         missing=lambda: "" if native_library.available else native_library.reason,
+        yields=native.yields,
     ),
     Backend(
         "triton",

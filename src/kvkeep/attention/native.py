@@ -14,10 +14,12 @@ from struct import Struct
 import torch
 from torch import Tensor
 
+from kvkeep.attention import sdpa
 from kvkeep.attention.centre import Centre
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import Segment, View
 from kvkeep.checks import wants_gradients
+from kvkeep.choice import rounded, torch_is_faster
 from kvkeep.native_library import (  # noqa: F401 - imported from here by tests and tools
     LIBRARY,
     TYPES,
@@ -54,6 +56,20 @@ def refuses(q: Tensor, view: View, options: Options) -> str | None:
         if unread is not None:
             return unread
     return None
+
+
+def yields(q: Tensor, view: View, options: Options) -> bool:
+    """Whether torch's attention computes the call faster (`kvkeep.choice`). Only dense views of one
+    plain segment are measured."""
+    segment = view.segments[0]
+    if len(view.segments) > 1 or not view.dense or not segment.plain or options.need_mass:
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    group, slots = q.shape[1] // unsliced(segment.planes)["k"].shape[1], segment.slots
+    sizes = rounded(view.chunk), rounded(slots), group, q.shape[3]
+    faster = torch_is_faster("attention", q.dtype, *sizes)
+    return faster and sdpa.refuses(q, view, options) is None
 
 
 def _unread(q: Tensor, segment: Segment) -> str | None:

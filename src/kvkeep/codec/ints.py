@@ -30,6 +30,8 @@ from kvkeep.planes import Planes, PlaneSpec
 _MOST_AFFINE = 4  # most bits of codes with zero points
 _MOST_SMALL = 4  # most bits of codes that may have scales of 8 bits
 _ROTATED_VALUES = 3  # most bits for which rotating values reduces the loss
+_MOST_FITTED = 3  # most bits of codes whose scales are fitted
+_FACTORS = (1.0, 1.1, 0.9, 0.8, 0.7)  # of the scale for the largest element; native/encode.cpp too
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ class Ints(Grouped):
     Planes: "" uint8 (D * bits / 8,), packed as `kvkeep.packing` says; "_scale" (groups,), float16
     or, if `scale` is 8, uint8, the high byte of a float16; "_zero" float16 (groups,) when affine.
     The symmetric scale has the sign that maps the element of largest magnitude to code 0, as in
-    llama.cpp's Q4_0. Keys, and values in 3 and 2 bits, are rotated by a Hadamard matrix first,
-    unless `hadamard` is False.
+    llama.cpp's Q4_0. In 3 and 2 bits it is this scale times the factor, from 0.7 to 1.1, that gives
+    the least squared error; llama.cpp's Q3_K searches its scales too. Keys, and values in 3 and 2
+    bits, are rotated by a Hadamard matrix first, unless `hadamard` is False.
 
     Before that, the mean key of the first `centre` tokens is subtracted from keys (0: no centre);
     see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` tokens, the newest
@@ -120,13 +123,31 @@ class Ints(Grouped):
             scale = rounded_scale((high - zero.to(high.dtype)) / most, self.scale)
             step = scale_values(scale, high.dtype)[..., None]
             codes = divided(groups - zero.to(high.dtype)[..., None], step)
+            codes = codes.round_().clamp_(0, most)
             more = {"_zero": zero}
         else:
-            scale = rounded_scale(torch.where(high > -low, high, low) / -middle, self.scale)
-            codes = divided(groups, scale_values(scale, high.dtype)[..., None]) + middle
+            largest = torch.where(high > -low, high, low)
+            codes, scale = self._fitted(groups, largest / -middle, x.shape[-1])
             more = {}
-        codes = ungrouped(codes.round_().clamp_(0, most), x.shape[-1]).to(torch.uint8)
+        codes = ungrouped(codes, x.shape[-1]).to(torch.uint8)
         return {"": packed_as(codes, self.packing), "_scale": scale} | more
+
+    def _fitted(self, groups: Tensor, largest: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of groups without zero points, given the scales (..., groups) at which
+        the largest elements have code 0. `width`: of a token, without the padding of its last
+        group."""
+        most, middle = 2**self.bits - 1, 2 ** (self.bits - 1)
+        found: list[Tensor] = []  # codes, scales, squared errors
+        for factor in _FACTORS if self.bits <= _MOST_FITTED else _FACTORS[:1]:
+            scale = rounded_scale(largest * factor, self.scale)
+            step = scale_values(scale, groups.dtype)[..., None]
+            codes = (divided(groups, step) + middle).round_().clamp_(0, most)
+            squares = (groups - (codes - middle) * step).square_().flatten(-2)
+            squares[..., width:] = 0
+            error = squares.view_as(groups).sum(dim=-1, keepdim=True)
+            tried = [codes, scale[..., None], error]
+            found = tried if not found else _where(error < found[2], tried, found)
+        return found[0], found[1][..., 0]
 
     def decode(self, planes: Planes, dtype: torch.dtype) -> Tensor:
         compute = torch.promote_types(dtype, torch.float32)
@@ -151,6 +172,10 @@ class Ints(Grouped):
 
     def width(self, planes: Planes) -> int:
         return planes[""].shape[-1] * 8 // self.bits
+
+
+def _where(less: Tensor, tried: list[Tensor], found: list[Tensor]) -> list[Tensor]:
+    return [torch.where(less, *both) for both in zip(tried, found, strict=True)]
 
 
 @final

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
+from kvkeep.choice import is_slow, kernel_rows
 from kvkeep.graph.custom_ops import define_operator
-from kvkeep.linears import FEWEST_BYTES, Stored, Weights, most_rows, product, readable, stored
+from kvkeep.linears import Stored, Weights, grouped_product, readable, stored
 
 _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
@@ -54,9 +55,9 @@ linears = define_operator(
 
 
 def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
-    """Replace a graph's linear layers of at most `most_rows` rows and without gradients by
-    `kvkeep::linears`, one for all layers of an input. Return the number of layers replaced; 0
-    without the native library.
+    """Replace a graph's linear layers without gradients by `kvkeep::linears`, one for all layers of
+    an input, where the kernel is faster. Return the number of layers replaced; 0 without the native
+    library.
 
     Args:
         inputs: the graph's inputs; the weights among them are read.
@@ -64,20 +65,23 @@ def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
     if not native_library.available or torch.is_grad_enabled():
         return 0
     given = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    layers: dict[tuple[Node, torch.dtype, bool], list[Node]] = defaultdict(list)
+    layers: dict[tuple[Node, torch.dtype, bool], dict[Node, int]] = defaultdict(dict)
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in _LINEARS:
+        if node.op == "call_function" and node.target in _LINEARS and _is_static(node):
             weight, bias = (given.get(x, value_of(x)) for x in (node.args[1], _bias(node)))
-            if isinstance(weight, Tensor) and _is_small(node):
-                found = stored(weight)
-                if found is not None and readable(found, bias, weight.dtype):
-                    coded = found.scale is not None
-                    layers[node.args[0], weight.dtype, coded].append(node)
-    for (x, _, coded), some in layers.items():
-        _join(graph, x, some, coded)
+            found = stored(weight) if isinstance(weight, Tensor) else None
+            if found is not None and readable(found, bias, weight.dtype):
+                coded = found.scale is not None
+                layers[node.args[0], weight.dtype, coded][node] = found.weight.nbytes
+    count = 0
+    for (x, dtype, coded), some in layers.items():
+        rows = value_of(x).numel() // value_of(x).shape[-1]
+        if kernel_rows(dtype, sum(some.values()), coded=coded)[(rows - 1).bit_length()]:
+            _join(graph, x, list(some), coded)
+            count += len(some)
     graph.graph.lint()
     graph.recompile()
-    return sum(map(len, layers.values()))
+    return count
 
 
 def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
@@ -110,9 +114,8 @@ def _join(graph: GraphModule, x: Node, layers: list[Node], coded: bool) -> None:
         graph.graph.erase_node(layer)
 
 
-def _is_small(node: Node) -> bool:
-    """Whether a linear layer has at most `most_rows` rows, and weights large enough for a native
-    call."""
+def _is_static(node: Node) -> bool:
+    """Whether a linear layer has a fixed number of rows, at least one, and constant weights."""
     x, weight = (value_of(part) for part in node.args[:2])
     return (
         isinstance(x, Tensor)
@@ -121,8 +124,7 @@ def _is_small(node: Node) -> bool:
         and x.is_cpu
         and x.dtype is weight.dtype
         and isinstance(x.numel(), int)  # it may depend on data (language adapters, experts)
-        and 0 < x.numel() <= most_rows(x.dtype) * x.shape[-1]
-        and weight.nbytes >= FEWEST_BYTES
+        and x.numel() > 0
     )
 
 
@@ -150,15 +152,15 @@ def _grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     Returns:
         (S, outputs).
     """
+    ends = offs.tolist()
+    found = grouped_product(x, weight.transpose(1, 2), ends)
+    if found is not None:
+        return found
     out = x.new_zeros((len(x), weight.shape[2]))
-    start = 0
-    for expert, end in enumerate(offs.tolist()):
-        own = weight[expert].T
-        reads = readable(Stored(own), None, x.dtype)
-        multiply = product if reads else torch.nn.functional.linear
+    dtype = torch.float32 if x.is_cpu and is_slow(x.dtype) else x.dtype
+    for start, end, own in zip((0, *ends), ends, weight, strict=False):
         if end > start:
-            out[start:end] = multiply(x[start:end], own)
-        start = end
+            out[start:end] = x[start:end].to(dtype) @ own.to(dtype)
     return out
 
 

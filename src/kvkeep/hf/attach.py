@@ -19,6 +19,7 @@ from kvkeep.hf.cache_argument import cache_in, cache_name, rename_cache
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of, is_routed
 from kvkeep.hf.demands import require_exact
 from kvkeep.hf.forward.checkpointing import pause, resume
+from kvkeep.hf.forward.experts import route_experts
 from kvkeep.hf.forward.inline import is_inline, route_inline
 from kvkeep.hf.forward.packed_rows import require_one_text
 from kvkeep.hf.forward.rehearsal import rehearse, rehearse_own
@@ -140,8 +141,9 @@ def attach(
         linears: let kvkeep's kernel compute the model's linear layers if it is faster: on the CPU,
             without gradients, for at most 32 rows (tokens of all texts), or for any number if torch
             has no fast product of the dtype (bfloat16 without AVX-512, float16 without
-            AVX512_FP16). The weights are not copied; results differ from torch's by rounding only.
-            False: never.
+            AVX512_FP16), or as `kvkeep doctor --measure` measured. If torch has no fast product of
+            the dtype, it multiplies the weights of experts too. The weights are not copied; results
+            differ from torch's by rounding only. False: never.
         compile: run steps of one token a row, without padding, in a compiled program. torch
             compiles it in the first step, which takes about a minute; it is kept on disk for later
             processes ($KVKEEP_STEPS, or `steps` in kvkeep's directory). On the CPU, kvkeep's kernel
@@ -197,6 +199,8 @@ def attach(
     if implementation is not None:
         route_attention(model, implementation)
         of_kinds += route_inline(decoder, implementation)
+    if linears:
+        of_kinds += route_experts(decoder)
     changes = (
         decoder.register_forward_pre_hook(_supply_cache, with_kwargs=True),
         decoder.register_forward_hook(_require_attended, with_kwargs=True),
@@ -265,7 +269,7 @@ def detach(model: PreTrainedModel) -> None:
             f"this {type(model).__name__} is not attached, so there is nothing to detach; leave "
             "out this call"
         )
-    for change in attachment.changes:
+    for change in reversed(attachment.changes):
         change.remove()
     unroute_attention(model)
     if attachment.linears:

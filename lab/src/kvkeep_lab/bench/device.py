@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvkeep.host import placement
 from kvkeep.storage.allocate import free_bytes
-from kvkeep_lab.bench.timing import interleaved, timer_for
+from kvkeep_lab.bench.timing import Call, interleaved, timer_for
 
 
 def device_named(name: str | None = None) -> torch.device:
@@ -76,3 +77,17 @@ def bandwidth(device: torch.device, mebibytes: int | None = None) -> tuple[str, 
         {"": lambda: y.copy_(x)}, turns=2, burst=10, timer=timer_for(device, queued=True)
     )[""]
     return "copy_gb_per_s", 2 * x.nbytes / statistics.median(seconds) / 1e9
+
+
+def arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+    """GFLOP/s of torch's products of square matrices in float32 or in `dtype`, whichever is faster;
+    the best of several on the CPU, elsewhere the median."""
+    on_cpu = device.type == "cpu"
+    n = 1024 if on_cpu else 8192
+    calls: dict[torch.dtype, Call] = {}
+    for each in dict.fromkeys((torch.float32, dtype)):
+        a, b = (torch.randn(n, n, dtype=each, device=device) for _ in range(2))
+        calls[each] = partial(torch.matmul, a, b)
+    timer = timer_for(device, queued=True)
+    found = interleaved(calls, turns=5, burst=1, timer=timer).values()
+    return 2 * n**3 / min(min(x) if on_cpu else statistics.median(x) for x in found) / 1e9

@@ -11,16 +11,25 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Segment, View, attend, backends
-from kvkeep.codec import Codec, Plain, encoded_count
+from kvkeep.attention.centre import Centre, Turns
+from kvkeep.codec import Codec, Plain, WithinKeys, encoded_count
 from kvkeep.errors import SpecError
 from kvkeep.host.placement import dtype_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.planes import POSITION, joined
+from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
-from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.device import (
+    Limits,
+    arithmetic,
+    bandwidth,
+    because,
+    device_named,
+    with_values,
+)
 from kvkeep_lab.bench.options import Op
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.rivals import ON_CPU, RIVALS, torch_sdpa
+from kvkeep_lab.bench.rivals import OF_LATENTS, ON_CPU, RIVALS, torch_folded
 from kvkeep_lab.bench.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep_lab.checks import require_known
 
@@ -29,6 +38,25 @@ class _System(NamedTuple):
     backend: str
     codec: str
     mass: bool
+
+
+class _Shape(NamedTuple):
+    """A case: `new` queries of each of `heads` query heads. `latent`: the values are the first
+    elements of the keys, so many; 0: they are of their own."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    length: int
+    dim: int
+    new: int
+    latent: int = 0
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of both products, for the tokens that each query sees."""
+        seen = self.new * self.length - self.new * (self.new - 1) // 2
+        return 2 * self.rows * self.heads * seen * (self.dim + (self.latent or self.dim))
 
 
 class _Found(NamedTuple):
@@ -44,16 +72,20 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     """Time `attend` on every backend that can run, and the attention of other libraries.
 
     All codecs but "plain" are timed only on the device's own backend. Of "kivi" some tokens are
-    plain. Lengths below a number of queries are left out for it.
+    plain, and lengths below a number of queries are left out for it. Keys of a codec with a centre
+    have one, under a rotary embedding; those of "int4:centre=0" have none.
 
     Returns:
-        `rows`: for each system and length, and for each number of `queries` if several are given,
-        `median_us` as called, `spread_us` (width of the middle half), `error` (of the output,
-        relative to torch's attention over the decoded keys and values), and `gb_per_s`, the bytes
-        of all encoded keys and values divided by the time. On CUDA also `graph_us`, the time to
-        replay a CUDA graph, from which `gb_per_s` is then computed; `of_copy`, `gb_per_s` relative
-        to the device's copies; and `skipped`, the reason why a case was not measured. And
-        `read_gb_per_s` or `copy_gb_per_s`: this machine's memory bandwidth, measured in this run.
+        `rows`: for each system and length, and for each number of `heads` and of `queries` if
+        several are given, `median_us` as called, `spread_us` (width of the middle half), `error`
+        (of the output, relative to torch's attention over the decoded keys and values),
+        `gb_per_s`, the bytes of all encoded keys and values divided by the time, `gflop_per_s`, and
+        `of_bound`, the time to read these bytes or to compute, whichever is longer, relative to the
+        time. On CUDA also `graph_us`, the time to replay a CUDA graph, from which the figures are
+        then computed; `of_copy`, `gb_per_s` relative to the device's copies; and `skipped`, the
+        reason why a case was not measured. And of this machine, measured in this run:
+        `read_gb_per_s` or `copy_gb_per_s`, its memory's bandwidth, and `product_gflop_per_s`, the
+        speed of its products of matrices.
 
     Raises:
         SpecError: a codec or a system to measure against does not exist, or a number of queries is
@@ -61,7 +93,7 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
         ModelError: the device does not exist here.
     """
     place, dtype, queries = device_named(asked.device), dtype_named(asked.dtype), asked.queries
-    on_cpu = place.type == "cpu"
+    on_cpu, latent = place.type == "cpu", asked.latent or 0
     rows = asked.rows or (1 if on_cpu else 8)
     longest = (256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072)
     lengths = asked.lengths or longest
@@ -69,42 +101,61 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     masses = (False, True) if asked.both_masses or not on_cpu else (False,)
     if asked.mass is not None:
         masses = (asked.mass,)
-    against = (ON_CPU if on_cpu else tuple(RIVALS)) if asked.against is None else asked.against
+    against = asked.against
+    if against is None:
+        against = OF_LATENTS if latent else ON_CPU if on_cpu else tuple(RIVALS)
     require_known("attention", against, RIVALS)
     for n in queries:
         if not 1 <= n <= max(lengths):
             raise SpecError(f"{n} queries; give 1 to {max(lengths)}, the most tokens held")
     specs = {codec: CacheSpec.parse(f"keep_all+{codec}") for codec in codecs}
+    for codec, spec in specs.items() if latent else ():
+        if spec.value_codec.for_values() != spec.key_codec.for_values():
+            raise SpecError(
+                f"codec {codec}: values within keys have the keys' codec; give "
+                f"{spec.key_codec.name} alone"
+            )
     systems = list(_systems(place, codecs, masses, against))
-    limits, table, rates = Limits(place, asked.seconds), [], [bandwidth(place)]
-    cases = [(n, length) for length in lengths for n in queries if n <= length]
-    work = Work(progress, sum(length for _, length in cases))
+    limits, table = Limits(place, asked.seconds), list[dict[str, Any]]()
+    rates, products = [bandwidth(place)], [arithmetic(place, dtype)]
+    cases = [
+        _Shape(rows, heads, asked.kv_heads, length, asked.head_dim, n, latent)
+        for length in lengths
+        for heads in asked.heads
+        for n in queries
+        if n <= length
+    ]
+    work = Work(progress, sum(shape.length for shape in cases))
     with torch.inference_mode():
-        for new, length in cases:
-            work.stage(f"{new} of {length} tokens", length)
+        for shape in cases:
+            work.stage(f"{shape.new} of {shape.length} tokens", shape.length)
             case = _Case(limits, specs, systems, dtype)
-            shape = (rows, asked.heads, asked.kv_heads, length, asked.head_dim, new)
             measured = case.measured(shape, asked.turns, work)
             if any(found.called for found in measured.values()):
                 rates.append(bandwidth(place))
+                products.append(arithmetic(place, dtype))
             for system, found in measured.items():
-                table.append(
-                    {"backend": system.backend, "codec": system.codec}
-                    | ({"mass": system.mass} if any(masses) else {})
-                    | ({"queries": new} if len(queries) > 1 else {})
-                    | {"length": length}
-                    | _figures(found, case.sizes.get(system.codec, 0))
-                )
+                size = case.sizes.get(system.codec, 0)
+                row: dict[str, Any] = {"backend": system.backend, "codec": system.codec}
+                row |= {"mass": system.mass} if any(masses) else {}
+                row |= {"heads": shape.heads} if len(asked.heads) > 1 else {}
+                row |= {"queries": shape.new} if len(queries) > 1 else {}
+                row |= {"length": shape.length}
+                table.append(row | _figures(found, size, shape.operations))
     name, rate = rates[0][0], statistics.median(rate for _, rate in rates)
-    for row in () if on_cpu else table:
-        row["of_copy"] = row["gb_per_s"] and row["gb_per_s"] / rate
-    sizes: dict[str, Any] = {"B": rows, "Hq": asked.heads, "H": asked.kv_heads, "D": asked.head_dim}
-    sizes["n"] = queries[0] if len(queries) == 1 else ", ".join(map(str, queries))
-    about = {"dtype": str(dtype).removeprefix("torch."), **sizes}
-    return result("op", with_values(table), shape=about, **{name: rate})
+    product = statistics.median(products)
+    for row in table:
+        reads, computes = row["gb_per_s"], row["gflop_per_s"]
+        row["of_copy"] = None if on_cpu else reads and reads / rate
+        row["of_bound"] = reads and max(reads / rate, computes / product)
+    sizes: dict[str, Any] = {"B": rows, "Hq": _listed(asked.heads), "H": asked.kv_heads}
+    sizes |= {"D": asked.head_dim} | ({"latent": latent} if latent else {})
+    about = {"dtype": str(dtype).removeprefix("torch."), **sizes, "n": _listed(queries)}
+    speeds = {name: rate, "product_gflop_per_s": product}
+    return result("op", with_values(table), shape=about, **speeds)
 
 
-def _figures(found: _Found, size: int) -> dict[str, Any]:
+def _figures(found: _Found, size: int, operations: int) -> dict[str, Any]:
     called, replayed = (statistics.median(x) if x else None for x in (found.called, found.replayed))
     best = replayed or called
     return {
@@ -112,10 +163,16 @@ def _figures(found: _Found, size: int) -> dict[str, Any]:
         "spread_us": spread(list(found.called)) * 1e6 if found.called else None,
         "graph_us": replayed and replayed * 1e6,
         "gb_per_s": best and size / best / 1e9,
+        "gflop_per_s": best and operations / best / 1e9,
         "of_copy": None,
+        "of_bound": None,
         "error": found.error,
         "skipped": found.skipped,
     }
+
+
+def _listed(numbers: Sequence[int]) -> int | str:
+    return numbers[0] if len(numbers) == 1 else ", ".join(map(str, numbers))
 
 
 def _systems(
@@ -149,14 +206,14 @@ class _Case:
         self.sizes: dict[str, int] = {}
         self._found: dict[_System, _Found] = {}
 
-    def measured(self, shape: tuple[int, ...], turns: int, work: Work) -> dict[_System, _Found]:
-        """The measurements of each system at a shape (B, Hq, H, S, D, n)."""
-        rows, heads, kv_heads, length, dim, n = shape
+    def measured(self, shape: _Shape, turns: int, work: Work) -> dict[_System, _Found]:
+        """The measurements of each system at a shape."""
         # Keys and values as given, copied for other libraries, encoded, and during encoding.
-        reason = self.limits.refuse(12 * rows * kv_heads * length * dim * self.dtype.itemsize)
+        held = shape.rows * shape.kv_heads * shape.length * shape.dim
+        reason = self.limits.refuse(12 * held * self.dtype.itemsize)
         try:
             if reason is None:
-                self._measure((rows, heads, n, dim), (rows, kv_heads, length, dim), turns, work)
+                self._measure(shape, turns, work)
                 return self._found
         except Exception as error:
             if self.device.type == "cpu":
@@ -165,15 +222,16 @@ class _Case:
             reason = because(error)
         return {system: _Found(skipped=reason) for system in self.systems}
 
-    def _measure(
-        self, queries: tuple[int, ...], held: tuple[int, ...], turns: int, work: Work
-    ) -> None:
+    def _measure(self, shape: _Shape, turns: int, work: Work) -> None:
         there: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        q, (k, v) = torch.randn(queries, **there), (torch.randn(held, **there) for _ in range(2))
+        queries = (shape.rows, shape.heads, shape.new, shape.dim)
+        held = (shape.rows, shape.kv_heads, shape.length, shape.dim)
+        q, k = torch.randn(queries, **there), torch.randn(held, **there)
+        v = k[..., : shape.latent] if shape.latent else torch.randn(held, **there)
         calls = self._calls(q, k, v)
         once = 1 if self.device.type == "cpu" else 0.5  # elsewhere graphs follow
         # Many calls of a fast operation for a stable median, few of a slow one.
-        options = {"turns": turns, "burst": max(2, min(20, 200_000 // (held[2] * queries[2])))}
+        options = {"turns": turns, "burst": max(2, min(20, 200_000 // (shape.length * shape.new)))}
 
         def tick(share: float) -> None:
             work.part(once * share)
@@ -191,6 +249,7 @@ class _Case:
         """The calls of all systems whose first call succeeded; records their errors."""
         calls: dict[_System, Call] = {}
         views: dict[str, View] = {}
+        centres = {codec: _centre(spec, k) for codec, spec in self.specs.items()}
         reference: dict[str, Tensor] = {}
         for codec, spec in self.specs.items():
             views[codec] = view = _view(spec, k, v, q.shape[2])
@@ -200,13 +259,13 @@ class _Case:
                 for name, plane in segment.planes.items()
                 if name != POSITION
             )
-            held = view.in_order(q.dtype, q.dtype, moved=False)
-            reference[codec] = torch_sdpa(q, held.keys, held.values)()
+            held = view.in_order(q.dtype, q.dtype, moved=False, centre=centres[codec])
+            reference[codec] = torch_folded(q, held.keys, held.values)()
         for system in self.systems:
             reason = self.limits.refuse()
             try:
                 if reason is None:
-                    call = _call(system, q, k, v, views[system.codec])
+                    call = _call(system, q, k, v, views[system.codec], centres[system.codec])
                     self._add(system, error=_difference(call(), reference[system.codec]))
                     calls[system] = call
             except Exception as error:  # any error: the other systems are still measured
@@ -225,11 +284,23 @@ class _Case:
         return replays
 
 
-def _call(system: _System, q: Tensor, k: Tensor, v: Tensor, view: View) -> Callable[[], Tensor]:
-    name, mass, scale = system.backend, system.mass, q.shape[-1] ** -0.5
+def _call(
+    system: _System, q: Tensor, k: Tensor, v: Tensor, view: View, centre: Centre | None
+) -> Callable[[], Tensor]:
+    name, options = system.backend, {"scale": q.shape[-1] ** -0.5, "need_mass": system.mass}
     if name in RIVALS:
         return RIVALS[name](q, k, v)
-    return lambda: attend(q, view, scale=scale, backend=name, need_mass=mass)[0]
+    return lambda: attend(q, view, backend=name, centre=centre, **options)[0]
+
+
+def _centre(spec: CacheSpec, k: Tensor) -> Centre | None:
+    """The centre of keys (B, H, S, D) that are coded as given; None: the codec has no centre."""
+    if not spec.key_codec.centre:
+        return None
+    rows, heads, length, width = k.shape
+    rotary = Rotary(10_000.0 ** (-torch.arange(width // 2) / (width // 2)))
+    mean = torch.randn(rows, heads, width, device=k.device)
+    return Centre(mean, Turns.of(rotary, width, length, k.device))
 
 
 def _difference(out: Tensor, reference: Tensor) -> float:
@@ -240,6 +311,9 @@ def _difference(out: Tensor, reference: Tensor) -> float:
 def _view(spec: CacheSpec, k: Tensor, v: Tensor, n: int) -> View:
     """Keys and values as a layer holds them: of a codec that encodes blocks, the newest plain."""
     key, value, length = spec.key_codec, spec.value_codec.for_values(), k.shape[2]
+    if v.shape[3] < k.shape[3]:
+        key = key.for_latents()
+        value = WithinKeys(key, v.shape[3])
     place = torch.arange(length, dtype=torch.int32, device=k.device)
     encoded = length if key.block == 1 else encoded_count(length - n, key, value)
     segments = []

@@ -144,14 +144,22 @@ class Memory(OfModel):
 class Op(Benchmark):
     """The attention operation alone, on every backend and in other libraries."""
 
-    title = "Attention of {shape[n]} x {heads}/{kv_heads} heads, width {head_dim}, {dtype}; {speed}"
+    title = (
+        "Attention of {shape[n]} x {shape[Hq]}/{kv_heads} heads, width {head_dim}, {dtype}; {speed}"
+    )
     example = "op --lengths 2048,32768 --codecs plain,int8"
     device: str | None = _device()
     dtype: str = _dtype("bfloat16")
     rows: int | None = _count(None, "Batch size; default: 1, on CUDA 8.", show_default=False)
-    heads: int = _count(32, "Query heads.")
+    heads: Sequence[int] = numbers((32,), "Numbers of query heads, comma-separated.")
     kv_heads: int = _count(8, "Key-value heads.")
     head_dim: int = _count(128, "Width of a head.")
+    latent: int | None = _count(
+        None,
+        "Values are this many first elements of their keys, as in latent attention: --heads 128 "
+        "--kv-heads 1 --head-dim 576 --latent 512 is a layer of DeepSeek V3.",
+        show_default=False,
+    )
     queries: Sequence[int] = numbers((1,), "New tokens of a call, comma-separated.")
     lengths: Sequence[int] | None = numbers(
         None, "Tokens held, comma-separated; default: 256 to 32768, on CUDA 2048 to 131072."
@@ -165,7 +173,7 @@ class Op(Benchmark):
     against: Sequence[str] | None = names(
         None,
         "Of torch-sdpa, torch-folded, torch-expanded, torch-math and flex, comma-separated; "
-        "default: the first three, on CUDA all.",
+        "default: the first three, on CUDA all; with --latent torch-folded and torch-math.",
     )
     turns: int = _count(10)
     both_masses: bool = False
@@ -174,16 +182,22 @@ class Op(Benchmark):
     """Time limit: cases that have not started by then are skipped."""
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        for heads in self.heads:
+            if heads % self.kv_heads:
+                raise SpecError(f"--heads {heads} must be a multiple of --kv-heads {self.kv_heads}")
+        if self.latent is not None and self.latent >= self.head_dim:
             raise SpecError(
-                f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
+                f"--latent {self.latent} must be below --head-dim {self.head_dim}, of which it is "
+                "a part"
             )
 
     def heading(self, result: Mapping[str, Any]) -> str:
         """See `Benchmark`."""
         reads = result.get("read_gb_per_s")
         does = f"reads at {reads:.0f}" if reads else f"copies at {result['copy_gb_per_s']:.0f}"
-        return super().heading({**result, "speed": f"memory {does} GB/s"})
+        multiplies = f"matrices multiply at {result['product_gflop_per_s']:.0f} GFLOP/s"
+        speed = f"memory {does} GB/s, {multiplies}"
+        return super().heading({**result, "speed": speed})
 
 
 @dataclass(frozen=True)
@@ -368,15 +382,34 @@ class Train(Benchmark):
             raise SpecError("--methods is empty; give at least one, e.g. kvkeep")
 
 
+_SERVED: dict[str, Any] = {
+    **{"sequences": (1, 4, 16, 64), "arrivals": ("at once", "poisson"), "repeats": 3},
+    **{"shortest": SHORTEST, "longest": LONGEST, "new_tokens": 64},
+}
+_SERVED_BRIEFLY: dict[str, Any] = {
+    **{"sequences": (1, 16), "arrivals": ("at once",), "repeats": 1},
+    **{"shortest": 32, "longest": 160, "new_tokens": 128},
+}
+"""Defaults for models that show how a batch computes layers of one kind, in minutes."""
+
+
 @dataclass(frozen=True)
 class Serve(Benchmark):
-    """Many sequences at once: throughput, delays and memory."""
+    """Many sequences at once: throughput, delays and memory.
+
+    random-hybrid, random-latent, random-shared and random-windowed are measured briefly by default:
+    1 and 16 prompts of 32 to 160 tokens at once, with 128 new tokens each, beside kvkeep alone.
+    """
 
     example = "serve --sequences 1,16 --http"
     model: str = _model_or_random()
     device: str | None = _device()
     dtype: str = _dtype("bfloat16")
-    sequences: Sequence[int] = numbers((1, 4, 16, 64), "Numbers of sequences, comma-separated.")
+    sequences: Sequence[int] = numbers(
+        None,
+        "Numbers of sequences, comma-separated; default: 1,4,16,64, or 1,16.",
+        show_default=False,
+    )
     specs: Sequence[str] = spec_list((SPEC,))
     against: Sequence[str] | None = names(
         None,
@@ -386,8 +419,12 @@ class Serve(Benchmark):
         show_default=False,
     )
     http: bool = option(False, "Measure `kvkeep serve` too, through HTTP streams.", flag=True)
-    new_tokens: int = _count(64, "Tokens of each answer.")
-    arrivals: Sequence[str] = names(("at once", "poisson"), "How prompts arrive, comma-separated.")
+    new_tokens: int = _count(None, "Tokens of each answer; default: 64, or 128.")
+    arrivals: Sequence[str] = names(
+        None,
+        "How prompts arrive, comma-separated; default: at once,poisson, or at once.",
+        show_default=False,
+    )
     rate: float | None = option(
         None,
         "Prompts per second that arrive in poisson; default: as many as kvkeep completes per "
@@ -395,16 +432,22 @@ class Serve(Benchmark):
         min=1e-3,
         show_default=False,
     )
-    shortest: int = _count(SHORTEST, "Tokens of the shortest prompt.")
-    longest: int = _count(LONGEST, "Tokens of the longest prompt.")
+    shortest: int = _count(None, f"Tokens of the shortest prompt; default: {SHORTEST}, or 32.")
+    longest: int = _count(None, f"Tokens of the longest prompt; default: {LONGEST}, or 160.")
     shared_prefix: int = _count(0, "Tokens before them with which all prompts begin.", 0)
     interrupt: int | None = _count(
         None, "Measure how long a prompt of this many tokens delays the other sequences."
     )
     cpu_time: bool = option(False, "Measure the processor time of one thread per step.", flag=True)
-    repeats: int = _count(3)
+    repeats: int = _count(None, "Rounds of measurement; default: 3, or 1.")
 
     def __post_init__(self) -> None:
+        brief = self.model in ("random-hybrid", "random-latent", "random-shared", "random-windowed")
+        for name, default in (_SERVED_BRIEFLY if brief else _SERVED).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if brief and self.against is None and not (self.cpu_time or self.interrupt):
+            object.__setattr__(self, "against", ("kvkeep alone",))
         _require_order(self.shortest, self.longest)
         if self.cpu_time and self.interrupt is not None:
             raise SpecError("--cpu-time and --interrupt exclude each other; give one")

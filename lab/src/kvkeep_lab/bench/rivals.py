@@ -1,7 +1,8 @@
 """Attention of other libraries over plain keys and values, to compare with `attend`.
 
-Each function takes q (B, Hq, n, D) and k, v (B, H, S, D), whose last n slots are the queries' own,
-and returns a call that computes (B, Hq, n, D). Work that can be done in advance is not in the call.
+Each function takes q (B, Hq, n, Dk), k (B, H, S, Dk) and v (B, H, S, Dv), whose last n slots are
+the queries' own, and returns a call that computes (B, Hq, n, Dv). Values narrower than keys are
+their first elements. Work that can be done in advance is not in the call.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 
 
 def torch_folded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
-    """torch's attention with the queries of a group folded into the query axis."""
+    """torch's attention with the queries of a group folded into the query axis. Its fused kernels
+    need values as wide as keys, so values within keys are the keys, and the result is narrowed."""
     folded, group = q.reshape(len(q), k.shape[1], -1, q.shape[3]), q.shape[1] // k.shape[1]
     mask = _mask(q, k)
     mask = None if mask is None else mask.repeat(group, 1)
-    return lambda: _attention(folded, k, v, attn_mask=mask).view(q.shape)
+    width, values = v.shape[3], k if v.shape[3] < k.shape[3] else v
+    return lambda: _attention(folded, k, values, attn_mask=mask).view(q.shape)[..., :width]
 
 
 def torch_expanded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
@@ -49,11 +52,14 @@ def torch_expanded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 
 def torch_math(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """torch's attention by two products of matrices, with queries folded as in `torch_folded`."""
-    call = torch_folded(q, k, v)
+    folded, group = q.reshape(len(q), k.shape[1], -1, q.shape[3]), q.shape[1] // k.shape[1]
+    mask = _mask(q, k)
+    mask = None if mask is None else mask.repeat(group, 1)
 
     def by_math() -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return call()
+            out = _attention(folded, k, v, attn_mask=mask)
+        return out.view(*q.shape[:3], -1)
 
     return by_math
 
@@ -89,6 +95,10 @@ RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor], Attention]] = {
 
 ON_CPU = (TORCH, "torch-folded", "torch-expanded")
 """Measured by default on the CPU: torch's own ways that do not store all scores."""
+
+OF_LATENTS = ("torch-folded", "torch-math")
+"""Measured by default where values are elements of their keys: those that do not copy the keys for
+each query head."""
 
 
 def _mask(q: Tensor, k: Tensor) -> Tensor | None:

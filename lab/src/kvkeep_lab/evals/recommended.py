@@ -11,17 +11,18 @@ from kvkeep.host import LayerKind, host_of, load_model
 from kvkeep.host.progress import Progress, silent
 from kvkeep_lab.evals.run import BASELINE, evaluate
 
-CODECS = ("int8", "int8/int4", "int4", "int4/int3", "int3")
+CODECS = ("int8", "int8/int4", "int4", "int4/int3", "int4/int2", "int3", "int3/int2")
 POLICIES = ("h2o", "kvzip")
 SHARES = ("50%", "25%", "10%")
 
 
 def candidates(kinds: Sequence[LayerKind]) -> list[str]:
-    """Specs to try for layers of these kinds. If some of them have a window, the windows' layers,
-    which are bounded anyway, also stay in 8 bits while all other layers are encoded or evict."""
+    """Specs to try for layers of these kinds. Policies evict coded tokens only: a share of plain
+    tokens takes as many bytes as a larger share of coded ones, or all, which lose less. If some of
+    the layers have a window, the windows' layers, which are bounded anyway, also stay in 8 bits
+    while all other layers are encoded or evict."""
     kept = [f"keep_all+{codec}" for codec in CODECS]
-    evicted = [f"{policy}:{share}" for share in SHARES for policy in POLICIES]
-    specs = [*kept, *evicted, *(f"{one}+int4" for one in evicted)]
+    specs = [*kept, *(f"{policy}:{share}+int4" for share in SHARES for policy in POLICIES)]
     windowed = {kind.name: kind.window is not None for kind in kinds}
     if len(set(windowed.values())) < 2:
         return specs

@@ -11,12 +11,10 @@ Linear biases (ALiBi) are not computed here: they belong to the layers of the ca
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
-from types import CellType, FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +30,7 @@ from kvkeep.hf.kinds.base import Handle, Replaced
 from kvkeep.hf.kinds.differential import differential
 from kvkeep.hf.kinds.indexed import choosing
 from kvkeep.hf.kinds.latent import absorbed
+from kvkeep.hf.kinds.rebound import Rebound
 from kvkeep.hf.kinds.relative import inkling, inkling2
 from kvkeep.hf.kinds.replaced_attention import Attention, Output
 from kvkeep.hf.kinds.weighed import weighed
@@ -211,36 +210,6 @@ class _Unchanged:
     def to(self, dtype: torch.dtype) -> Any:
         """The mask."""
         return self._mask
-
-
-class Rebound(NamedTuple):
-    """The forward of a class, with some global names of its source file rebound."""
-
-    forward: Any
-
-    @classmethod
-    def of(cls, kind: type[nn.Module], names: Callable[[Any], dict[str, Any]]) -> Rebound:
-        """`names`: returns the new values by name, given the module of the source file."""
-        own: Any = inspect.unwrap(kind.forward)
-        known = {**own.__globals__, **names(sys.modules[kind.__module__])}
-        del known["__name__"]  # torch's compiler would use it to find the original values
-        made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
-        made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
-        return cls(_decorated(kind.forward, made))
-
-
-def _decorated(own: Any, made: Any) -> Any:
-    """The function `made` with the decorators of the function `own`."""
-    under = getattr(own, "__wrapped__", None)
-    if under is None:
-        return made
-    inner = _decorated(under, made)
-    cells = (CellType(inner) if x.cell_contents is under else x for x in own.__closure__)
-    copied = FunctionType(
-        own.__code__, own.__globals__, own.__name__, own.__defaults__, tuple(cells)
-    )
-    copied.__kwdefaults__ = own.__kwdefaults__
-    return update_wrapper(copied, inner)
 
 
 def _falcon_decoder(source: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from kvkeep.choice import is_slow
 from kvkeep.errors import ShapeError, SpecError
 from kvkeep.hf.handover import Handed, handed_on
 from kvkeep.hf.kinds.base import Handle, Kind, Replaced
@@ -125,8 +126,10 @@ class AbsorbedProjections(NamedTuple):
 def _by_head(x: Tensor, weight: Tensor) -> Tensor:
     """Each head's product: (H, B, n, D) times (H, D, E) -> (H, B, n, E)."""
     heads, rows, n, width = x.shape
-    made = torch.bmm(x.reshape(heads, rows * n, width), weight)
-    return made.view(heads, rows, n, weight.shape[2])
+    folded, dtype = x.reshape(heads, rows * n, width), x.dtype
+    if x.is_cpu and is_slow(dtype):
+        folded, weight = folded.float(), weight.float()
+    return torch.bmm(folded, weight).to(dtype).view(heads, rows, n, weight.shape[2])
 
 
 def _hooked(module: nn.Module) -> bool:

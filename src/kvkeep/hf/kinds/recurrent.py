@@ -21,9 +21,10 @@ from kvkeep.features import Lacks
 from kvkeep.hf.cache_argument import NAMES, as_cache
 from kvkeep.hf.config import ATTACHMENT, decoder_config, decoder_of
 from kvkeep.hf.inputs import fed_by
-from kvkeep.hf.kinds.base import Handle, Kind
+from kvkeep.hf.kinds.base import Handle, Kind, Replaced
 from kvkeep.hf.kinds.looped import with_further_runs
 from kvkeep.hf.kinds.multimodal import media_told, telling
+from kvkeep.hf.kinds.recurrent_functions import hastened
 from kvkeep.hf.kinds.recurrent_layers import Divided, recurrent_layers
 from kvkeep.hf.kinds.states import TransformersStates
 from kvkeep.hf.kinds.windows import window_of
@@ -81,12 +82,14 @@ class Recurrent(Kind):
         return states.specs
 
     def attach(self, model: PreTrainedModel) -> Sequence[Handle]:
-        """Let recurrent layers divide packed forwards, and compute token by token if the cache
-        holds a state, where the layer's own forward requires it."""
+        """Let recurrent layers use faster functions on the CPU, divide packed forwards, and compute
+        token by token if the cache holds a state, where the layer's own forward requires it."""
         decoder = decoder_of(model)
         paths, tokens = recurrent_layers(decoder)
-        layers = map(decoder.get_submodule, paths)
-        return [Divided(layer, layer.layer_idx if tokens else None) for layer in layers]
+        layers = [decoder.get_submodule(path) for path in paths]
+        divided = [Divided(layer, layer.layer_idx if tokens else None) for layer in layers]
+        forwards = [(module, hastened(module)) for module in decoder.modules()]
+        return [*divided, *(Replaced(x, "forward", own) for x, own in forwards if own is not None)]
 
     def unpackable(self, changes: Sequence[Handle]) -> str:
         if any(isinstance(change, Divided) for change in changes):

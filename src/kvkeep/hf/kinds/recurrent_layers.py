@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.kinds.base import Replaced
+from kvkeep.hf.kinds.recurrent_functions import hastened
 from kvkeep.hf.kinds.states import KeepsStates, StatesOf
 from kvkeep.hf.weightless import cheap_forwards, without_weights
 from kvkeep.layer.packed_states import StatesPart
@@ -33,12 +34,12 @@ class Divided(Replaced):
     """
 
     def __init__(self, module: nn.Module, place: Any) -> None:
-        own = vars(module).get("forward")
+        own = vars(module).get("forward") or hastened(module)
         super().__init__(module, "forward", partial(_forward, module, own, place))
 
 
 def _forward(module: nn.Module, own: Any, place: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's forward; see `Divided`. `own`: an earlier replacement of its class's forward."""
+    """The layer's forward; see `Divided`. `own`: a replacement of its class's forward, or None."""
     forward: Any = partial(type(module).forward, module) if own is None else own
     if place is not None:
         forward = partial(_token_by_token, place, forward)

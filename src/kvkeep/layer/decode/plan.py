@@ -99,7 +99,7 @@ class StepPlan:
         # Chunked windows must be looked up for each step, a budget that is a share now and then.
         self._follows, self._until = not isinstance(setup.window, Chunks), LAST
         self._reach, self._budget, self._shared = policy.reach, policy.budget, bool(policy.share)
-        self._in_blocks, self._free = slots.late, 0
+        self._in_blocks, self._free = slots.late and not self._behind, 0
         self._threads = torch.get_num_threads()
         self.cursor, self._turn, self._entries, self._counted = cursor, cursor.turn, -1, -1
         self._policy, self._sight, self._rotary = policy, setup.sight, setup.rotary
@@ -185,8 +185,7 @@ class StepPlan:
         length, columns = slots.length, history.columns
         if length != columns and not (history.floor or history.joined):
             return False
-        policy = self._policy.at(columns + 1)
-        budget = self._budget = policy.budget
+        budget = self._look_up_budget(columns)
         if self._behind:
             self._coded = [one.part.storage.length for one in self._behind]
             self._before = max(self._coded)
@@ -201,16 +200,23 @@ class StepPlan:
         self.column, self._turn = columns, cursor.turn
         self._lengths = [storage.length for storage in self._storages]
         self._mark = slots.mark()
-        if budget is not None:
-            self._safe = int((self._rule.floor or 0.0) * budget)
-            if self._shared:
-                self._recent, self._interval = policy.protection.recent, interval_of(policy)
-                last = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
-                same = not self._interval or interval_of(self._policy.at(last)) == self._interval
-                self._until = last if same else columns
-        reached = length if policy.reach is None else self._sight.reachable(cursor)
+        reached = length if self._reach is None else self._sight.reachable(cursor)
         self.drops = max(0, length - reached)
         return self._grow() and self._decides(length, budget)
+
+    def _look_up_budget(self, columns: int) -> int | None:
+        """The policy's budget once one more token than `columns` is fed."""
+        policy = self._policy.at(columns + 1)
+        budget = self._budget = policy.budget
+        if budget is None:
+            return None
+        self._safe = int((self._rule.floor or 0.0) * budget)
+        if self._shared:
+            self._recent, self._interval = policy.protection.recent, interval_of(policy)
+            last = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
+            same = not self._interval or interval_of(self._policy.at(last)) == self._interval
+            self._until = last if same else columns + 1
+        return budget
 
     def _applies(self) -> bool:
         """Whether the layer has the slots and the history for which the plan was made."""
@@ -387,22 +393,25 @@ class StepPlan:
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
                 *(self._recent, self._dense, 0, 0, given, behind, 0, 0),
             )
-        competes, given, fields = self._rule.floor is not None, 0, list[int]()
+        competes, fields = self._rule.floor is not None, list[int]()
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
+        own, behind = contest if competes else 0, 0
         if self._behind:  # heads evict from the slots behind their tail
             plain = longest + 1 - self.leaves
-            behind = self._pack_behind(contest if competes else 0, max(0, self._safe - plain))
-        for index, (addresses, row, head, place) in enumerate(self._fixed):
+            behind = self._pack_behind(own, max(0, self._safe - plain))
+        first, column = self._first, self.column
+        fixed = self._recent, self._dense, own, self._safe
+        for addresses, row, head, place in self._fixed:
             held = self._lengths[place]
             # A shorter part frees fewer slots, by the difference in length.
             spare = longest - held
-            if self._first is not None:
-                given = self._first[row, head:].data_ptr()
-            fields += addresses
-            fields += (token + row, head, self.column - self._shifts[row], held)
-            fields += (max(0, drops - spare), evicts if competes else max(0, evicts - spare))
-            fields += (self._recent, self._dense, contest if competes else 0, self._safe, given)
-            fields += (behind + index * SEQUENCE.size if self._behind else 0, 0, 0)
+            given = 0 if first is None else first[row, head:].data_ptr()
+            fields += (
+                *(*addresses, token + row, head, column - self._shifts[row], held),
+                *(max(0, drops - spare), evicts if competes else max(0, evicts - spare)),
+                *(*fixed, given, behind, 0, 0),
+            )
+            behind += SEQUENCE.size if behind else 0
         return pack(f"={len(fields)}q", *fields)
 
     def _pack_behind(self, contest: int, safe: int) -> int:
@@ -455,7 +464,8 @@ class StepPlan:
         """
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
-        follows = self._follows and column + 2 <= self._until and not self.shows
+        renewed = column + 2 > self._until
+        follows = self._follows and not (self.shows or (renewed and self._in_blocks))
         left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
         if self._behind:
             lengths[0] += 1 - self.leaves
@@ -479,7 +489,9 @@ class StepPlan:
         if not follows:
             return
         self.column = column + 1
-        if self._shared and self._budget is not None:
+        if renewed:
+            self._look_up_budget(column + 1)
+        elif self._shared and self._budget is not None:
             self._budget += 1
         if self._behind:
             self._mark = (*self._coded, lengths[0])
