@@ -1,8 +1,5 @@
-"""StepPlan: a layer's decode step (one token a row) as one call of the native library.
-
-A step in Python (checks, writing, describing the slots, calling attention, the policy) takes longer
-than attention over a few hundred slots.
-"""
+"""StepPlan: a layer's decode step (one token a row) as one call of the native library. The stages
+of a step in Python take longer than attention over a few hundred slots."""
 
 from __future__ import annotations
 
@@ -243,9 +240,8 @@ class StepPlan:
         if not any(one.moved for one in self.parts):
             return True
         parts, rows = step_parts(self._slots), self.out_shape[0]
-        if len(parts) != len(self.parts) or any(
-            len(part.planes["k"]) != (rows if part.row is None else 1) for part in parts
-        ):
+        fit = [len(part.planes["k"]) == (rows if part.row is None else 1) for part in parts]
+        if len(fit) != len(self.parts) or not all(fit):
             return False
         self._hold(parts)
         return True
@@ -335,12 +331,7 @@ class StepPlan:
             entries = cursor.turn.entries
         q, k, v = inputs[:3]
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
-        if (
-            gradients
-            or inputs.sinks is not None
-            or inputs.until is not None
-            or inputs.bias is not None
-        ):
+        if gradients or inputs.special:
             if not self.takes(inputs):
                 return None
         elif exactly(inputs) != self._exactly and not is_like(inputs, self.kind):
