@@ -1,8 +1,11 @@
 """PEFT's own tests of generation, with every model attached to kvkeep.
 
-A tool to run by hand; pytest does not collect it. It needs a checkout of PEFT near the installed
-version, and the packages `parameterized` and `diffusers`, which its tests import:
+A tool to run by hand; pytest does not collect it. It needs the tests of the installed version: a
+checkout of PEFT, or its source archive with an empty `tests/__init__.py`; and the packages that
+these tests import:
 
+    pip install --no-deps parameterized diffusers
+    pip download --no-deps --no-binary :all: peft==VERSION
     python tests/support/peft_tests.py PATH/TO/peft
 
 The tests load small models from a hub; here they find models of the same names and classes, with
