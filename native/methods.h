@@ -1,5 +1,7 @@
 // Chooses how to score keys and sum values: plain or coded, for few or many queries.
 #pragma once
+#include <type_traits>
+
 #include "chain.h"
 #include "channels.h"
 #include "channels_vnni.h"
@@ -227,6 +229,8 @@ void write_sums(const Work& work) {
         for (; d < width; ++d) to[d] = from[LANE(d)];
     }
 }
+
+constexpr int64_t COPIED = 128;  // records from which a copy of float32 values, side by side, pays
 
 // With many queries, values are widened once for all tiles.
 void add_wide(const Work& work) {
@@ -471,7 +475,8 @@ ValueMethod value_method(const Work& work, bool many) {
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        method = many ? ValueMethod{widen_and_add<T>, write_sums<Widened<F32>::lane>}
+        const bool wide = many && (!std::is_same_v<T, F32> || work.records >= COPIED);
+        method = wide ? ValueMethod{widen_and_add<T>, write_sums<Widened<F32>::lane>}
                       : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
     });
     return method;
