@@ -151,6 +151,8 @@ void score_many(const Work& work) {
                    work.s, work.columns);
 }
 
+constexpr int64_t COPIED = 128;  // records from which a copy of float32 values, side by side, pays
+
 // Values are widened once for all queries, if not with the keys.
 template <class T>
 void add_many(const Work& work) {
@@ -516,8 +518,9 @@ ValueMethod value_method(const Work& work, bool many) {
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        method = many ? ValueMethod{add_many<T>, write_sums<Widened<F32>::lane>}
-                      : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
+        const bool copied = !std::is_same_v<T, F32> || work.within || work.records >= COPIED;
+        method = many && copied ? ValueMethod{add_many<T>, write_sums<Widened<F32>::lane>}
+                                : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
     });
     return method;
 }
