@@ -149,8 +149,8 @@ void turn(Rows keys, Rows values, int64_t count, int64_t width, float* columns) 
 }
 
 template <int MT>
-KV_OUTLINE void column_tile(const float* columns, int64_t count, int64_t width, const float* q, float* s) {
-    const int64_t q_stride = padded(width);
+KV_OUTLINE void column_tile(const float* columns, int64_t count, int64_t width, const float* q,
+                            int64_t q_stride, float* s) {
     for (int64_t j = 0; j < count; j += STEP) {
         vf sum[MT][2] = {};
         for (int64_t d = 0; d < width; ++d) {
@@ -176,7 +176,8 @@ void scores(Columns<T>, Rows keys, Rows values, int64_t count, int64_t width, co
     const float* q = (const float*)queries;
     turn<T>(keys, values, count, width, columns);
     for_tiles<MOST_SUMS>(records, [&](int64_t from, auto tile) {
-        column_tile<tile.size>(columns, count, width, q + from * padded(width), s + from * BLOCK);
+        column_tile<tile.size>(columns, count, width, q + from * padded(width), padded(width),
+                               s + from * BLOCK);
     });
 }
 
