@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 23;
+constexpr int KV_ABI = 24;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -137,6 +137,27 @@ struct KvRanking {
 // Finds the `count` slots of lowest worth, the oldest first among equals. Returns 0, or 1 if memory
 // cannot be allocated.
 KV_PUBLIC int kv_lowest(const KvRanking* ranking);
+
+// The slots of one layer, and what is known of the queries that will attend to them: they are
+// normally distributed before the rotary embedding, which their mean rotation stands for. All
+// tensors are float32 and contiguous.
+struct KvExpected {
+    const float* keys;                // (rows, heads, slots, width)
+    const float* sums;                // (rows, heads, group, width): of observed queries q
+    const float* products;            // (rows, heads, group, width, width): of q q^T, symmetric
+    const float* counts;              // (rows): number of observed queries
+    const float *cosines, *sines;     // (rows, pairs): the mean rotation of each pair of dimensions
+    float* out;                       // (rows, heads, group, slots)
+    int64_t rows, heads, slots, group, width;
+    int64_t pairs, first, interleaved;  // of dimensions; from dimension `first` on; (0, 1), (2, 3),
+                                        // ... instead of (i, i + pairs)
+    int64_t threads;
+    double scale;
+};
+
+// Computes the logarithm of the expectation of exp(scale * q . k) for each slot and query head.
+// Returns 0, or 1 if memory cannot be allocated.
+KV_PUBLIC int kv_expected(const KvExpected* call);
 
 // A plane in which slots are moved. Strides are in bytes; `bytes` is both the size and the stride
 // of a slot.

@@ -88,7 +88,9 @@ bool has_amx() {
 }
 #endif
 
-#define KV_SET(name) #name, kv_run_##name, &kv_linear_##name, &kv_cosines_##name, &kv_ranking_##name
+#define KV_SET(name)                                                                              \
+    #name, kv_run_##name, &kv_linear_##name, &kv_cosines_##name, &kv_ranking_##name,             \
+        &kv_expected_##name
 const Instructions TABLE[] = {
 #if defined(KV_X86)
     {KV_SET(amx), has_amx},

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cosines.h"
+#include "expected.h"
 #include "kernel.h"
 #include "linear.h"
 #include "ranking.h"
@@ -13,6 +14,7 @@ struct Instructions {
     const KvLinearKernel* linear;
     const KvCosineKernel* cosines;
     const KvRankingKernel* ranking;
+    const KvExpectedKernel* expected;
     bool (*here)();
 };
 

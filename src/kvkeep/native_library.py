@@ -58,6 +58,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
+        library.kv_expected.argtypes = (c_char_p,)
         evict = library.kv_evict
         evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4, c_char_p, c_int64)
         library.kv_use_torch.argtypes = (c_char_p,)
@@ -95,7 +96,7 @@ _NOT_BUILT = (
     "not built: install a C++ compiler (GCC or clang), then reinstall kvkeep from source "
     "(with pip's option --no-binary kvkeep)"
 )
-_ABI = 23  # KV_ABI of native/abi.h
+_ABI = 24  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None

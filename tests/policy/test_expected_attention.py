@@ -10,6 +10,12 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.planes import POSITION
+from kvkeep.policy.normal_queries import (
+    MeanRotation,
+    Queries,
+    expected_logits,
+    reference_logits,
+)
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
@@ -151,3 +157,20 @@ def test_each_type_of_layer_has_its_own_rotation():
         cos, sin = model.model.rotary_emb(x, place[None], layer_type=kind)
         expected = x * cos + torch.cat([-x[..., 4:], x[..., :4]], dim=-1) * sin
         torch.testing.assert_close(layer.rotary.turn(x, place), expected)
+
+
+@pytest.mark.parametrize(("slots", "width"), [(1, 64), (150, 64), (64, 7), (77, 40)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_native_logits(slots, width, interleaved):
+    """Slots of several blocks, widths that fill no vector, and rows at different positions."""
+    rows, heads, group = 2, 2, 3
+    rotary = Rotary(0.5 ** torch.arange(width // 3), interleaved=interleaved, first=1)
+    q = torch.randn(rows, heads * group, 40, width) + torch.randn(rows, heads * group, 1, width)
+    keys = torch.randn(rows, heads, slots, width)
+    count = torch.full((rows, 1, 1, 1), 40.0)
+    queries = Queries(count, q.sum(dim=2, keepdim=True), q.transpose(2, 3) @ q)
+    newest = torch.tensor([slots, slots + 90]).reshape(-1, 1, 1)
+    for rotation in (None, MeanRotation.after(rotary, newest, 16, keys.device)):
+        found = expected_logits(keys, queries, rotation, 0.2)
+        wanted = reference_logits(keys, queries, rotation, 0.2)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

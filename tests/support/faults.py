@@ -296,10 +296,10 @@ FAULTS = (
     ),
     Fault(
         "expected-attention-spread",
-        "policy/expected_attention.py",
+        "policy/normal_queries.py",
         "alpha=scale / 2",
         "alpha=1 / 2",
-        "policy/test_expected_attention.py policy/test_decisions.py",
+        "policy/test_expected_attention.py",
     ),
     Fault(
         "expected-attention-counts-sinks",

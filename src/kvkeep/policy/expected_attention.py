@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -13,9 +12,9 @@ from kvkeep.errors import SpecError
 from kvkeep.geometry import Geometry
 from kvkeep.planes import POSITION, Planes, norms
 from kvkeep.policy.base import Need, Observation
+from kvkeep.policy.normal_queries import MeanRotation, Queries, expected_logits
 from kvkeep.policy.rule import Enter, Rule
 from kvkeep.policy.scored import SCORE, Scored
-from kvkeep.rotary import Rotary
 
 
 @final
@@ -100,40 +99,18 @@ class ExpectedAttention(Scored):
         assert state is not None
         assert seen.keys is not None
         assert seen.values is not None
-        keys, values = seen.keys(planes), seen.values(planes)
-        count = state["count"].clamp(min=1)
-        mean = state["sum"] / count  # (B, Hq, 1, D)
-        spread = state["products"] / count - mean.transpose(2, 3) * mean
-        rows, heads, _, width = keys.shape
-        if seen.rotary is not None:
-            turn = self._turn(seen, seen.rotary, width, keys.device)
-            mean, spread = mean @ turn, turn.transpose(2, 3) @ spread @ turn
-        scale = width**-0.5 if seen.scale is None else seen.scale
-        # One product for all query heads of a group: (B * H, S, G * D)
-        mean = mean.reshape(rows * heads, 1, -1)
-        spread = spread.reshape(rows * heads, -1, width, width).transpose(1, 2).flatten(2)
-        own = keys.flatten(0, 1)
-        logits = torch.baddbmm(mean, own, spread, alpha=scale / 2).view(*own.shape[:2], -1, width)
-        logits = logits.mul_(own[:, :, None]).sum(dim=-1).mul_(scale)
-        logits = logits.view(rows, heads, *logits.shape[1:]).transpose(2, 3)  # (B, H, G, S)
+        keys, rotary = seen.keys(planes), seen.rotary
+        rotation = (
+            None
+            if rotary is None
+            else MeanRotation.after(rotary, seen.newest, self.future, keys.device)
+        )
+        scale = keys.shape[3] ** -0.5 if seen.scale is None else seen.scale
+        queries = Queries(state["count"], state["sum"], state["products"])
+        logits = expected_logits(keys, queries, rotation, scale)
         # Without the sinks: their share differs from query head to query head, so with them the
         # mean over a group would give each head another weight.
         ranked = place >= self.sinks
         logits = logits.masked_fill(~ranked[:, :, None], -torch.inf)
         expected = torch.softmax(logits, dim=-1).mean(dim=2)
-        return torch.where(ranked, expected * norms(values), 0)
-
-    def _turn(self, seen: Observation, rotary: Rotary, width: int, device: torch.device) -> Tensor:
-        """The mean of the rotations at the next `future` positions, as a matrix (1|B, 1, D, D) that
-        multiplies row vectors.
-
-        The mean of exp(i f p) over n adjacent positions p is exp(i f m) at their middle m, times
-        sin(n f / 2) / (n sin(f / 2)).
-        """
-        frequencies = rotary.inv_freq.to(device, torch.float32)
-        newest = torch.as_tensor(seen.newest, device=device).reshape(-1, 1, 1, 1)
-        angle = (newest + (self.future + 1) / 2) * frequencies
-        turns = frequencies / (2 * math.pi)
-        shrunk = torch.sinc(turns * self.future) / torch.sinc(turns)
-        unit = torch.eye(width, device=device).expand(len(angle), 1, -1, -1)
-        return rotary.scaled(unit, angle.cos() * shrunk, angle.sin() * shrunk)
+        return torch.where(ranked, expected * norms(seen.values(planes)), 0)

@@ -1,0 +1,85 @@
+// Logits of slots for queries that are normally distributed.
+#include "expected.h"
+
+#include <algorithm>
+
+#include "scores.h"
+
+namespace {
+
+// Copies a symmetric matrix x, without what is below the diagonal, and twice what is above.
+void fold(const float* x, int64_t width, int64_t stride, float* to) {
+    memset(to, 0, width * stride * sizeof *to);
+    for (int64_t i = 0; i < width; ++i) {
+        to[i * stride + i] = x[i * width + i];
+        for (int64_t j = i + 1; j < width; ++j) to[i * stride + j] = 2 * x[i * width + j];
+    }
+}
+
+// Turns the keys in `columns` (width, BLOCK) back.
+void turn_back(const KvExpected& call, int64_t row, float* columns) {
+    const float *cos = call.cosines + row * call.pairs, *sin = call.sines + row * call.pairs;
+    for (int64_t i = 0; i < call.pairs; ++i) {
+        const int64_t first = call.first + (call.interleaved ? 2 * i : i);
+        float* a = columns + first * BLOCK;
+        float* b = a + (call.interleaved ? 1 : call.pairs) * BLOCK;
+        for (int64_t j = 0; j < BLOCK; j += W) {
+            const vf x = load<vf>(a + j), y = load<vf>(b + j);
+            store(a + j, x * cos[i] + y * sin[i]);
+            store(b + j, y * cos[i] - x * sin[i]);
+        }
+    }
+}
+
+// s (MT rows of BLOCK) = rows (MT, width), `stride` apart, times columns (width, BLOCK).
+template <int MT>
+void multiply(const float* rows, int64_t stride, int64_t width, const float* columns, float* s) {
+    const int64_t size = sizeof(float);
+    const Rows given{(const char*)rows, stride * size, width * size};
+    for (int64_t j = 0; j < BLOCK; j += STEP)
+        column_tile<MT, 2>(given, width, columns + j, BLOCK, false, s + j, BLOCK);
+}
+
+void run(const KvExpected& call, int64_t row, int64_t head, float* scratch) {
+    const int64_t width = call.width, stride = padded(width), group = call.group;
+    const int64_t index = row * call.heads + head;
+    float *const folded = scratch, *const sums = folded + group * stride * stride;
+    float *const columns = sums + group * stride, *const s = columns + BLOCK * stride;
+    for (int64_t g = 0; g < group; ++g) {
+        const int64_t query = index * group + g;
+        fold(call.products + query * width * width, width, stride, folded + g * stride * stride);
+        memcpy(sums + g * stride, call.sums + query * width, width * sizeof *sums);
+    }
+    const float inverse = 1 / std::max(call.counts[row], 1.0f), scale = (float)call.scale;
+    const Rows keys{(const char*)(call.keys + index * call.slots * width), width * 4, width * 4};
+    for (int64_t slot = 0; slot < call.slots; slot += BLOCK) {
+        const int64_t count = std::min(BLOCK, call.slots - slot);
+        const Rows block{keys.at(slot), keys.stride, keys.bytes};
+        transpose(block, count, width, columns);
+        turn_back(call, row, columns);
+        for (int64_t g = 0; g < group; ++g) {
+            vf square[BLOCK / W] = {};
+            for_tiles<MOST_SUMS>(width, [&](int64_t from, auto tile) {
+                multiply<tile.size>(folded + (g * stride + from) * stride + from, stride,
+                                    width - from, columns + from * BLOCK, s);
+#pragma GCC unroll 8
+                for (int m = 0; m < tile.size; ++m)
+                    for (int64_t j = 0; j < BLOCK / W; ++j)
+                        square[j] += load<vf>(columns + (from + m) * BLOCK + j * W) *
+                                     load<vf>(s + m * BLOCK + j * W);
+            });
+            multiply<1>(sums + g * stride, stride, width, columns, s);
+            for (int64_t j = 0; j < BLOCK / W; ++j) {
+                const vf mean = load<vf>(s + j * W) * inverse;
+                const vf variance = square[j] * inverse - mean * mean;
+                store(s + j * W, mean * scale + variance * (scale * scale / 2));
+            }
+            memcpy(call.out + (index * group + g) * call.slots + slot, s, count * sizeof *s);
+        }
+    }
+}
+
+}  // namespace
+
+extern const KvExpectedKernel KV_EXPECTED;
+const KvExpectedKernel KV_EXPECTED{run};

@@ -1,0 +1,18 @@
+// Shared by policy.cpp and expected.cpp (one copy per instruction set).
+#pragma once
+#include "kernel.h"
+
+struct KvExpectedKernel {
+    // Computes the logits of one row and head. `scratch`: kv_expected_scratch floats, aligned to 64
+    // bytes.
+    void (*run)(const KvExpected& call, int64_t row, int64_t head, float* scratch);
+};
+extern const KvExpectedKernel kv_expected_portable, kv_expected_avx2, kv_expected_avx512,
+    kv_expected_avx512vnni, kv_expected_avx512bf16, kv_expected_amx;
+
+// For the products of the group's queries and their sums, a block of keys, and the products of some
+// of its rows.
+static inline int64_t kv_expected_scratch(const KvExpected& call) {
+    const int64_t width = kv_padded(call.width);
+    return call.group * width * (width + 1) + KV_BLOCK * (width + 8);
+}
