@@ -11,7 +11,7 @@ from kvkeep.host import LayerKind, host_of, load_model
 from kvkeep.host.progress import Progress, silent
 from kvkeep_lab.evals.run import BASELINE, evaluate
 
-CODECS = ("int8", "int8/int4", "int4", "int4/int3", "int4/int2", "int3", "int3/int2")
+CODECS = ("int8", "int8/int4", "int4", "int4/int3", "int3", "int3/int2")
 POLICIES = ("h2o", "kvzip")
 SHARES = ("50%", "25%", "10%")
 
