@@ -72,7 +72,7 @@ def test_a_context_that_is_read_once(model):
         for read_once in (True, False)
     )
     for one, other in zip(once, each, strict=True):
-        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3) != 0
+        assert one["kl"] == pytest.approx(other["kl"], rel=0.05) != 0
         assert one["bytes"] == other["bytes"]
 
 
