@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 from kvkeep_lab.bench.text import windows_of_text
+from kvkeep_lab.evals.forward import reads_exactly
 from kvkeep_lab.evals.intervals import of_mean
 
-from kvkeep.codec import Plain, keeps_plain
 from kvkeep.host import host_of, load_model
 from kvkeep.host.compress import compress, compresses
-from kvkeep.policy import Need
 from kvkeep.store.beginning import begin, settle
 
 SPECS = [
@@ -31,13 +30,6 @@ SPECS = [
     *("h2o:25%", "h2o:25%+int4", "kvzip:25%", "kvzip:25%+int4"),
 ]
 """With `recent=4000` all tokens are plain: the rounding of the model's dtype alone."""
-
-
-def reads_exactly(cache):
-    """Whether a context is read in one chunk without codes, and not observed by policies."""
-    observed = any(layer.policy.needs & {Need.MASS, Need.QUERIES} for layer in cache.layers)
-    pairs = [(one.key_codec, one.value_codec) for one in cache.specs]
-    return not observed and all(pair == (Plain(), Plain()) or keeps_plain(*pair) for pair in pairs)
 
 
 def after_context(host, spec, ids, full, chunk):

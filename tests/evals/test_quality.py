@@ -63,6 +63,19 @@ def test_what_a_spec_loses_and_saves(model):
     assert rows["window:4@fixed"]["kl"] == pytest.approx(rows["window:4"]["kl"], rel=1e-4)
 
 
+def test_a_context_that_is_read_once(model):
+    """Only what a full cache reads alike begins with its slots: not `int8` or `h2o`."""
+    codes = "int4:recent=8"
+    specs = (f"keep_all+{codes}", f"kvzip:50%+{codes}", f"h2o:16,recent=4+{codes}", "keep_all+int8")
+    once, each = (
+        measured(model, *specs, windows=2, read_once=read_once)["rows"]
+        for read_once in (True, False)
+    )
+    for one, other in zip(once, each, strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], rel=0.05) != 0
+        assert one["bytes"] == other["bytes"]
+
+
 @torch.inference_mode()
 def test_a_window_is_teacher_forced_through_its_cache():
     model = tiny_models.tiny("llama")

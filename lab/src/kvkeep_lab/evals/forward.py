@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kvkeep.codec import Plain
 from kvkeep.errors import ShapeError
 from kvkeep.host import Host, ModelCache
+from kvkeep.policy import Need
 
 Tick = Callable[[int], None]
 """Called after every forward with its cost, in tokens of a prefill."""
@@ -37,6 +39,18 @@ def follow(
     yield first
     for token in torch.split(ids[:, :-1], 1, dim=1):
         yield fill(host, cache, token, None, tick)
+
+
+def reads_exactly(cache: ModelCache) -> bool:
+    """Whether a context that is fed at once is read as by a full cache: no codes are read, and no
+    policy observes it or limits what queries see. The cache can then begin with the full cache's
+    slots."""
+    return all(
+        (layer.slots.late or (layer.key_codec, layer.value_codec) == (Plain(), Plain()))
+        and layer.policy.reach is None
+        and not layer.policy.needs & {Need.MASS, Need.QUERIES}
+        for layer in cache.layers
+    )
 
 
 def require_positions(host: Host, context: int, more: int = 0) -> None:

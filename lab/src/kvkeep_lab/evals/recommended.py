@@ -11,7 +11,7 @@ from kvkeep.host import LayerKind, host_of, load_model
 from kvkeep.host.progress import Progress, silent
 from kvkeep_lab.evals.run import BASELINE, evaluate
 
-CODECS = ("int8", "int8/int4", "int4", "int4/int3", "int4/int2", "int3", "int3/int2")
+CODECS = ("int8", "int8/int4", "int4", "int4/int3", "int3", "int3/int2")
 POLICIES = ("h2o", "kvzip")
 SHARES = ("50%", "25%", "10%")
 
@@ -64,9 +64,8 @@ def recommend(
     loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
     host = host_of(loaded)
     tried = list(specs) or [one for one in candidates(host.kinds) if _fits(host, one, context)]
-    found = evaluate(
-        loaded, tokenizer, tried, contexts=[context], tasks=[], progress=progress, **options
-    )
+    options |= {"contexts": [context], "tasks": [], "read_once": True, "progress": progress}
+    found = evaluate(loaded, tokenizer, tried, **options)
     full = found["baseline"][0]
     rows = [full, *(row for row in found["rows"] if row["spec"] != BASELINE)]
     return {"model": model, "adapter": adapter, "dtype": dtype, **found, "front": front(rows)}

@@ -17,11 +17,18 @@ from kvkeep.host import Host, ModelCache, host_of, load_model
 from kvkeep.host.compress import compress, compresses
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.spec import CacheSpec, PerType, parse_specs
+from kvkeep.store.beginning import begin, settle
 from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.bench.timing import medians_of
 from kvkeep_lab.evals.answers import Answer, answered
 from kvkeep_lab.evals.figures import Measured, in_figures
-from kvkeep_lab.evals.forward import STEP_COST, fill, follow, require_positions
+from kvkeep_lab.evals.forward import (
+    STEP_COST,
+    fill,
+    follow,
+    reads_exactly,
+    require_positions,
+)
 from kvkeep_lab.evals.kvpress import Kvpress
 from kvkeep_lab.evals.llama_cpp import LlamaCpp
 from kvkeep_lab.evals.options import EvalOptions
@@ -89,6 +96,7 @@ def evaluate(
     *,
     record: Record = lambda row: None,
     against: Kvpress | LlamaCpp | None = None,
+    read_once: bool = False,
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
@@ -102,6 +110,9 @@ def evaluate(
         record: called with a row for each answer; see `kvkeep_lab.evals.samples`.
         against: also compare these presses, where the question comes late for all; or llama.cpp,
             which answers no tasks.
+        read_once: let the caches that `reads_exactly` begin with the full cache's slots, which
+            takes less time than feeding them the context. Not if it comes in chunks, or if the full
+            cache cannot be truncated (sliding windows).
         progress: called during the evaluation; see `Progress`.
         options: see `kvkeep_lab.evals.options.EvalOptions`.
 
@@ -154,7 +165,8 @@ def evaluate(
     with host.attach(BASELINE):
         for context, text, some in zip(asked.contexts, texts, each, strict=True):
             measured = Measured(model, tokenizer, text, context, some, record)
-            found = _Context(host, measured, asked, work).rows(distinct)
+            read = _Context(host, measured, asked, work, read_once and asked.chunk is None)
+            found = read.rows(distinct)
             baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
             rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
             if against is not None:
@@ -206,12 +218,15 @@ def _cost(asked: EvalOptions, context: int, tasks: Iterable[str]) -> int:
 class _Context:
     """All specs at one context."""
 
-    def __init__(self, host: Host, asked: Measured, how: EvalOptions, work: Work) -> None:
-        self.host, self.asked, self.work = host, asked, work
+    def __init__(
+        self, host: Host, asked: Measured, how: EvalOptions, work: Work, read_once: bool
+    ) -> None:
+        self.host, self.asked, self.work, self.read_once = host, asked, work, read_once
         self.context, self.chunk, self.late = asked.context, how.chunk, how.late_question
         text = asked.text.to(host.device)
         self.past, self.ids = text[:, : asked.context], text[:, asked.context :]
         self._held: dict[_Spec, ModelCache] = {}  # one row of each after the context, for timing
+        self._full: tuple[ModelCache, Tensor] | None = None  # the full cache and its logits there
 
     def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
         """Each spec's figures; the first is the full cache, the baseline of the comparison. Samples
@@ -230,7 +245,7 @@ class _Context:
         rows, length = self.ids.shape
         self._begin(spec, "text", _text_cost(rows, self.context, length))
         cache = _cache(self.host, spec, self.context, length)
-        first = fill(self.host, cache, self.past, self.chunk, self.work.tick)
+        first = self._read(cache)
         if compresses(cache):
             compress(self.host, cache, self.past, tick=self.work.tick)
         held = {"bytes": cache.live_bytes // rows, "allocated": cache.nbytes // rows}
@@ -241,7 +256,20 @@ class _Context:
         if not full:
             full += [x.cpu() for x in logits]
             logits = iter(full)
+            if self.read_once and cache.rollback_limit >= length - 1:
+                cache.crop(1 - length)
+                self._full = cache, first
         return {"context": self.context} | held | vars(compare(logits, full, self.ids))
+
+    def _read(self, cache: ModelCache) -> Tensor:
+        """Feed the context to a cache, unless it can begin with the full cache's slots. Returns the
+        logits (B, V) after it."""
+        if self._full is None or not reads_exactly(cache):
+            return fill(self.host, cache, self.past, self.chunk, self.work.tick)
+        begin(cache, self._full[0])
+        settle(cache)
+        self.work.tick(self.past.numel())
+        return self._full[1]
 
     def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers: dict[str, list[Answer]] = {}
