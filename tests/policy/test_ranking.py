@@ -99,3 +99,11 @@ def test_a_score_shared_by_heads_is_that_of_each():
     seen = Observation(newest=5)
     found = least_worthy(score, {POSITION: position}, seen, Protection(), 2)
     assert found.equal(score.argsort(dim=2)[:, :, :2].expand(-1, 3, -1))
+
+
+def test_worths_are_rounded_in_float32_where_a_model_computes_in_float64(monkeypatch):
+    score = torch.rand(1, 2, 5, dtype=torch.float64)
+    expected = ranking.rounded(score)
+    # As in a comparison of gradients: `float()` of a model's code gives float64.
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    assert ranking.rounded(score).equal(expected)

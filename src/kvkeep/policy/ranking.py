@@ -53,7 +53,7 @@ def worth(score: Tensor | None, planes: Planes, seen: Observation, kept: Protect
 def rounded(score: Tensor) -> Tensor:
     """Scores rounded to 16 significant bits, fp32; infinity becomes the largest finite value, NaN
     minus infinity."""
-    held = score.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=_MOST)
+    held = score.to(torch.float32).nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=_MOST)
     return ((held.view(torch.int32) + (_NOISE + 1) // 2) & ~_NOISE).view(torch.float32)
 
 
@@ -84,7 +84,7 @@ def least_worthy(
         if score.shape != position.shape:
             score = score.expand(position.shape).contiguous()
         if score.dtype != torch.float32 or score.stride(2) != 1:
-            score = score.float().contiguous()
+            score = score.to(torch.float32).contiguous()
         strides, address = (score.stride(0), score.stride(1)), score.data_ptr()
     newest, newests = 0, None
     if isinstance(seen.newest, int):
