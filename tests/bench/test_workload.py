@@ -58,6 +58,20 @@ def test_figures():
     assert quantile([4, 1, 3, 2], 0.5) == 2
 
 
+@pytest.mark.parametrize(
+    ("second", "rate"),
+    [
+        ([5.0, 6.0, 7.0], 4 / 5),  # after the first: 2 tokens in 3 seconds, and 2 in 2
+        ([4.0, 5.0, 7.0], None),  # no token of the first comes while the second decodes
+        ([4.0, 4.0, 4.0], None),
+    ],
+)
+def test_decoding_one_after_the_other(second, rate):
+    requests = [Request(torch.tensor([1]))] * 3
+    times = [[2.0, 3.0, 5.0], second, [4.5] * 3 if rate is None else [8.0] * 3]
+    assert figures(Served(requests, times))["decode_tokens_per_s"] == rate
+
+
 def test_agreement_ends_with_the_first_token_that_differs():
     requests = [Request(torch.tensor([1]))] * 2
     times = [[1.0, 2.0, 3.0, 4.0]] * 2

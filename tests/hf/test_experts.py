@@ -79,7 +79,7 @@ def test_the_kernel_computes_experts_where_torch_is_slow(kind: str, slow: list[i
     with kvkeep.attach(model):
         found = module(*given)
         assert set(slow) == {18}
-        torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+        assert (found.view_as(expected) - expected).norm() < 1e-2 * expected.norm()
         for token in range(9):
             assert module(*(x[token : token + 1] for x in given)).equal(found[token : token + 1])
     assert "forward" not in vars(module)

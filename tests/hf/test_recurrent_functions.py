@@ -53,22 +53,38 @@ def test_other_steps_leave_the_state(monkeypatch):
 
 
 @torch.no_grad()
+def test_convolutions_have_the_results_of_float32():
+    """Rounded once, and the state exactly."""
+    weight, bias = torch.randn(6, 4).bfloat16(), torch.randn(6).bfloat16()
+    chunk, token, state = (torch.randn(2, 6, n).bfloat16() for n in (9, 1, 4))
+    wide = weight.float(), bias.float(), "silu"
+    functions = recurrent_functions._FUNCTIONS
+    own = source.causal_conv1d_fn
+    found = functions[own.__name__](own)(chunk, weight, bias, activation="silu")
+    assert found.equal(own(chunk.float(), *wide).bfloat16())
+    own, expected = source.causal_conv1d_update, state.float()
+    found = functions[own.__name__](own)(token, state, weight, bias, "silu")
+    assert found.equal(own(token.float(), expected, *wide).bfloat16())
+    assert state.equal(expected.bfloat16())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "falcon_h1", "lfm2"])
-def test_convolutions_are_computed_in_float32(kind, monkeypatch):
-    """In layers that are divided, and in one that attends beside."""
+def test_models_convolve_in_float32(kind, monkeypatch):
+    """In layers that are divided, and in layers that attend beside their convolution."""
     model = model_of(kind).to(torch.bfloat16)
     ids = torch.randint(3, 60, (1, 9))
-    expected = model(ids).logits
-    own, dtypes = torch.nn.functional.conv1d, set()
+    own, dtypes = torch.nn.functional.conv1d, []
 
     def watched(x, *args, **kwargs):
-        dtypes.add(x.dtype)
+        dtypes.append(x.dtype)
         return own(x, *args, **kwargs)
 
     with kvkeep.attach(model):
         cache = kvkeep.Cache(model)
         monkeypatch.setattr(torch.nn.functional, "conv1d", watched)
-        found = [model(x, past_key_values=cache).logits for x in (ids[:, :8], ids[:, 8:])]
-    assert dtypes == {torch.float32}
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=5e-2, rtol=5e-2)
+        for chunk in (ids[:, :8], ids[:, 8:]):
+            model(chunk, cache=cache)
+            assert set(dtypes) == {torch.float32}
+            dtypes.clear()
     assert not any("forward" in vars(module) for module in model.modules())

@@ -120,9 +120,9 @@ def attach(
     """Make `model` use kvkeep: `generate()` and cached forwards then build a kvkeep cache.
 
     Changes this model only, until `detach`: its attention implementation, hooks of its forward,
-    `generate` and the methods that it calls, and forwards of recurrent layers that cannot continue
-    a text in chunks. Training forwards, and forwards with caches that are not kvkeep's, run as
-    before.
+    `generate` and the methods that it calls, and forwards of linear layers, experts and recurrent
+    layers. Training forwards, and forwards with caches that are not kvkeep's, run as before, up to
+    rounding.
 
     Args:
         model: a decoder, or a model that contains one; a PEFT model is unwrapped. A model of

@@ -152,9 +152,11 @@ def figures(served: Served) -> dict[str, float | None]:
 
     Returns:
         `tokens_per_s`, from the first arrival to the last token; `decode_tokens_per_s`, over the
-        time in which every sequence has its first token and none its last, None if there is none;
-        `ttft_p50_s` and `ttft_p95_s`, from a sequence's arrival to its first token; `gap_p95_s` and
-        `gap_max_s`, between two tokens of a sequence, None for single tokens; `bytes`.
+        time in which every sequence has its first token and none its last, or, of sequences one
+        after the other, over each one's time from its first to its last token; None if there is
+        no such time; `ttft_p50_s` and `ttft_p95_s`, from a sequence's arrival to its first token;
+        `gap_p95_s` and `gap_max_s`, between two tokens of a sequence, None for single tokens;
+        `bytes`.
     """
     times = served.times
     first = [of[0] - request.at for of, request in zip(times, served.requests, strict=True)]
@@ -173,12 +175,16 @@ def figures(served: Served) -> dict[str, float | None]:
 
 def _decode_rate(served: Served) -> float | None:
     begin, end = max(of[0] for of in served.times), min(of[-1] for of in served.times)
+    spans, seconds = [(begin, end)] * len(served.times), end - begin
     if end <= begin:
-        return None
+        spans = [(of[0], of[-1]) for of in served.times]
+        seconds = sum(last - first for first, last in spans)
+        if any(last > first for (_, last), (first, _) in pairwise(sorted(spans))) or not seconds:
+            return None
     tokens = 0.0
-    for count, times in zip(served.counts, served.times, strict=True):
-        tokens += sum(begin < at <= end for at in times) * count / len(times)
-    return tokens / (end - begin)
+    for count, times, (first, last) in zip(served.counts, served.times, spans, strict=True):
+        tokens += sum(first < at <= last for at in times) * count / len(times)
+    return tokens / seconds
 
 
 def quantile(values: Sequence[float], share: float) -> float:
