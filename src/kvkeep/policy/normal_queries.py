@@ -20,12 +20,12 @@ class Queries(NamedTuple):
     """Sums over the observed queries of each row, before the rotary embedding, all fp32.
 
     Attributes:
-        count: (B, 1, 1, 1), their number.
+        number: (B, 1, 1, 1), how many there are.
         total: (B, Hq, 1, D), the sum of the queries q.
         products: (B, Hq, D, D), the sum of q^T q.
     """
 
-    count: Tensor
+    number: Tensor
     total: Tensor
     products: Tensor
 
@@ -81,8 +81,8 @@ def expected_logits(
     rows, heads, slots, width = keys.shape
     group = queries.total.shape[1] // heads
     count, total, products, keys = (x.contiguous() for x in (*queries, keys))
-    turned = () if rotation is None else (rotation.cosines, rotation.sines)
-    turned = tuple(x.expand(rows, -1, -1, -1).contiguous() for x in turned)
+    means = () if rotation is None else (rotation.cosines, rotation.sines)
+    turned = [x.expand(rows, -1, -1, -1).contiguous() for x in means]
     pairs, first, interleaved = 0, 0, False
     if rotation is not None:
         pairs = rotation.cosines.shape[3]
@@ -105,7 +105,7 @@ def reference_logits(
 ) -> Tensor:
     """`expected_logits` by torch, on any device."""
     rows, heads, _, width = keys.shape
-    count = queries.count.clamp(min=1)
+    count = queries.number.clamp(min=1)
     mean = queries.total / count  # (B, Hq, 1, D)
     spread = queries.products / count - mean.transpose(2, 3) * mean
     if rotation is not None:
