@@ -66,7 +66,7 @@ PLAIN_CALLS = {  # docs/design.md says why
 
 
 def test_files_functions_and_classes_stay_small():
-    for file in COUNT["files"]():
+    for file in (*COUNT["files"](), *(PROJECT / "native").glob("*.*")):
         assert len(file.read_text().splitlines()) <= 500, file
     members = COUNT["members"]()
     assert {name for name, count in members.items() if count > 30} == OF_TRANSFORMERS
