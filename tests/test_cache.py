@@ -39,7 +39,7 @@ def test_figures():
     assert [layer.length for layer in stats.layers] == [5, 3, 5]
     assert stats.asdict()["layers"][1]["capacity"] == 3
     feed(cache, 60, rows=2, widths=(4, 6))
-    assert cache.reallocations == cache.layers[0].storage.reallocations + 1 == 2
+    assert cache.stats().reallocations == cache.layers[0].storage.reallocations + 1 == 2
 
 
 def test_layers_may_differ_in_width_and_dtype():

@@ -43,7 +43,7 @@ queries and of x."""
 _ANY: Range = (0, None)
 # For so small weights the call itself takes most of the time.
 _SMALL: list[Box] = [((1, 1), (0, (1 << 18) - 1)), (_ANY, (0, (1 << 16) - 1))]
-_SMALL_CODES: list[Box] = [(_ANY, (0, (1 << 16) - 1))]
+_SMALL_CODES: list[Box] = [(_ANY, (0, (1 << 14) - 1))]
 _MANY: Box = ((33, None), _ANY)  # of more rows than 32, the kernel reads the weights again
 
 

@@ -86,7 +86,7 @@ def test_devices():
 
 # -- attention -----------------------------------------------------------------------------------
 
-SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2, "head_dim": 64}
+SHAPE = {"rows": 2, "heads": (4,), "kv_heads": 2, "head_dim": 64}
 
 
 @pytest.mark.slow
@@ -146,10 +146,11 @@ def test_op_in_graphs(monkeypatch):
     assert case._replays(calls) == {"a": list}
     assert case._found["b"].skipped == "in a CUDA graph: RuntimeError: not in a stream"
     found = op._Found(called=(4e-6, 2e-6, 3e-6), replayed=(2e-6, 1e-6, 1e-6), error=0.0)
-    figures = op._figures(found, 5000)
+    figures = op._figures(found, 5000, 8000)
     assert figures["median_us"] == pytest.approx(3)
     assert figures["graph_us"] == pytest.approx(1)
     assert figures["gb_per_s"] == pytest.approx(5)
+    assert figures["gflop_per_s"] == pytest.approx(8)
 
 
 @pytest.mark.parametrize("name", ["torch-folded", "torch-expanded", "torch-math", "flex"])

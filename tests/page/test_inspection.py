@@ -13,8 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from support.browser import NARROW, browsing
 from support.tiny_models import tiny
 
-from kvkeep.layer.slots import Span
-from kvkeep.page.picture import Held, Taken, picture
+from kvkeep.page.picture import Held, Span, Taken, picture
 
 TOKENS = 100
 

@@ -131,11 +131,11 @@ def test_rows_are_parted_after_all_steps():
 
 def test_recorded_decisions_are_repeated():
     made = CacheSpec.parse("h2o:8,recent=2,step=3").layer()
-    made.evicted = []
+    made.cursor.evicted = []
     out = fed(made, 4, [20, 12], [])
-    assert len(made.evicted) > 2
+    assert len(made.cursor.evicted) > 2
     again = CacheSpec.parse("h2o:8").layer()
-    policy = ReplayPolicy(made.policy, made.evicted)
+    policy = ReplayPolicy(made.policy, made.cursor.evicted)
     again = LayerCache(policy, again.key_codec, again.value_codec, Growing())
     torch.testing.assert_close(fed(again, 4, [20, 12], []), out)
     assert again.positions().sort().values.equal(made.positions().sort().values)

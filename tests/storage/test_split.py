@@ -178,8 +178,8 @@ def test_decisions_are_repeated_as_they_were_recorded():
     """A recorded count includes empty slots, so none are freed while it is made or repeated."""
     spec = CacheSpec.parse("h2o:60")
     recorded = CacheSpec.parse("h2o:60@concat").layer()
-    recorded.evicted = []
-    repeated = replace(spec, policy=ReplayPolicy(spec.policy, recorded.evicted)).layer()
+    recorded.cursor.evicted = []
+    repeated = replace(spec, policy=ReplayPolicy(spec.policy, recorded.cursor.evicted)).layer()
     position = torch.stack([torch.arange(100) - 70, torch.arange(100) - 50]).clamp(min=-1)
     for layer in (recorded, repeated):
         layer.step(*drawn(2, 100, 0), position, scale=0.4)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep.attention import Attend
 from kvkeep.graph.custom_ops import Traced
 from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
@@ -28,8 +29,8 @@ class ReadLayer(Protocol):
     """Further members that the attention function uses if other layers read the layer's slots."""
 
     @property
-    def unread(self) -> int:
-        """Number of readers that have yet to attend to the slots of the layer's last step."""
+    def cursor(self) -> Cursor:
+        """Counts the readers that have yet to attend to the slots of the layer's last step."""
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """See `LayerCache.read`."""

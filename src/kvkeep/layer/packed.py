@@ -15,6 +15,7 @@ from kvkeep.attention import Attend, dispatch_several, several_at_once
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.attending import AttendingLayer
+from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.decode.plan import FAILED, UNLIKE
 from kvkeep.layer.decode.ready import NOT_MADE, RAISED, Ready, require_memory
 from kvkeep.layer.decode.records import SEQUENCE, Kind, kind_of, step_tokens
@@ -111,9 +112,9 @@ class PackedLayer(AttendingLayer):
         return out
 
     @property
-    def unread(self) -> int:
-        """Number of layers that have yet to attend to the slots of this layer's last step."""
-        return max(part.layer.cursor.unread for part in self.parts)
+    def cursor(self) -> Cursor:
+        """The cursor of the sequence to whose slots most layers have yet to attend."""
+        return max((part.layer.cursor for part in self.parts), key=lambda x: x.unread)
 
     def read(self, inputs: StepInputs, attend: Attend | None = None) -> Tensor:
         """Attention of a layer that has no slots and reads this layer's; see `LayerCache.read`.

@@ -234,7 +234,7 @@ def _is_read(handed: Handed) -> bool:
     """Whether another layer may still read the layer's slots after its step."""
     if torch.compiler.is_compiling():
         return handed.traced is not None and handed.reads < handed.traced.readers
-    return isinstance(handed.layer, ReadLayer) and handed.layer.unread > 0
+    return isinstance(handed.layer, ReadLayer) and handed.layer.cursor.unread > 0
 
 
 def _is_causal(original: str, module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from kvkeep.hf.forward.inline import route_inline
 from kvkeep.hf.handover import Handed
 from kvkeep.hf.kinds import kinds_of, to_slots
 from kvkeep.hf.weightless import EAGER, cheap_forwards, without_weights
+from kvkeep.layer.cursor import Cursor
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.step import StepInputs
 
@@ -206,9 +207,9 @@ class _CheckedLayer:
         self.sighted = layer.sighted
 
     @property
-    def unread(self) -> int:
+    def cursor(self) -> Cursor:
         """See `ReadLayer`."""
-        return self._layer.cursor.unread
+        return self._layer.cursor
 
     def run(self, inputs: StepInputs) -> Tensor:
         """See `LayerCache.run`."""

@@ -331,7 +331,7 @@ class StepPlan:
             entries = cursor.turn.entries
         q, k, v = inputs[:3]
         gradients = q.requires_grad or k.requires_grad or v.requires_grad
-        if gradients or inputs.special:
+        if gradients or not (inputs.sinks is inputs.until is inputs.bias is None):
             if not self.takes(inputs):
                 return None
         elif exactly(inputs) != self._exactly and not is_like(inputs, self.kind):
