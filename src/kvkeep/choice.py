@@ -69,7 +69,6 @@ DEFAULTS: dict[str, Table] = {
 }
 """Instruction set -> table."""
 
-
 _MOST_BYTES = 1 << 20  # of a file of measured tables
 
 

@@ -30,11 +30,8 @@ _ELEMENTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of weights
 _KV_HEADS = 4
 _MOST_WORK = 1 << 27  # multiplications of a call; larger calls count as the largest within it
 _COLD = 64 << 20  # bytes of weights that are read in turn, so that they come from memory
-_BURST, _TURNS, _SECONDS = (
-    2,
-    5,
-    0.02,
-)  # calls per turn, most turns, and time after which none starts
+_BURST, _TURNS = 2, 5  # calls per turn, and most turns
+_SECONDS = 0.02  # time after which no turn starts
 _CLEAR, _LOSS = 1.5, 1.05  # ratios of times that end a measurement, and for which torch is faster
 
 Call = Callable[[], object]

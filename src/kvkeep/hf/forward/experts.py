@@ -126,12 +126,11 @@ def _where_faster(
 
 
 def _gains(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
+    if torch.compiler.is_compiling() or not (hidden.is_cpu and is_slow(hidden.dtype)):
+        return False
     parameters = [*module.parameters()]
     return (
-        not torch.compiler.is_compiling()
-        and hidden.is_cpu
-        and is_slow(hidden.dtype)
-        and index.numel() > 0
+        index.numel() > 0
         and not wants_gradients(hidden, weights, *parameters)
         and all(type(x) is nn.Parameter and x.dtype is hidden.dtype for x in parameters)
         and not getattr(module, "_is_expert_parallel", False)
