@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvkeep import choice, linears, native_library
 from kvkeep.attention import Segment, View, attend, native
-from kvkeep.choice import DEFAULTS, torch_is_faster
+from kvkeep.choice import torch_is_faster
 from kvkeep.cli import measure
 from kvkeep.cli.app import app
 from kvkeep.codec import Plain
@@ -43,8 +43,16 @@ def boxed(*boxes, operation="attention"):
 
 
 def test_every_instruction_set_has_a_table_for_every_operation():
-    assert set(DEFAULTS) == {*native_library.INSTRUCTION_SETS, ""}
-    assert all(set(table) == set(choice.SIZES) for table in DEFAULTS.values())
+    for instructions in (*native_library.INSTRUCTION_SETS, ""):
+        assert set(choice.defaults(instructions)) == set(choice.SIZES)
+
+
+def test_the_kernel_computes_many_rows_where_torch_has_no_fast_product(monkeypatch):
+    monkeypatch.setattr(choice, "is_slow", lambda dtype: dtype == torch.bfloat16)
+    for instructions in native_library.INSTRUCTION_SETS:
+        linears = choice.defaults(instructions)["linears"]
+        assert len(linears["float32"]) == 3
+        assert len(linears["bfloat16"]) == (3 if instructions == "portable" else 2)
 
 
 def test_sizes_are_compared_with_both_ends(path):
@@ -203,7 +211,7 @@ def test_doctor_measures_for_later_processes(path, monkeypatch):
     assert report["torch_is_faster"]["attention"]["float32"] == [[[0, None]] * 4]
     assert report["torch_is_faster"]["linears"]["bfloat16"] == [[[0, None]] * 2]
     assert report["torch_is_faster"]["linears"]["float16"] == as_lists(
-        choice.DEFAULTS[native_library.instructions()]["linears"]["float16"]
+        choice.defaults(native_library.instructions())["linears"]["float16"]
     )
     with torch.inference_mode():
         for native_call, torch_call in calls:

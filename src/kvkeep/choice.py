@@ -2,7 +2,7 @@
 
 The table of an instruction set lists, for each operation and dtype, the sizes for which torch is
 faster; the native library computes all other calls. `kvkeep doctor --measure` measures a table for
-this machine and stores it in kvkeep's directory. Without one, `DEFAULTS` apply.
+this machine and stores it in kvkeep's directory. Without one, `defaults` apply.
 """
 
 from __future__ import annotations
@@ -47,27 +47,20 @@ _SMALL_CODES: list[Box] = [(_ANY, (0, (1 << 14) - 1))]
 _MANY: Box = ((33, None), _ANY)  # of more rows than 32, the kernel reads the weights again
 
 
-def _defaults(*slow: str) -> Table:
-    """The table of a processor whose products of the dtypes `slow` torch computes without
-    instructions for them, which takes about five times as long as the kernel's."""
-    many = {kind: [] if kind in slow else [_MANY] for kind in ("float32", "bfloat16", "float16")}
+def defaults(instructions: str) -> Table:
+    """The table of an instruction set as long as nothing is measured. The kernel also computes many
+    rows where torch has no fast product of the dtype."""
+    compiled_for_any = instructions in ("", "portable")
+    many = {
+        name_of(dtype): [] if is_slow(dtype) and not compiled_for_any else [_MANY]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
     return {
         "attention": {kind: [] for kind in many},
         "linears": {kind: [*_SMALL, *boxes] for kind, boxes in many.items()},
         "int8 linears": {kind: [*_SMALL_CODES, *boxes] for kind, boxes in many.items()},
     }
 
-
-DEFAULTS: dict[str, Table] = {
-    "amx": _defaults(),
-    "avx512bf16": _defaults("float16"),
-    "avx512vnni": _defaults("float16"),
-    "avx512": _defaults("float16"),
-    "avx2": _defaults("bfloat16", "float16"),
-    "portable": _defaults(),
-    "": _defaults(),  # without the library
-}
-"""Instruction set -> table."""
 
 _MOST_BYTES = 1 << 20  # of a file of measured tables
 
@@ -143,8 +136,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 @cache
 def table(instructions: str) -> Table:
-    """The table in use for an instruction set: the measured one of this machine, or `DEFAULTS`. A
-    file that cannot be used is ignored with a warning."""
+    """The table in use for an instruction set: the measured one of this machine, or
+    `defaults`. A file that cannot be used is ignored with a warning."""
     measured: Table = {}
     try:
         measured = measured_tables(measured_file()).get(machine(instructions), {})
@@ -155,7 +148,7 @@ def table(instructions: str) -> Table:
             f"{measured_file()} is ignored: {error}; delete it, then run kvkeep doctor --measure",
             stacklevel=2,
         )
-    usual = DEFAULTS[instructions]
+    usual = defaults(instructions)
     return {operation: usual[operation] | measured.get(operation, {}) for operation in SIZES}
 
 
@@ -167,7 +160,7 @@ def forget() -> None:
 
 def is_measured(instructions: str) -> bool:
     """Whether the table in use for an instruction set was measured."""
-    return table(instructions) != DEFAULTS[instructions]
+    return table(instructions) != defaults(instructions)
 
 
 def machine(instructions: str) -> str:
