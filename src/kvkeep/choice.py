@@ -95,7 +95,6 @@ def _kernel_rows(
     return tuple(not _found(instructions, operation, dtype, size) for size in sizes)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_slow(dtype: torch.dtype) -> bool:
     """Whether torch lacks a fast product of a dtype on the CPU.
 
@@ -103,14 +102,23 @@ def is_slow(dtype: torch.dtype) -> bool:
     dtype (AVX-512; AVX512_FP16). Elsewhere products of these types take five times as long as in
     float32, products with transposed matrices and depthwise convolutions up to fifty times.
     """
-    supported = getattr(torch.ops.mkldnn, _SUPPORTED.get(dtype, ""), None)
+    return dtype in _SLOW
+
+
+def _lacks(question: str) -> bool:
+    supported = getattr(torch.ops.mkldnn, question, None)
     return supported is not None and not supported()
 
 
-_SUPPORTED = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
+# Asked once, because torch's compiler cannot trace the questions.
+_SLOW = [
+    dtype
+    for dtype, question in (
+        (torch.bfloat16, "_is_mkldnn_bf16_supported"),
+        (torch.float16, "_is_mkldnn_fp16_supported"),
+    )
+    if _lacks(question)
+]
 
 
 def rounded(x: int) -> int:
