@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 24;
+constexpr int KV_ABI = 25;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -67,7 +67,8 @@ struct KvCentre {
     int64_t row, head;      // strides in elements
     const float* table;     // (positions, 2 frequencies) contiguous: cosines, then sines; greater
                             // positions use the last row
-    const float* near;      // (2 frequencies, 32): cosines and sines of 0.5, 1.5, ... 31.5
+    const float* near;      // see Near in centre.h: the turns of 0.5, 1.5, ... 31.5 positions
+    int64_t near_rows;      // cosines, or sines, of `near`
     int64_t positions;
     int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table has
                             // one more frequency, 0

@@ -5,7 +5,57 @@
 namespace {
 
 constexpr int64_t HALF = BLOCK / 2;
+constexpr int64_t POWERS = 4;
 constexpr int MOST_MIRRORED = 6;  // queries whose sums fit registers
+
+// KvCentre.near: cosines and sines of 0.5, 1.5, ... 31.5 positions. Those of the last frequencies
+// are sums of powers of the distance, in units of 32 positions; a row for each power stands for them
+// all.
+struct Near {
+    int64_t frequencies, rows, exact;  // exact: the frequencies that have a row of their own
+    const float* middle;               // (2, frequencies): the turn by 31.5 positions
+    const float* turns;                // (2, rows, 32): cosines and even powers, sines and odd powers
+    const float* factors;              // (2, POWERS, frequencies - exact)
+
+    Near(const float* near, int64_t frequencies, int64_t rows)
+        : frequencies(frequencies),
+          rows(rows),
+          exact(rows < frequencies ? rows - POWERS : rows),
+          middle(near),
+          turns(middle + 2 * frequencies),
+          factors(turns + 2 * rows * HALF) {}
+
+    // Replaces coefficients (2, frequencies) by those of the rows (2, rows).
+    void gather(float* x) const {
+        if (rows == frequencies) return;
+        const int64_t others = frequencies - exact;  // a multiple of 8
+        v8 sums[2 * POWERS] = {};
+        for (int64_t i = 0; i < others; i += 8) {
+            const v8 even = load<v8>(x + exact + i), odd = load<v8>(x + frequencies + exact + i);
+#pragma GCC unroll 8
+            for (int k = 0; k < 2 * POWERS; ++k)
+                sums[k] += load<v8>(factors + k * others + i) * (k < POWERS ? even : odd);
+        }
+        const v8 all = totals(sums);
+        typedef float v4 __attribute__((vector_size(16)));
+        store(x + exact, __builtin_shufflevector(all, all, 0, 1, 2, 3));
+        memmove(x + rows, x + frequencies, exact * sizeof *x);
+        store(x + rows + exact, __builtin_shufflevector(all, all, 4, 5, 6, 7));
+    }
+
+  private:
+    // Lane k: the sum of x[k].
+    KV_INLINE v8 totals(const v8 (&x)[8]) {
+        const auto fold = [](v8 a, v8 b) __attribute__((always_inline)) {  // pairs of neighbours
+            return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+                   __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+        };
+        const v8 low = fold(fold(x[0], x[1]), fold(x[2], x[3]));
+        const v8 high = fold(fold(x[4], x[5]), fold(x[6], x[7]));
+        return __builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11) +
+               __builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+};
 
 KV_INLINE vf reversed(vf x) {
 #if KV_LANES == 16
@@ -18,17 +68,18 @@ KV_INLINE vf reversed(vf x) {
 // Shares s (MT rows, `s_stride` apart) of the BLOCK positions around the one that the coefficients q
 // are turned to. Cosines are alike on both sides of it, and sines opposite.
 template <int MT>
-KV_OUTLINE void mirrored_tile(const float* near, int64_t frequencies, const float* q,
-                              int64_t stride, float* s, int64_t s_stride) {
+KV_OUTLINE void mirrored_tile(const Near& near, const float* q, int64_t stride, float* s,
+                              int64_t s_stride) {
+    const int64_t rows = near.rows;
     constexpr int N = W == 16 ? 2 : 1;
     for (int64_t k = 0; k < HALF; k += N * W) {
         vf even[MT][N] = {}, odd[MT][N] = {};
-        const float *cos = near + k, *sin = cos + frequencies * HALF;
-        for (int64_t d = 0; d < frequencies; ++d, cos += HALF, sin += HALF)
+        const float *cos = near.turns + k, *sin = cos + rows * HALF;
+        for (int64_t d = 0; d < rows; ++d, cos += HALF, sin += HALF)
 #pragma GCC unroll 8
             for (int m = 0; m < MT; ++m) {
                 const float* own = q + m * stride + d;
-                const vf a = all(own[0]), b = all(own[frequencies]);
+                const vf a = all(own[0]), b = all(own[rows]);
 #pragma GCC unroll 2
                 for (int n = 0; n < N; ++n) {
                     add_product(even[m][n], a, load<vf>(cos + n * W));
@@ -55,7 +106,8 @@ class Centred {
     const Work& work;
     const int64_t width, stride;  // of a row of the table, and of coefficients
     const int64_t size;           // positions whose shares are held; a power of 2
-    float *coefficients, *turned, *middle, *row, *share, *rows;
+    const Near near;
+    float *coefficients, *turned, *row, *share, *rows;
     int32_t* held;  // for each BLOCK of shares, the positions / BLOCK that they belong to
 
   public:
@@ -64,10 +116,11 @@ class Centred {
           width(work.call.centre ? kv_turns(*work.call.centre, work.call.key_width) : 0),
           stride(padded(width)),
           size(kv_shares(work.records)),
+          near(work.call.centre ? work.call.centre->near : nullptr, width / 2,
+               work.call.centre ? work.call.centre->near_rows : 0),
           coefficients((float*)(work.place + BLOCK)),
           turned(coefficients + work.records * stride),
-          middle(turned + work.records * stride),
-          row(middle + stride),
+          row(turned + work.records * stride),
           share(row + stride),
           rows(share + work.records * size),
           held((int32_t*)(rows + BLOCK * stride)) {
@@ -113,7 +166,7 @@ class Centred {
         if ((place + 1) * BLOCK < centre.positions)
             prefetch((const char*)(centre.table + (place + 1) * BLOCK * width), width * 4);
         for_tiles<MOST_MIRRORED>(work.records, [&](int64_t from, auto tile) {
-            mirrored_tile<tile.size>(centre.near, width / 2, turned + from * stride, stride,
+            mirrored_tile<tile.size>(near, turned + from * stride, stride,
                                      share + from * size + (place * BLOCK & (size - 1)), size);
         });
     }
@@ -159,7 +212,6 @@ class Centred {
         const KvCentre& centre = *call.centre;
         const KvPlane& plane = centre.queries;
         forget();
-        for (int64_t i = 0; i < width; ++i) middle[i] = centre.near[i * HALF + HALF - 1];
         memset(coefficients, 0, work.records * stride * sizeof *coefficients);
         float* to = coefficients;
         with_type(plane.type, [&](auto type) {
@@ -192,9 +244,11 @@ class Centred {
 
     // Turns all coefficients to the middle of the positions from that of a row of the table on.
     void turn(const float* first) const {
-        multiply(middle, first, 1, row);
-        for (int64_t r = 0; r < work.records; ++r)
+        multiply(near.middle, first, 1, row);
+        for (int64_t r = 0; r < work.records; ++r) {
             multiply(row, coefficients + r * stride, -1, turned + r * stride);
+            near.gather(turned + r * stride);
+        }
     }
 
     // The product of complex numbers, or if `sign` is -1 of conjugates of a and numbers b.

@@ -31,6 +31,7 @@ template <int BITS>
 void decode_channels(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows codes,
                      Rows next, int64_t count, int64_t width, float* wide) {
     const int64_t stride = padded(width);
+    const float offset = (float)kv_zero_offset(x.plane.type);
     for (int64_t j = 0; j < count; ++j) prefetch(next.at(j), next.bytes);
     each_channel_block(x.block, slot, count, [&](int64_t block, int64_t from, int64_t to) {
         const uint16_t* scales = scales_of_block(x.scale, row, head, block);
@@ -38,7 +39,8 @@ void decode_channels(const KvEncoded& x, int64_t row, int64_t head, int64_t slot
         int64_t d = 0;
         for (; d + 8 <= width; d += 8) {
             const v8 scale = widen8<F16>(scales + d);
-            const v8 zero = zeros ? widen8<F16>(zeros + d) : scale * -(float)Codes<BITS>::MIDDLE;
+            const v8 zero = (zeros ? widen8<F16>(zeros + d) + scale * offset : v8{}) -
+                            scale * (float)Codes<BITS>::MIDDLE;
             for (int64_t j = from; j < to; ++j) {
                 const uint8_t* own = (const uint8_t*)codes.at(j) + d * BITS / 8;
                 store(wide + j * stride + d, code8<BITS>(own) * scale + zero);
@@ -46,7 +48,8 @@ void decode_channels(const KvEncoded& x, int64_t row, int64_t head, int64_t slot
         }
         for (; d < width; ++d) {
             const float scale = F16::widen1(scales[d]);
-            const float zero = zeros ? F16::widen1(zeros[d]) : scale * -(float)Codes<BITS>::MIDDLE;
+            const float zero = (zeros ? F16::widen1(zeros[d]) + scale * offset : 0) -
+                               scale * (float)Codes<BITS>::MIDDLE;
             for (int64_t j = from; j < to; ++j)
                 wide[j * stride + d] = code1<BITS>((const uint8_t*)codes.at(j), d) * scale + zero;
         }
@@ -64,16 +67,9 @@ bool channels_fit(const KvEncoded& x, int64_t width) {
 // Reorders numbers x (width) to the lanes of the codes.
 template <int BITS>
 void in_lanes(const float* x, int64_t width, float* to) {
-    for (const float* end = x + width; x < end; x += Codes<BITS>::PIECE, to += Codes<BITS>::PIECE) {
-        if constexpr (BITS == 8) {
-            part_pairs(x, 16, to, to + 16);
-        } else {
-            float even[32], odd[32];
-            part_pairs(x, 32, even, odd);
-            part_pairs(even, 16, to, to + 32);
-            part_pairs(odd, 16, to + 16, to + 48);
-        }
-    }
+    constexpr int64_t PIECE = Codes<BITS>::PIECE;
+    for (const float* end = x + width; x < end; x += PIECE, to += PIECE)
+        part_pairs(x, PIECE / 2, to, to + PIECE / 2);
 }
 
 // Scales or zero points of a block, in the order of the codes' lanes.
@@ -84,20 +80,25 @@ void channels_in_lanes(const uint16_t* halves, int64_t width, float* to) {
     in_lanes<BITS>(x, width, to);
 }
 
-// A query times the scales of a block, as 16-bit numbers; returns their step. `added` is the
+// A query times the scales of a block, as factors of codes; returns their step. `added` is the
 // contribution of zero points and of the middle of the codes to each score.
+template <int BITS>
 KV_INLINE float code_by_channel(const float* query, const float* scale, const float* middle,
-                                int64_t width, float of_middle, int16_t* to, float& added) {
+                                int64_t width, char* to, float& added) {
+    typedef Codes<BITS> C;
     float product[MOST_WIDTH];
+    int16_t factors[MOST_WIDTH];
     vf exact{};
     for (int64_t d = 0; d < width; d += W) {
         const vf q = load<vf>(query + d);
         store(product + d, q * load<vf>(scale + d));
         exact += q * load<vf>(middle + d);
     }
-    const Rounded rounded = round16(product, width, to);
+    const Rounded rounded = round16(product, width, factors, C::MOST_FACTOR);
+    for (int64_t d = 0; d < width; ++d)
+        ((typename C::Factor*)to)[d] = (typename C::Factor)factors[d];
     // Codes are counted from their middle, which halves the rounding error.
-    added = sum(exact) - of_middle * (rounded.step * (float)rounded.sum);
+    added = sum(exact) - C::MIDDLE * (rounded.step * (float)rounded.sum);
     return rounded.step;
 }
 
@@ -110,6 +111,7 @@ void channel_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t slot,
                     int64_t records, float* s, float* coded, float* some) {
     typedef Codes<BITS> C;
     const int64_t stride = padded(width), loads = width / C::PIECE;
+    const float offset = (float)kv_zero_offset(x.plane.type);
     float ones[BLOCK], scale[MOST_WIDTH], middle[MOST_WIDTH];
     for (float& one : ones) one = 1;
     each_channel_block(x.block, slot, count, [&](int64_t block, int64_t from, int64_t to) {
@@ -117,22 +119,23 @@ void channel_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t slot,
         channels_in_lanes<BITS>(scales_of_block(x.scale, row, head, block), width, scale);
         if (zeros) channels_in_lanes<BITS>(zeros, width, middle);
         for (int64_t d = 0; d < width; d += W)
-            store(middle + d, zeros ? load<vf>(middle + d) + load<vf>(scale + d) * C::MIDDLE : vf{});
+            store(middle + d, zeros ? load<vf>(middle + d) + load<vf>(scale + d) * offset : vf{});
         const Rows own = {keys.at(from), keys.stride, keys.bytes};
         const Rows next = {values.at(from), values.stride, values.bytes};
         for_tiles<MOST_CODED_SCORES>(records, [&](int64_t first, auto tile) {
             constexpr int MT = tile.size;
-            auto* q = (int16_t*)(coded + first * stride);
+            char* q = (char*)(coded + first * stride);
             v8 step[MT];
             for (int m = 0; m < MT; ++m) {
                 float added;
-                step[m] = v8{} + code_by_channel(queries + (first + m) * stride, scale, middle,
-                                                 width, C::MIDDLE, q + m * 2 * stride, added);
+                step[m] = v8{} + code_by_channel<BITS>(queries + (first + m) * stride, scale,
+                                                       middle, width, q + m * 4 * stride, added);
                 for (int64_t j = 0; j < to - from; j += W) store(some + m * BLOCK + j, all(added));
             }
-            const Ahead ahead(next, to - from, 0, 1);
+            const int64_t passes = first ? 0 : (to - from + 3) / 4;
+            const Lines ahead(next, first ? 0 : to - from, std::max<int64_t>(passes, 1));
             const auto run = [&](auto* tile_scores) {
-                tile_scores(own, ahead, to - from, q, 2 * stride, loads, ones, ones, step, some);
+                tile_scores(own, ahead, to - from, q, 4 * stride, loads, ones, ones, step, some);
             };
             if (loads == 1) run(unit_scores<BITS, MT, 1>);
             else if (loads == 2) run(unit_scores<BITS, MT, 2>);

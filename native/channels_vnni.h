@@ -38,6 +38,7 @@ void channel_byte_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t 
                          Rows values, int64_t count, int64_t width, const float* queries,
                          int64_t records, float* s, float* coded, char* even) {
     const int64_t stride = padded(width);
+    const float offset = (float)kv_zero_offset(x.plane.type);
     float ones[BLOCK], scale[MOST_WIDTH], zero[MOST_WIDTH];
     float some[MOST_BYTE_SCORES * BLOCK];
     for (float& one : ones) one = 1;
@@ -48,7 +49,7 @@ void channel_byte_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t 
             const vf step = in_quads<BITS>(F16::widen_half(scales + d));
             const vf low = zeros ? in_quads<BITS>(F16::widen_half(zeros + d)) : vf{};
             store(scale + d, step);
-            store(zero + d, zeros ? low + step * Codes<BITS>::MIDDLE : low);
+            store(zero + d, zeros ? low + step * offset : low);
         }
         for (const KvPlane* plane : {&x.scale, &x.zero})
             if (plane->data)

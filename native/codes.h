@@ -24,18 +24,37 @@ KV_INLINE s32 dot_pairs(s16 a, s16 b) {
 #endif
 }
 
-// The layout of codes in a 32-byte load: lane i of part k is element i * PARTS + k, so that shifts
-// and masks alone extract the parts.
+// Products of unsigned bytes, at most 15, and signed bytes; adjacent products added.
+KV_INLINE s16 dot_bytes(s16 a, s16 b) {
+#if defined(__AVX2__)
+    return (s16)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#else
+    return (a & (int16_t)255) * ((s16)((u16)b << 8) >> 8) + (s16)((u16)a >> 8) * (b >> 8);
+#endif
+}
+
+// The layout of codes in a 32-byte load: the lanes of part 0 are the elements with an even index,
+// those of part 1 the others, so that shifts and masks alone extract them. Lanes are 16-bit numbers,
+// or bytes for codes of 4 bits; factors are as wide.
 template <int BITS>
 struct Codes {
-    static constexpr int64_t PARTS = 16 / BITS, PIECE = 256 / BITS;
+    static constexpr int64_t PARTS = 2, PIECE = 256 / BITS;
     static constexpr int MIDDLE = BITS == 4 ? 8 : 0;  // code of 0 without a zero point
+    static constexpr int64_t FACTORS = 64;            // bytes of the factors of a load
+    typedef std::conditional_t<BITS == 4, int8_t, int16_t> Factor;
+    static constexpr float MOST_FACTOR = BITS == 4 ? 127 : MOST_CODE;
 
     template <int K>
     KV_INLINE s16 part(s16 x) {
-        if constexpr (BITS == 8) return K ? x >> 8 : (s16)((u16)x << 8) >> 8;
-        if constexpr (K == 3) return (s16)((u16)x >> 12);
-        return (s16)(((u16)x >> 4 * K) & 15);
+        if constexpr (BITS == 4) return (K ? (s16)((u16)x >> 4) : x) & 0x0f0f;
+        return K ? x >> 8 : (s16)((u16)x << 8) >> 8;
+    }
+
+    // The products of a load's parts with their factors, summed in pairs or quads of lanes.
+    KV_INLINE s32 dot(s16 even, s16 odd, const char* factors) {
+        const s16 a = load<s16>(factors), b = load<s16>(factors + 32);
+        if constexpr (BITS == 4) return dot_pairs(dot_bytes(even, a) + dot_bytes(odd, b), s16{} + 1);
+        return dot_pairs(even, a) + dot_pairs(odd, b);
     }
 };
 
@@ -148,8 +167,10 @@ struct Rounded {
     int32_t sum;  // of the 16-bit numbers
 };
 
-// Rounds numbers x (count, a multiple of 16) to multiples, -limit..limit, of a step.
-KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limit = MOST_CODE) {
+// Rounds numbers x (count, a multiple of 16) to multiples, -limit..limit, of a step. `dither`
+// (count) is added in units of the step; null for none.
+KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limit = MOST_CODE,
+                          const float* dither = nullptr) {
     vi most{}, added{};
     for (int64_t i = 0; i < count; i += W) {
         // The bits of non-negative floats sort like their values.
@@ -166,7 +187,8 @@ KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limi
     }
     const vf inverse = all(limit / high), magic = all(12582912.0f);
     for (int64_t i = 0; i < count; i += W) {
-        const vi rounded = (vi)(load<vf>(x + i) * inverse + magic) - (vi)magic;
+        const vf scaled = load<vf>(x + i) * inverse + (dither ? load<vf>(dither + i) : vf{});
+        const vi rounded = (vi)(scaled + magic) - (vi)magic;
         added += rounded;
 #if defined(__AVX2__) && KV_LANES == 8
         const __m256i wide = (__m256i)rounded;
@@ -203,6 +225,7 @@ template <int BITS>
 void decode(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows codes, Rows next,
             int64_t count, int64_t width, float* wide) {
     const int64_t stride = padded(width), groups = group_count(width, x.group);
+    const float offset = (float)kv_zero_offset(x.plane.type);
     const auto of = [&](const KvPlane& plane, int64_t j, int64_t g) {
         const int64_t at = row * plane.row + head * plane.head + (slot + j) * plane.slot;
         return scale1(plane, at + g);
@@ -213,7 +236,7 @@ void decode(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows co
         prefetch(next.at(j), next.bytes);
         for (int64_t g = 0; g < groups; ++g) {
             const float scale = of(x.scale, j, g);
-            const float zero = x.zero.data ? of(x.zero, j, g) : -Codes<BITS>::MIDDLE * scale;
+            const float zero = (x.zero.data ? of(x.zero, j, g) + offset * scale : 0) - Codes<BITS>::MIDDLE * scale;
             const int64_t end = (g + 1) * x.group < width ? (g + 1) * x.group : width;
             int64_t d = g * x.group;
             for (; d + 8 <= end; d += 8)

@@ -195,9 +195,14 @@ class CodedProduct {
     void go(Rows rows, int64_t slot, int64_t count) {
         codes = rows;
         load_scales(keys.scale, row, head, slot, count, groups, scale);
-        if (keys.zero.data) load_scales(keys.zero, row, head, slot, count, groups, zero);
-        else
-            for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] = -Codes<BITS>::MIDDLE * scale[i];
+        float offset = -Codes<BITS>::MIDDLE;
+        if (keys.zero.data) {
+            load_scales(keys.zero, row, head, slot, count, groups, zero);
+            offset += (float)kv_zero_offset(keys.plane.type);
+        } else {
+            memset(zero, 0, groups * BLOCK * sizeof *zero);
+        }
+        for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += offset * scale[i];
     }
 
     inline __attribute__((always_inline)) vf operator()(int64_t j, int64_t width, vf a) const {

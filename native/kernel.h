@@ -60,13 +60,13 @@ static inline int64_t kv_turns(const KvCentre& centre, int64_t width) {
 // Positions whose shares of a centre are held: a power of 2, at least two blocks.
 static inline int64_t kv_shares(int64_t records) { return KV_BLOCK * (records < 16 ? 64 : 4); }
 
-// Floats of scratch memory for a centre: coefficients of queries, the same turned, two rows, shares,
-// a block's rows of the table, and which shares are held.
+// Floats of scratch memory for a centre: coefficients of queries, the same turned, a row, shares, a
+// block's rows of the table, and which shares are held.
 static inline int64_t kv_centred(const KvCall& call, int64_t records) {
     if (!call.centre) return 0;
     const int64_t width = kv_padded(kv_turns(*call.centre, call.key_width));
     const int64_t shares = kv_shares(records);
-    return (2 * records + 2 + KV_BLOCK) * width + records * shares + shares / KV_BLOCK;
+    return (2 * records + 1 + KV_BLOCK) * width + records * shares + shares / KV_BLOCK;
 }
 
 // Records for which a run's scratch memory has rows: a multiple of the rows of a tile.

@@ -247,18 +247,22 @@ template <int BITS>
 void load_coded(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
     each_float_query(work, [&](int64_t record, float* query) {
-        code_query<BITS>(query, width, group, work.segment().k.zero.data,
-                         {work.queries + record * padded(width), width, group_count(width, group)});
+        const CodedQuery<BITS> to(work.queries + record * padded(width), width,
+                                  group_count(width, group));
+        code_query<BITS>(query, width, group, to);
     });
 }
 
-// Loads the block's scales, then its zero points; returns the zero points, or null without them.
+// Loads the block's scales, then its zero points for codes counted from their middle; returns the
+// zero points, or null without them.
 const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     const KvRun& run = work.run;
     load_scales(x.scale, run.row0, run.head, work.at(), work.count, groups, scale);
     if (!x.zero.data) return nullptr;
     float* zero = scale + groups * BLOCK;
     load_scales(x.zero, run.row0, run.head, work.at(), work.count, groups, zero);
+    const float offset = (float)kv_zero_offset(x.plane.type);
+    for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += offset * scale[i];
     return zero;
 }
 
@@ -267,8 +271,7 @@ void score_coded(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
     float* scale = work.columns;
     const float* zero = load_groups(work, work.segment().k, group_count(width, group), scale);
-    coded_scores<BITS>(work.key, work.ahead, work.count, width, group, scale, zero ? zero : scale,
-                       work.queries, work.records, work.s);
+    coded_scores<BITS>(work.key, work.ahead, work.count, width, group, scale, zero, work.queries, work.records, work.s);
 }
 
 template <int BITS>
@@ -293,10 +296,8 @@ void load_bytes(const Work& work) {
     });
 }
 
-// Like load_groups, with zero points for codes counted from their middle. Also prefetches those of
-// the next block.
-template <int BITS>
-const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
+// Like load_groups. Also prefetches those of the next block.
+const float* load_groups_ahead(const Work& work, const KvEncoded& x, int64_t groups, float* scale) {
     for (const KvPlane* plane : {&x.scale, &x.zero}) {
         if (!plane->data || plane->slot != groups) continue;
         const int64_t from = work.run.row0 * plane->row + work.run.head * plane->head +
@@ -304,10 +305,7 @@ const float* load_centred(const Work& work, const KvEncoded& x, int64_t groups, 
         const int64_t size = element_bytes(*plane);
         prefetch((const char*)plane->data + from * size, BLOCK * groups * size);
     }
-    float* zero = const_cast<float*>(load_groups(work, x, groups, scale));
-    if (!zero) return nullptr;
-    for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += Codes<BITS>::MIDDLE * scale[i];
-    return zero;
+    return load_groups(work, x, groups, scale);
 }
 
 template <int BITS>
@@ -315,7 +313,7 @@ void score_bytes(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
     float* scale = work.columns;
     const int64_t groups = group_count(width, group);
-    const float* zero = load_centred<BITS>(work, work.segment().k, groups, scale);
+    const float* zero = load_groups_ahead(work, work.segment().k, groups, scale);
     const Rows keys = even_rows(work.key, work.count, (char*)work.wide_keys);
     for_tiles<MOST_BYTE_SCORES>(work.records, [&](int64_t from, auto tile) {
         Lines ahead(work.ahead, work.count, (work.count + 15) / 16 * (keys.bytes / 32));
@@ -330,7 +328,7 @@ void add_bytes(const Work& work) {
     const int64_t width = work.call.value_width, group = work.segment().v.group;
     const int64_t groups = group_count(width, group);
     float* scale = work.wide;
-    const float* zero = load_centred<BITS>(work, work.segment().v, groups, scale);
+    const float* zero = load_groups_ahead(work, work.segment().v, groups, scale);
     const Rows values =
         even_rows(work.value, work.count, (char*)(scale + 2 * groups * BLOCK));
     for_tiles<MOST_BYTE_VALUES>(work.records, [&](int64_t from, auto tile) {

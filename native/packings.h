@@ -25,6 +25,12 @@ static inline constexpr KvPacking kv_packing(int64_t type) {
     }
 }
 
+// What the middle code stands for, in scales above the zero point. Kernels count codes from the
+// middle.
+static inline constexpr int64_t kv_zero_offset(int64_t type) {
+    return type == KV_I8 ? 0 : kv_packing(type).middle();
+}
+
 // The type that kernels see: spread codes are those of 8 or 4 bits.
 static inline int64_t kv_read_type(int64_t type) {
     if (type < KV_I8) return type;

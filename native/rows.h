@@ -31,24 +31,19 @@ struct Rows {
     const char* at(int64_t slot) const { return first + slot * stride; }
 };
 
-// What to prefetch while a block is processed in `rounds` rounds, of which this is the `round`-th.
-// Each round prefetches a share, in memory order if the rows are contiguous: the hardware
-// prefetcher recognises that.
-struct Ahead {
-    const char* at;
-    int64_t step, bytes;  // per slot processed
+// The places of N neighbouring slots; the last of `count` slots stands for those after it.
+template <int N>
+struct Neighbours {
+    int64_t of[N], step, last;
 
-    Ahead(Rows rows, int64_t count, int64_t round, int64_t rounds) {
-        const bool compact = rows.stride == rows.bytes;
-        bytes = compact ? (rows.bytes + rounds - 1) / rounds : round ? 0 : rows.bytes;
-        step = compact ? bytes : rows.stride;
-        at = rows.first + (compact ? round * count * bytes : 0);
+    Neighbours(const Rows& rows, int64_t count) : step(rows.stride), last((count - 1) * step) {
+        for (int64_t i = 0; i < N; ++i) of[i] = i * step < last ? i * step : last;
     }
-    KV_INLINE void pass(Ahead& ahead, int64_t slots) {
-        for (int64_t i = 0; i < slots; ++i, ahead.at += ahead.step) {
-            __builtin_prefetch(ahead.at, 0, 2);
-            for (int64_t more = 64; more < ahead.bytes; more += 64)
-                __builtin_prefetch(ahead.at + more, 0, 2);
+    KV_INLINE void pass(Neighbours& x) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < N; ++i) {
+            x.of[i] += N * x.step;
+            x.of[i] = x.of[i] < x.last ? x.of[i] : x.last;
         }
     }
 };

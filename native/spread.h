@@ -143,13 +143,12 @@ void unfold_rows(Rows codes, int64_t count, int64_t row, uint8_t added, char* to
     }
 }
 
-// The codes of a block, spread in `memory`. Without zero points, codes are shifted to the middle of
-// the wider ones.
+// The codes of a block, spread in `memory`, and shifted to the middle of the wider ones.
 inline Rows spread(const KvEncoded& x, Rows codes, int64_t count, int64_t width, void* memory) {
     const KvPacking packing = kv_packing(x.plane.type);
     const int64_t row = width * packing.wide / 8;
     const int64_t shift = packing.wide == 8 ? -packing.middle() : 8 - packing.middle();
-    const uint8_t added = x.zero.data ? 0 : (uint8_t)(packing.wide == 8 ? shift : 0x11 * shift);
+    const uint8_t added = (uint8_t)(packing.wide == 8 ? shift : 0x11 * shift);
     char* const to = (char*)memory;
     switch (x.plane.type) {
         case KV_I3: unfold_rows<2, 1, 4>(codes, count, row, added, to); break;

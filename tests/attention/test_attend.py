@@ -179,7 +179,9 @@ def test_every_feature(
     options = {"scale": 0.5, "window": window, "softcap": softcap, "sinks": sinks}
     options |= {"slopes": slopes, "bias": bias}
     out, got = attend(q, view, **options, need_mass=True)
-    torch.testing.assert_close(out, expected.float(), atol=1e-6, rtol=1e-5)
+    # Biases make scores large, which rounds them more.
+    atol = 1e-6 if slopes is None and bias is None else 5e-6
+    torch.testing.assert_close(out, expected.float(), atol=atol, rtol=1e-5)
     torch.testing.assert_close(got, mass, atol=1e-5, rtol=1e-5)
     for name in BACKENDS:
         try:

@@ -39,11 +39,10 @@ pytestmark = pytest.mark.skipif(not native.available, reason=native.reason)
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Queries and weights have 16 bits where they meet codes. A typical result is within 5e-5.
 CODED = 2e-4
-# 2-bit codes are far from the middle of 4 bits, in which they are read. Their own error is larger.
-NARROW = 1.5e-3
-# With products of bytes, queries have 8 bits where they meet 4-bit codes; a typical result is
-# within 1e-2, while the codes' own error is above 1e-1.
+# Queries have 8 bits where they meet codes of 4 and fewer bits, and so have weights without VNNI. A
+# typical result is within 1e-2, while the codes' own error is above 1e-1.
 BYTES = 3e-2
+BOTH = 5e-2
 
 GROUPS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16]
 
@@ -91,17 +90,14 @@ once = pytest.mark.parametrize("instructions", [BEST], indirect=True)
 
 def bound(view):
     """The error from codes, as a share of the largest result."""
-    packings = {c.layout.packing for s in view.segments for c in (s.key_codec, s.value_codec)}
     keys = {s.key_codec.layout.packing for s in view.segments}
-    if keys & {"int4", "int3", "int2"} and native_library.instructions() in (
-        "amx",
-        "avx512bf16",
-        "avx512vnni",
-    ):
+    values = {s.value_codec.layout.packing for s in view.segments}
+    narrow = {"int4", "int3", "int2"}
+    if native_library.instructions() not in ("amx", "avx512bf16", "avx512vnni") and values & narrow:
+        return BOTH
+    if keys & narrow:
         return BYTES
-    if "int2" in packings:
-        return NARROW
-    return CODED if packings != {PLAIN.packing} else 0
+    return CODED if keys | values != {PLAIN.packing} else 0
 
 
 def in_turns(names, *choices):
@@ -292,7 +288,7 @@ def test_codes_by_hand():
         view = View((Segment(held, Int8(hadamard=False), codec),), place[0, 0, -1:], False)
         out, _ = native.run(q, view, Options(1.0))
         halves = [torch.tensor(pair).repeat(16) for pair in expected]
-        torch.testing.assert_close(out.flatten(), torch.cat(halves), atol=5e-3, rtol=0)
+        torch.testing.assert_close(out.flatten(), torch.cat(halves), atol=0.2, rtol=0)
 
 
 @in_turns(("dtype", "shape"), list(TOLERANCE), [(1, 20_000), (16, 4_000), (700, 900)])

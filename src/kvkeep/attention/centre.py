@@ -23,10 +23,53 @@ from kvkeep.rotary import Rotary
 _FEWEST_ROWS, _MOST_ROWS = 8192, 1 << 20
 """Rows of a table. Higher positions use its last row."""
 _NEAR = 32  # half a KV_BLOCK of native/kernel.h
+_POWERS = 4  # POWERS of native/centre.h
+_MOST_ERROR = 3e-7
+"""The largest error of a cosine or sine that is computed from powers of the distance."""
 _SINKS = 4
 """Number of first tokens that do not count: their keys differ from all other keys."""
 _FEWEST_TOKENS = 8
 """The fewest tokens for which a mean is an advantage."""
+
+
+class Near(NamedTuple):
+    """Cosines and sines of 0.5, 1.5, ... 31.5 positions, for the native library.
+
+    Within 32 positions, cosines of small frequencies are sums of few even powers of the distance,
+    and sines of odd powers. So one row for each power stands for all frequencies that are small.
+
+    Attributes:
+        numbers: float32, one after the other: of 31.5 positions, the cosines (F,), then the sines
+            (F,) of all frequencies; the rows (`rows`, 32) for cosines: the first frequencies, then
+            the powers 0, 2, 4, 6 of the distance in units of 32; those for sines, with the powers
+            1, 3, 5, 7; and, if there are powers, their factors in the cosines (4, F'), then the
+            sines (4, F') of the other frequencies.
+        rows: number of rows for cosines.
+    """
+
+    numbers: Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, frequencies: Tensor, device: torch.device) -> Near:
+        """The turns of frequencies float64 (F,)."""
+        places = torch.arange(_NEAR, dtype=torch.float64) + 0.5
+        angles = frequencies[:, None] * places
+        exact = torch.stack([angles.cos(), angles.sin()])  # (2, F, 32)
+        distance = places / _NEAR
+        even = torch.stack([distance ** (2 * k) for k in range(_POWERS)])
+        powers = torch.stack([even, even * distance])  # (2, 4, 32)
+        factors = exact @ torch.linalg.pinv(powers)  # (2, F, 4)
+        error = (factors @ powers - exact).abs().amax(dim=(0, 2))
+        other = (error > _MOST_ERROR).nonzero()
+        first = int(other.max()) + 1 if len(other) else 0
+        first += (len(frequencies) - first) % 8  # the library reads the other frequencies by eights
+        if first + _POWERS >= len(frequencies):
+            first, powers = len(frequencies), powers[:, :0]
+        rows = torch.cat([exact[:, :first], powers], dim=1)
+        parts = exact[..., -1], rows, factors[:, first:].mT
+        numbers = torch.cat([part.flatten() for part in parts])
+        return cls(numbers.to(device, torch.float32), rows.shape[1])
 
 
 class Turns(NamedTuple):
@@ -35,15 +78,14 @@ class Turns(NamedTuple):
     Attributes:
         table: float32 (P, 2 F); row p holds the cosines of p f for each of F frequencies f, then
             the sines.
-        near: float32 (2 F, 32), cosines and sines of 0.5 f, 1.5 f, ... 31.5 f, for the native
-            library.
+        near: the turns of few positions.
         pairs: number of frequencies that rotate a pair of dimensions. One more frequency, 0, stands
             for the dimensions that are not rotated, if there are any.
         interleaved: pairing of dimensions; see `Rotary`.
     """
 
     table: Tensor
-    near: Tensor
+    near: Near
     pairs: int
     interleaved: bool
 
@@ -71,12 +113,10 @@ class Turns(NamedTuple):
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, 1 << (rows - 1).bit_length()))
         with torch.inference_mode(False):
             frequencies = torch.cat([inv_freq, inv_freq.new_zeros(1)]) if rest else inv_freq
-            places = torch.arange(count, dtype=torch.float64)
-            table, near = (
-                torch.cat([angles.cos(), angles.sin()], dim=1).to(device, torch.float32)
-                for angles in (x[:, None] * frequencies for x in (places, places[:_NEAR] + 0.5))
-            )
-        return cls(table, near.T.contiguous(), len(inv_freq), interleaved)
+            angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies
+            table = torch.cat([angles.cos(), angles.sin()], dim=1).to(device, torch.float32)
+            near = Near.of(frequencies, device)
+        return cls(table, near, len(inv_freq), interleaved)
 
     def covers(self, rows: int) -> bool:
         """Whether the table has `rows` rows, or the most rows of a table."""

@@ -36,7 +36,7 @@ _MOST_WIDTH = 512  # MOST_WIDTH of native/codes.h
 
 # Layouts of KvCall, KvSegment, KvReach and KvCentre in native/abi.h; absent pointers are 0.
 CALL, _SEGMENT, REACH = Struct("=38q2d"), Struct("=49q"), Struct("=4q")
-_CENTRE = Struct("=13q")
+_CENTRE = Struct("=14q")
 
 
 def refuses(q: Tensor, view: View, options: Options) -> str | None:
@@ -181,10 +181,10 @@ def call_of_step(
 def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
     """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; `kept` keeps its tensors alive."""
     mean, turns = centre.mean.contiguous(), centre.turns
-    kept += [mean, turns.table, turns.near]
+    kept += [mean, turns.table, turns.near.numbers]
     return _CENTRE.pack(
         *(mean.data_ptr(), *mean.stride()[:2]),
-        *(turns.table.data_ptr(), turns.near.data_ptr()),
+        *(turns.table.data_ptr(), turns.near.numbers.data_ptr(), turns.near.rows),
         *(len(turns.table), turns.pairs, turns.interleaved),
         *_plane(q, False, kept),
     )
