@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Centre, Rotation, Segment, View, attend
-from kvkeep.attention.centre import Turns, measured
+from kvkeep.attention.centre import Near, Turns, measured
 from kvkeep.codec import Int4
 from kvkeep.codec.plain import Plain
 from kvkeep.layer.beginning import begin_with
@@ -22,6 +22,8 @@ BIAS = 50.0
 
 ROTARIES = {
     "whole": Rotary(100.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)),
+    # The library computes 8 of these frequencies by powers of the distance.
+    "slow": Rotary(10_000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)),
     "partial": Rotary(100.0 ** (-torch.arange(0, 16, 2) / 16)),
     "interleaved": Rotary(-(100.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)), interleaved=True),
     "none": None,
@@ -102,7 +104,7 @@ def test_attention_adds_the_centre_to_keys(backend: str, kind: str) -> None:
 def test_native_attention_adds_the_centre_at_any_positions(
     queries: int, step: int, sorted_: bool
 ) -> None:
-    rotary, slots = ROTARIES["whole"], 170
+    rotary, slots = ROTARIES["slow"], 170
     assert rotary is not None
     q, k, v = tokens(slots, None)
     order = torch.arange(slots)
@@ -111,7 +113,9 @@ def test_native_attention_adds_the_centre_at_any_positions(
     position = (4070 + step * order).int()
     last = int(position.max())
     q = rotary.turn(q[:, :, :queries], torch.tensor([last] * queries))
-    centre = Centre(torch.randn(1, HEADS, WIDTH), Turns.of(rotary, WIDTH, last + 1, q.device))
+    turns = Turns.of(rotary, WIDTH, last + 1, q.device)
+    assert turns.near.rows == 12
+    centre = Centre(torch.randn(1, HEADS, WIDTH), turns)
     planes = {"k": rotary.turn(k, position), "v": v, POSITION: position.expand(1, HEADS, -1)}
     lacking = {**planes, "k": centre.without(planes["k"], position)}
     view = View((Segment(lacking, Plain(), Plain()),), torch.full((queries,), last).int())
@@ -119,6 +123,11 @@ def test_native_attention_adds_the_centre_at_any_positions(
     found, _ = attend(q, view, backend="native", centre=centre, scale=0.02)
     expected, _ = attend(q.double(), double(whole), backend="reference", scale=0.02)
     torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def test_frequencies_in_any_order_have_a_row_each() -> None:
+    frequencies = 10_000.0 ** (-torch.arange(0, WIDTH, 2).double() / WIDTH)
+    assert Near.of(frequencies.flip(0), torch.device("cpu")).rows == WIDTH // 2
 
 
 def double(view: View) -> View:
