@@ -307,6 +307,7 @@ def test_import_is_cheap_and_changes_nothing():
     code = (
         "import sys, kvkeep; assert 'torch' not in sys.modules; "
         "assert 'transformers' not in sys.modules; kvkeep.CacheSpec; "
+        "import kvkeep.choice; assert 'torch._dynamo' not in sys.modules; "
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
