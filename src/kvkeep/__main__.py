@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -25,6 +26,9 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if "--debug" not in sys.argv and not sys.warnoptions:
+        # torchao lacks libraries for GPUs on a CPU, and torch tells what torchao does wrong.
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"kvkeep\b")
         warnings.showwarning = _show_warning

@@ -229,4 +229,6 @@ def test_an_interrupt_leaves_the_text_so_far(started):
     assert started.wait(60) == 130
     assert begun
     assert rest.endswith(b"\n")
-    assert b"Traceback" not in started.stderr.read()
+    said = started.stderr.read()
+    assert b"Traceback" not in said
+    assert b"torchao" not in said  # transformers imports it where it is installed

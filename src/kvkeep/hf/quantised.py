@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
@@ -40,18 +39,13 @@ def quantise(model: PreTrainedModel, weights: str) -> int:
         raise ModelError(f"weights {weights!r}: give one of {', '.join(KINDS)}")
     if why := _why_not(model):
         raise UnsupportedError(f"weights cannot be quantised to {weights}: {why}")
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torchao warns about missing libraries for GPUs
-    try:
-        with needed_by(f"Quantising weights to {weights}", "weights"):
-            import torchao.quantization as torchao  # noqa: PLC0415 - it takes a second
+    with needed_by(f"Quantising weights to {weights}", "weights"):
+        import torchao.quantization as torchao  # noqa: PLC0415 - an extra
 
-            # The only packed format of 4 bits for which torch has a kernel on the CPU.
-            from torchao.prototype.quantization.int4 import (  # noqa: PLC0415
-                PrototypeInt4WeightOnlyConfig,
-            )
-    finally:
-        logging.disable(level)
+        # The only packed format of 4 bits for which torch has a kernel on the CPU.
+        from torchao.prototype.quantization.int4 import (  # noqa: PLC0415
+            PrototypeInt4WeightOnlyConfig,
+        )
     layers = [x for x in model.modules() if type(x) is nn.Linear and _fits(x, weights)]
     if not layers:
         raise UnsupportedError(
