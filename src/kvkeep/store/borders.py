@@ -4,27 +4,25 @@ When a text ends, such a layer holds only its window, so the blocks of the text'
 of the layer's slots. Three more kinds of blocks supply them. They have identities of their own, so
 that they never replace a block of tokens, and are never changed:
 
-- an *end* for each border: the slots in the windows before the first and behind the last whole
-  block of tokens in them. With it a hit may end there.
-- a *filling* for each whole block of tokens in the windows whose own block may lack slots. All
+- an *end* for each border whose window is not complete in the text's own blocks: the slots in the
+  windows before the first and after the last full block of tokens in them.
+- a *filling* for each full block of tokens in the windows whose own block may lack slots. All
   borders whose windows contain these tokens share it.
 - a *sign* for each block of tokens within which texts end. It has no slots; it tells readers
   where to look for ends.
 
-So a border writes at most the slots in its windows, and only slots that the backend lacks, except
-those of the end.
+So a border writes at most the slots in its windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from threading import Lock
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from kvkeep.planes import POSITION, Planes
 from kvkeep.store.backend import Backend
 from kvkeep.store.block import StoredBlock, beginning, digest, key_of
 from kvkeep.store.geometry import ModelGeometry
@@ -88,7 +86,9 @@ class Border:
             for one in self._own[:-1]
             if one.start >= max(firsts)
         }
-        self.end = key_of(named(identity, _END, size), self._last.prefix, self._tokens_of(self._last))
+        self.end = key_of(
+            named(identity, _END, size), self._last.prefix, self._tokens_of(self._last)
+        )
         self.sign = sign_of(identity, self._last, tokens, size)
         self.tail = key_of(identity, self._last.prefix, self._tokens_of(self._last))
 
@@ -119,9 +119,7 @@ class Border:
         start = self.fillings[key].start
         return [[] if at is None else [(start, start + self._size)] for at in self._windows]
 
-    def whole(
-        self, content: Pieces, known: Collection[str], missing: Collection[str]
-    ) -> list[str]:
+    def whole(self, content: Pieces, known: Collection[str], missing: Collection[str]) -> list[str]:
         """The keys of the text's blocks in the windows that have all slots once the missing blocks
         were put.
 
@@ -182,14 +180,14 @@ class Border:
         ]
         return block.why_not(self._geometry, Stretch, held=held)
 
-
     def joined(self, contents: Sequence[Stretch]) -> Stretch:
         """The slots in windows of several blocks, for the whole text."""
-        layers: list[Planes] = []
-        for index, first in enumerate(self._windows):
-            own = Pieces(contents).slots(index, [] if first is None else [(first, len(self.tokens))])
-            layers.append(in_order(own))
-        return Stretch(layers, len(self.tokens))
+        n, pieces = len(self.tokens), Pieces(contents)
+        layers = [
+            in_order(pieces.slots(index, [] if first is None else [(first, n)]))
+            for index, first in enumerate(self._windows)
+        ]
+        return Stretch(layers, n)
 
 
 def named(identity: str, kind: str, size: int | None = None) -> str:
