@@ -147,7 +147,7 @@ class Border:
         """
         n = len(self.tokens)
         for index, first in enumerate(self._windows):
-            if first is not None and content.count(index, first, n) < n - first:
+            if first is not None and content.held(index, first, n) < n - first:
                 return []
         if len(whole) == len(self._own):
             wanted = [self.sign] if n % self._size else []

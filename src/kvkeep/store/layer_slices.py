@@ -155,9 +155,9 @@ class Pieces(NamedTuple):
     def whole(self, start: int, stop: int) -> bool:
         """Whether every layer has a slot for each of the tokens `start` to `stop`."""
         layers = range(len(self.stretches[0].layers))
-        return all(self.count(index, start, stop) == stop - start for index in layers)
+        return all(self.held(index, start, stop) == stop - start for index in layers)
 
-    def count(self, index: int, start: int, stop: int) -> int:
+    def held(self, index: int, start: int, stop: int) -> int:
         """The number of slots of layer `index` at positions `start` to `stop`."""
         return sum(slot_count(one.planes_between(index, start, stop)) for one in self.stretches)
 
