@@ -131,8 +131,11 @@ class Border:
         return [
             one.key
             for one in self._own
-            if one.key in known
-            or (one.key in missing and content.whole(one.start, self._stop(one)))
+            if (
+                content.whole(one.start, self._stop(one))
+                if one.key in missing
+                else one.key in known
+            )
         ]
 
     def lacking(
