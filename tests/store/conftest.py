@@ -22,6 +22,12 @@ def _places(tmp_path_factory):
         each.close()
 
 
+@pytest.fixture
+def place_of(_places):
+    """A function that gives an empty place of a kind."""
+    return _places
+
+
 @pytest.fixture(params=KINDS)
 def place(request, _places):
     """An empty place."""

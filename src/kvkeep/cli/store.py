@@ -67,15 +67,18 @@ def list_blocks(
 @store.command(epilog=examples("kvkeep store stats store"))
 def stats(where: StorePlace, json: JsonFlag = False) -> None:
     """Count blocks, tokens and bytes for each identity."""
+    from kvkeep.store.borders import plain_identity
+
     with Working("reading labels") as working:
         backend = _opened(where)
         identities: dict[str, dict[str, Any]] = {}
         keys = list(backend.scan())
         for done, (_, label) in enumerate(_labels(backend, keys)):
-            row = {**_of_identity(label.identity), "blocks": 0, "tokens": 0, "bytes": 0}
-            row = identities.setdefault(label.identity, row)
+            identity, adds = plain_identity(label.identity)
+            row = {**_of_identity(identity), "blocks": 0, "tokens": 0, "bytes": 0}
+            row = identities.setdefault(identity, row)
             row["blocks"] += 1
-            row["tokens"] += len(label.tokens)
+            row["tokens"] += 0 if adds else len(label.tokens)
             row["bytes"] += label.nbytes
             working("reading labels", done / len(keys))
     rows = list(identities.values())
@@ -226,6 +229,9 @@ def _row(key: str, label: Label) -> dict[str, Any]:
 
 def _of_identity(identity: str) -> dict[str, Any]:
     """Decode an identity: JSON for models, free text otherwise."""
+    from kvkeep.store.borders import plain_identity
+
+    identity, _ = plain_identity(identity)
     try:
         told = json_module.loads(identity)
         model = told["model"]

@@ -132,13 +132,20 @@ class StoredBlock(_Named):
         """The block in the safetensors format."""
         return tensor_file.to_bytes(self.tensors(), self.metadata())
 
-    def why_not(self, geometry: ModelGeometry, kind: type[Stretch], start: int = 0) -> str:
+    def why_not(
+        self,
+        geometry: ModelGeometry,
+        kind: type[Stretch],
+        start: int = 0,
+        held: Sequence[Tensor] | None = None,
+    ) -> str:
         """Why the block does not fit a model; empty if it does.
 
         Args:
             geometry: the model's geometry.
             kind: the expected class of the content.
             start: the position of the block's first token.
+            held: the positions of the slots in each layer, int32 (n,); None: those of the tokens.
         """
         content = self.content
         if type(content) is not kind:
@@ -151,7 +158,12 @@ class StoredBlock(_Named):
             said, own = found[1:5], layer.of_row[1:5]  # without the device
             if said != own:
                 return f"layer {index} has heads, widths and dtype {said}, not {own}"
-            if reason := content.why_not(index, layer, start):
+            reason = (
+                content.why_not(index, layer, start)
+                if held is None
+                else content.why_not_at(index, layer, held[index])
+            )
+            if reason:
                 return f"layer {index}{reason}"
         for at, mark in content.marks.items():
             if mark.keys() != geometry.states.keys():

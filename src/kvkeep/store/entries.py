@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from threading import RLock
 
+import torch
 from torch import Tensor
 
 from kvkeep.errors import StateError
+from kvkeep.planes import POSITION
 from kvkeep.store.backend import require_budget
 from kvkeep.store.geometry import FindGeometry, ModelGeometry
 from kvkeep.store.hit import Hit
@@ -118,12 +120,28 @@ class Entries:
                 self._add_windows(path, content, known)
             return length
 
+    def add_window(self, identity: str, tokens: Tensor, window: Stretch) -> bool:
+        """Add slots in windows after tokens (n,), if the tree holds the tokens and, with the added
+        slots, everything that a hit of them needs. Returns whether it does."""
+        with self.lock:
+            match, count = self.tree(identity).match(tokens), torch.tensor(len(tokens))
+            contents = [window, *(node.content for node in match.path)]
+            for index, layer in enumerate(self.geometries[identity].layers):
+                held = [one.layers[index][POSITION].flatten().cpu() for one in contents]
+                needed = torch.arange(int(layer.needed(count)), len(tokens))
+                if layer.window is not None and not torch.isin(needed, torch.cat(held)).all():
+                    return False
+            if match.length < len(tokens):
+                return False
+            self._add_windows(match.path, Pieces([window]), len(tokens))
+            return True
+
     def _add_windows(self, path: Sequence[Node], content: Pieces, known: int) -> None:
         """Add slots that nodes lack among the first `known` tokens, if they fit."""
-        found: list[tuple[Node, Stretch]] = []
+        found, first = list[tuple[Node, Stretch]](), content.stretches[0].first
         for node in path:
             own = node.content
-            if own.first < known:
+            if own.first < known and own.stop > first:
                 found.append((node, own.lacking(content(own.first, own.stop))))
         needed = sum(new.nbytes for _, new in found)
         if needed and self._make_room(needed, path) >= needed:

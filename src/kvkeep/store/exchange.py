@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.store.backend import Backend
 from kvkeep.store.block import Label, StoredBlock, beginning, digest, key_of, token_bytes
+from kvkeep.store.borders import Border, Borders, Place
 from kvkeep.store.compressed import Compressed
 from kvkeep.store.entries import Entries
 from kvkeep.store.geometry import FindGeometry, ModelGeometry
@@ -43,6 +44,7 @@ class Exchange:
 
     def __init__(self, entries: Entries, backend: Backend, size: int) -> None:
         self._entries, self._backend, self._size = entries, backend, size
+        self._borders = Borders(backend, size)
         self._readers = ThreadPoolExecutor(_READERS, "kvkeep-store-read")
         self._writer = ThreadPoolExecutor(1, "kvkeep-store-write")
         self._writes: dict[Future[None], int] = {}  # bytes of unfinished writes, and a few others
@@ -57,21 +59,38 @@ class Exchange:
         if geometry is None and identity not in entries.geometries:
             return
         with entries.hit(identity, tokens) as hit:
-            known = hit.length
-        if known == len(tokens):
-            return
+            if hit.length == len(tokens):
+                return
+            own = entries.geometries.get(identity)
+            known = hit.length if own is None or own.states else hit.border
         agreed = partial(entries.geometry, identity, geometry)
         first = known // self._size * self._size
         blocks, stop = self._read(identity, tokens, first, agreed)
-        if stop <= known:
-            return
-        devices = [layer.of_row.device for layer in agreed().layers]
-        pieces = list[Stretch]()
-        for block in blocks:
-            pieces.append(block.content.to(devices, pieces[-1].stop if pieces else first))
-        with entries.lock:
-            if entries.tree(identity).match(tokens).length >= first:  # else evicted meanwhile
-                entries.keep(identity, tokens[:stop], Pieces(pieces))
+        if stop > known:
+            devices = [layer.of_row.device for layer in agreed().layers]
+            pieces = list[Stretch]()
+            for block in blocks:
+                pieces.append(block.content.to(devices, pieces[-1].stop if pieces else first))
+            with entries.lock:
+                if entries.tree(identity).match(tokens).length >= first:  # else evicted meanwhile
+                    entries.keep(identity, tokens[:stop], Pieces(pieces))
+            self._borders.note([block.key for block in blocks if block.content.whole])
+        if identity in entries.geometries and agreed().windowed:
+            self._fetch_window(identity, tokens, agreed())
+
+    def _fetch_window(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> None:
+        """Copy slots in windows from the backend, so that a longer prefix of tokens is found."""
+        entries = self._entries
+        devices = [layer.of_row.device for layer in geometry.layers]
+        with entries.hit(identity, tokens) as hit, self._backend.as_one_call():
+            if hit.length == hit.known:
+                return
+            known = tokens[: hit.known]
+            text = identity, known, geometry, self._places(identity, known, 0)
+            for window in self._borders.find(*text, above=hit.length):
+                stored = tokens[: len(window)]
+                if entries.add_window(identity, stored, window.to(devices, 0)):
+                    return
 
     def begin_fetch(self, identity: str, tokens: Tensor, geometry: ModelGeometry) -> Future[None]:
         """`fetch` in another thread. The future holds its error."""
@@ -81,17 +100,34 @@ class Exchange:
         self, identity: str, tokens: Tensor, content: Pieces, geometry: ModelGeometry
     ) -> None:
         """Write the blocks of a text, int64 (n,), that the backend lacks, or has without the
-        recurrent states after their last token."""
-        places = self._places(identity, tokens, 0)
+        recurrent states after their last token; and the slots in windows after the text."""
+        if geometry.windowed:
+            content = Pieces(self._held(identity, tokens, content))
+        self._write(identity, tokens, content, geometry)
+
+    def _write(
+        self, identity: str, tokens: Tensor, content: Pieces, geometry: ModelGeometry
+    ) -> None:
+        found = self._places(identity, tokens, 0)
+        places = {one.key: one for one in found}
 
         def block(key: str) -> StoredBlock:
-            start, prefix = places[key]
+            if key not in places:
+                assert border is not None
+                return border.block(key, content)
+            start, prefix, _ = places[key]
             own = tokens[start : start + self._size]
             part = content(start, start + len(own))
             return StoredBlock(identity, prefix, own, part, geometry.routed, geometry.of_rows)
 
-        missing = self._backend.missing(list(places))
-        stops = {key: min(start + self._size, len(tokens)) for key, (start, _) in places.items()}
+        border = None
+        if geometry.windowed:
+            border = Border(identity, tokens, geometry, found, self._size)
+        missing = self._backend.missing([*places, *(border.keys if border else ())])
+        if border is not None:
+            lacking = self._borders.lacking(border, content, missing)
+            missing = [key for key in missing if key in places] + lacking
+        stops = {key: min(one.start + self._size, len(tokens)) for key, one in places.items()}
         marked = [key for key in stops if stops[key] in content.marks and key not in missing]
         for key, label in zip(marked, self._backend.labels(marked) if marked else [], strict=True):
             if label is not None and len(label.tokens) not in label.marks:
@@ -110,19 +146,22 @@ class Exchange:
             if self._writes and sum(self._writes.values()) + nbytes > _MOST_BYTES:
                 _LOG.warning("the store's backend is slow, so %s bytes are not written", nbytes)
                 return
-            # Take stretches from the tree if possible: they never change, so need no copy.
-            with self._entries.hit(identity, tokens) as hit:
-                held = hit.stretches if hit.known == hit.length else []
-            pieces = [one.marked(content.marks) for one in held]
-            start = hit.length if pieces else 0
-            if start < len(tokens):
-                pieces = [*pieces, content(start, len(tokens))]
-            text = identity, tokens.clone(), Pieces(pieces), geometry
+            content = Pieces(self._held(identity, tokens, content))
+            text = identity, tokens.clone(), content, geometry
             self._writes[self._writer.submit(self._write_or_log, *text)] = nbytes
+
+    def _held(self, identity: str, tokens: Tensor, content: Pieces) -> list[Stretch]:
+        """A text's stretches: from the tree if possible, because they never change and may have
+        more windows; the rest is copied."""
+        with self._entries.hit(identity, tokens) as hit:
+            held = hit.stretches if hit.known == hit.length else []
+        pieces = [one.marked(content.marks) for one in held]
+        start = hit.length if pieces else 0
+        return [*pieces, content(start, len(tokens))] if start < len(tokens) else pieces
 
     def _write_or_log(self, *text: Any) -> None:
         try:
-            self.write(*text)
+            self._write(*text)
         except Exception as error:
             _LOG.warning("a text was not written to the store's backend", exc_info=error)
 
@@ -142,8 +181,8 @@ class Exchange:
         blocks: list[StoredBlock] = []
         stop, fit = first, True
         places = self._places(identity, tokens, first)
-        leading = self._backend.leading(list(places))
-        for (key, (start, _)), block in zip(places.items(), leading, strict=False):
+        leading = self._backend.leading([one.key for one in places])
+        for (start, _, key), block in zip(places, leading, strict=False):
             own = tokens[start : start + self._size]
             if not block.tokens.equal(own) or block.why_not(geometry_of(), Stretch, start):
                 self._backend.quarantine(key)
@@ -153,8 +192,8 @@ class Exchange:
                 stop += len(own)
         if fit and stop < len(tokens):
             own = tokens[stop : stop + self._size]
-            _, prefix = places[list(places)[(stop - first) // self._size]]
-            last = self._alike(identity, prefix, own)
+            place = places[(stop - first) // self._size]
+            last = self._alike(identity, place.prefix, own)
             if last is not None:
                 if not last.why_not(geometry_of(), Stretch, stop):
                     return [*blocks, last], stop + common(last.tokens, own)
@@ -209,7 +248,9 @@ class Exchange:
         with self._backend.as_one_call():
             labels = self._labels(identity, prefix, int(tokens[0]))
             same = {key: common(label.tokens, tokens) for key, label in labels.items()}
-            for key in sorted(filter(same.get, same), key=lambda key: -same[key]):
+            # Of equal ones the shortest: a text that ends there has the slots in its windows.
+            order = {key: (-same[key], len(labels[key].tokens)) for key in same if same[key]}
+            for key in sorted(order, key=lambda key: order[key]):
                 found = self._backend.get(key)
                 if found is not None:
                     return found
@@ -221,14 +262,13 @@ class Exchange:
         labels = zip(keys, self._backend.labels(keys), strict=True)
         return {key: label for key, label in labels if label is not None}
 
-    def _places(self, identity: str, tokens: Tensor, first: int) -> dict[str, tuple[int, str]]:
-        """The blocks of a text, in order: by key, a block's start and the hash of the tokens before
-        it. Each token is hashed once for all prefixes."""
+    def _places(self, identity: str, tokens: Tensor, first: int) -> list[Place]:
+        """The blocks of a text, in order. Each token is hashed once for all prefixes."""
         before = hashlib.sha256(token_bytes(tokens[:first]))
-        found: dict[str, tuple[int, str]] = {}
+        found: list[Place] = []
         for start in range(first, len(tokens), self._size):
             own, prefix = tokens[start : start + self._size], before.hexdigest()
-            found[key_of(identity, prefix, own)] = (start, prefix)
+            found.append(Place(start, prefix, key_of(identity, prefix, own)))
             before.update(token_bytes(own))
         return found
 

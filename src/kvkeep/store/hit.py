@@ -80,8 +80,8 @@ class Hit(AbstractContextManager["Hit"]):
             history.columns, history.geometry = self.length, own
             first = int(geometry.layers[index].needed(torch.tensor(self.length)))
             history.floor = self.length if first else 0
-            runs = [Run.of(one.planes_from(index, first)) for one in self.stretches]
-            layer.cursor.adopt_frozen(history, [run for run in runs if slot_count(run.planes)])
+            found = (one.planes_between(index, first, one.stop) for one in self.stretches)
+            layer.cursor.adopt_frozen(history, [Run.of(x) for x in found if slot_count(x)])
         specs = geometry.states
         state = {name: x.to(specs[name].device) for name, x in self._state.items()}
         cache.carried.restore(state, self.length)

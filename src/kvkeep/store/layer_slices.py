@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ class Stretch:
     def with_slots(self, other: Stretch) -> Stretch:
         """This stretch with the slots of `other` added; layers that get slots are copied."""
         pairs = zip(self.layers, other.layers, strict=True)
-        layers = [_in_order(concatenated(a, b)) if slot_count(b) else a for a, b in pairs]
+        layers = [in_order(concatenated(a, b)) if slot_count(b) else a for a, b in pairs]
         return Stretch(layers, self._tokens, self.marks, self.first)
 
     def head(self, tokens: int) -> Stretch:
@@ -99,20 +99,34 @@ class Stretch:
         layers = [planes.head(_slots(planes, self.first, stop)[1]) for planes in self.layers]
         return Stretch(layers, tokens, marks_between(self.marks, 0, tokens), self.first)
 
-    def planes_from(self, index: int, position: int) -> Planes:
-        """The slots of layer `index` from a position on, not copied."""
+    def planes_between(self, index: int, first: int, stop: int) -> Planes:
+        """The slots of layer `index` at positions `first` to `stop`, not copied."""
         planes = self.layers[index]
-        start, stop = _slots(planes, position, self.stop)
-        return {n: planes[n].narrow(2, start, stop - start) for n in planes}
+        start, end = _slots(planes, first, stop)
+        return {n: planes[n].narrow(2, start, end - start) for n in planes}
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer has a slot for each token."""
+        return all(slot_count(planes) == len(self) for planes in self.layers)
 
     def why_not(self, index: int, layer: LayerGeometry, start: int) -> str:
         """Why the planes of layer `index` do not fit `layer` from position `start` on; empty if
         they do."""
-        planes, stop = self.layers[index], start + len(self)
-        if reason := layer.why_not(planes, layer.of_row.heads, len(self)):
+        expected = torch.arange(start, start + len(self), dtype=torch.int32)
+        if layer.window is not None:  # slots may be missing
+            held = self.layers[index].get(POSITION, torch.empty(0)).flatten().cpu()
+            expected = expected[torch.isin(expected, held)]
+        return self.why_not_at(index, layer, expected)
+
+    def why_not_at(self, index: int, layer: LayerGeometry, positions: Tensor) -> str:
+        """Why layer `index` does not hold slots of `layer` at exactly these positions, int32 (n,);
+        empty if it does."""
+        planes = self.layers[index]
+        if reason := layer.why_not(planes, layer.of_row.heads, len(positions)):
             return reason
-        if not planes[POSITION].flatten().cpu().equal(torch.arange(start, stop, dtype=torch.int32)):
-            return f" has positions other than {start} to {stop - 1}"
+        if not planes[POSITION].flatten().cpu().equal(positions):
+            return f" has positions other than {_extent(positions)}"
         return ""
 
 
@@ -138,6 +152,22 @@ class Pieces(NamedTuple):
         """Bytes of the slots of tokens `start` to `stop`."""
         return sum(plane_bytes(p) for runs in self._within(start, stop) for p in runs)
 
+    def whole(self, start: int, stop: int) -> bool:
+        """Whether every layer has a slot for each of the tokens `start` to `stop`."""
+        layers = range(len(self.stretches[0].layers))
+        return all(self.held(index, start, stop) == stop - start for index in layers)
+
+    def held(self, index: int, start: int, stop: int) -> int:
+        """The number of slots of layer `index` at positions `start` to `stop`."""
+        return sum(slot_count(one.planes_between(index, start, stop)) for one in self.stretches)
+
+    def slots(self, index: int, ranges: Iterable[tuple[int, int]]) -> Planes:
+        """A copy of the slots of layer `index` at the positions of ranges [first, stop), in order;
+        missing slots are left out."""
+        runs = [x.planes_between(index, *one) for one in ranges for x in self.stretches]
+        runs = runs or [self.stretches[0].planes_between(index, 0, 0)]
+        return {name: torch.cat([planes[name] for planes in runs], dim=2) for name in runs[0]}
+
     def _within(self, start: int, stop: int) -> Iterator[Sequence[Planes]]:
         for stretch in self.stretches:
             if start < stretch.stop and stretch.first < stop:
@@ -148,6 +178,10 @@ class Pieces(NamedTuple):
                 ]
 
 
+def _extent(positions: Tensor) -> str:
+    return f"{positions[0]} to {positions[-1]}" if len(positions) else "none"
+
+
 def _slots(planes: Planes, start: int, stop: int) -> tuple[int, int]:
     """The slots at positions `start` to `stop`, as the first and the end of a range."""
     position = planes[POSITION].flatten()
@@ -156,7 +190,7 @@ def _slots(planes: Planes, start: int, stop: int) -> tuple[int, int]:
     return first, end
 
 
-def _in_order(planes: Planes) -> Planes:
+def in_order(planes: Planes) -> Planes:
     """Slots in ascending order of position, without empty slots, copied."""
     position = planes[POSITION].flatten()
     order = position.argsort()[int((position < 0).sum()) :]
@@ -238,7 +272,7 @@ def stored_slots(cache: Cache, row: int = 0) -> Stretch:
         planes = layer.state().parts["slots"]
         stored = {n: planes[n][row : row + 1] for n in planes if n not in layer.policy.planes}
         stored |= {POSITION: stored[POSITION][:, :1]}
-        found.append(stored if window_in(layer) is None else _in_order(stored))
+        found.append(stored if window_in(layer) is None else in_order(stored))
     marks = {
         at: {name: x if len(x) == 1 else x[row : row + 1].clone() for name, x in mark.items()}
         for at, mark in cache.carried.marks.items()

@@ -21,7 +21,6 @@ from kvkeep.store.layer_slices import (
     require_storable,
     stored_slots,
     why_not_kept,
-    why_not_whole,
 )
 from kvkeep.store.stats import StoredNode, StoreStats
 
@@ -122,9 +121,9 @@ class TextStore:
         content = Pieces([stored_slots(cache, row)])
         geometry = self._entries.agreed(identity, ModelGeometry.of_cache(cache))
         kept = self._entries.keep(identity, tokens, content, priority)
-        if self._exchange is not None and not any(map(why_not_whole, cache.layers)):
+        if self._exchange is not None:
             write = self._exchange.write if wait else self._exchange.begin_write
-            write(identity, tokens, content, geometry)  # a backend's blocks are whole
+            write(identity, tokens, content, geometry)
         return kept
 
     def offer(self, identity: str, tokens: Tensor, cache: Cache, **options: Any) -> int:

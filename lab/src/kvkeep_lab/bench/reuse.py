@@ -98,7 +98,8 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
             said = reader.answer(asked.answer)
             reference = reader.judged("cold", said)
             for mode in modes:
-                quality = _against(reference, reader.judged(mode, said), said)
+                judged = reference if mode == "cold" else reader.judged(mode, said)
+                quality = _against(reference, judged, said)
                 found[mode].append({"ttft_s": reader.seconds(mode)} | quality)
                 work.part(1 / len(modes))
     cold = statistics.median(one["ttft_s"] for one in found["cold"])
