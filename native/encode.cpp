@@ -105,6 +105,19 @@ float fitted_scale(float largest, bool high, const float* x, int64_t count, int 
     return best;
 }
 
+// The scale at which the product of a group and its decoded form is the group's squared length;
+// `scale` if all codes are 0.
+void unbias(const float* x, const int* codes, int64_t count, int middle, bool high,
+            uint16_t* scale) {
+    double squares = 0, products = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        squares += (double)x[i] * x[i];
+        products += (double)x[i] * (codes[i] - middle);
+    }
+    const float found = (float)(squares / products);
+    if (std::isfinite(found)) rounded_scale(found, high, scale);
+}
+
 // Codes of a group, unsigned but for those of 8 bits.
 void encode_group(int64_t bits, bool high, const float* x, int64_t count, int* codes,
                   uint16_t* scale, uint16_t* zero) {
@@ -125,6 +138,7 @@ void encode_group(int64_t bits, bool high, const float* x, int64_t count, int* c
                                ? rounded_scale(largest, high, scale)
                                : fitted_scale(largest, high, x, count, middle, scale);
         for (int64_t i = 0; i < count; ++i) codes[i] = code(x[i], step, middle, 0, highest);
+        unbias(x, codes, count, middle, high, scale);
     }
 }
 

@@ -49,6 +49,18 @@ def _codes(x, scale, zero, d, CODE: tl.constexpr, AFFINE: tl.constexpr, COUNT: t
 
 
 @triton.jit
+def _products(x, codes, scale, d, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """The products of each group, in units of its scale, with itself and with its codes, (COUNT,);
+    0 where the scale is 0 or NaN. See `Ints`: its scales are unbiased."""
+    by = _of_groups(scale, d, COUNT, SIZE)
+    x = tl.where((by == 0) | (by != by), 0.0, x / tl.where(by == 0, 1.0, by))
+    own = (d // SIZE)[None, :] == tl.arange(0, COUNT)[:, None]
+    squares = tl.sum(tl.where(own, (x * x)[None, :], 0.0), axis=1)
+    products = tl.sum(tl.where(own, (x * codes.to(tl.float32))[None, :], 0.0), axis=1)
+    return squares, products
+
+
+@triton.jit
 def _rotated(X, at, d, ROTATION, D: tl.constexpr, WIDE: tl.constexpr, ROTATED: tl.constexpr):
     """Elements d of a token in float32, multiplied by ROTATION (D, D) if ROTATED."""
     if ROTATED:
@@ -98,11 +110,19 @@ def _write(X, PLANE, SCALE, ZERO, ROTATION, at, to, to_scale, CODE: tl.constexpr
         else:
             scale = tl.where(high > -low, high, low) * -0.125
         half = half_precision(tl.where(bad, float("nan"), scale))
-        tl.store(SCALE + to_scale + g, half, mask=g < GROUPS)
         scale = half.to(tl.float32)
         codes = _codes(x, scale, zero, d, CODE, AFFINE, COUNT, SIZE)
         if CODE == _INT4:
-            codes = codes | (_codes(odd, scale, zero, d + 1, CODE, AFFINE, COUNT, SIZE) << 4)
+            odds = _codes(odd, scale, zero, d + 1, CODE, AFFINE, COUNT, SIZE)
+            if not AFFINE:
+                squares, products = _products(x, codes - 8, scale, d, COUNT, SIZE)
+                more, most = _products(odd, odds - 8, scale, d + 1, COUNT, SIZE)
+                products += most
+                found = scale * tl.div_rn(squares + more, tl.where(products == 0, 1.0, products))
+                kept = (products == 0) | (found != found) | (tl.abs(found) == float("inf"))
+                half = tl.where(kept, half, half_precision(found))
+            codes = codes | (odds << 4)
+        tl.store(SCALE + to_scale + g, half, mask=g < GROUPS)
         j = tl.arange(0, WHOLE // parts)
         tl.store(PLANE + to + j, codes.to(PLANE.dtype.element_ty), mask=d < D)
 
