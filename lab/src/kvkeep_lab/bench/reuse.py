@@ -90,9 +90,9 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
             work.stage(f"order {turn + 1} of {asked.turns}")
             whole = torch.cat([*texts, question])
             memory = PrefixStore()
-            memory.prefill(loaded, whole)
+            cache = memory.prefill(loaded, whole)
             for backend in backends.values():
-                PrefixStore(backend=backend).prefill(loaded, whole)
+                PrefixStore(backend=backend).learn(loaded, whole[:-1], cache)
             stores = {"prefix": memory, BLOCKS: blocks}
             reader = _Reader(loaded, texts, question, stores, backends)
             said = reader.answer(asked.answer)
