@@ -154,6 +154,13 @@ FAULTS = (
         "codec/test_codecs.py",
     ),
     Fault(
+        "ints-scales-biased",
+        "codec/ints.py",
+        "scale = self._unbiased(groups, codes - middle, scale, x.shape[-1])",
+        "scale = scale + 0",
+        "codec/test_codecs.py",
+    ),
+    Fault(
         "int4-affine-zero-unrounded",
         "codec/ints.py",
         "codes = divided(groups - zero.to(high.dtype)[..., None], step)",

@@ -193,7 +193,7 @@ def _sums(x: Tensor, width: int) -> Tensor:
     change x."""
     flat = x.flatten(-2)
     flat[..., width:] = 0
-    return flat.unflatten(-1, x.shape[-2:]).sum(dim=-1)
+    return flat.view(x.shape).sum(dim=-1)
 
 
 def _where(less: Tensor, tried: list[Tensor], found: list[Tensor]) -> list[Tensor]:
