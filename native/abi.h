@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 24;
+constexpr int KV_ABI = 25;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -262,6 +262,18 @@ struct KvTokens {
     int64_t q_part, k_part, v_part, out_part;
 };
 
+// The queries of a step's rows and heads that a policy has observed before, with which the step
+// renews its scores: the score of a slot is the attention expected from queries at the next `future`
+// positions, divided among the slots that are no sinks, times the norm of its value.
+struct KvQueries {
+    const float* counts;       // as in KvExpected, with the step's query, if it is no sink
+    float *sums, *products;    // as in KvExpected, to which the step's query is added; rows are
+    int64_t heads;             // `heads` query heads apart
+    const float* frequencies;  // (pairs): radians per position
+    int64_t pairs, first, interleaved;  // as in KvExpected
+    int64_t interval, future;  // rows are renewed if their position + 1 is a multiple of `interval`
+};
+
 // A step: its records, and the values that change from step to step.
 struct KvSequence {
     const KvStep* step;
@@ -281,6 +293,7 @@ struct KvSequence {
     const KvSequence* behind;  // the encoded slots behind a plain tail; or null
     int64_t leaves;            // of those behind: 1 if the oldest token of the tail moves to them
     int64_t sinks;             // of those behind: the tail keeps the first positions of a row
+    const KvQueries* queries;  // null: the step renews no scores
 };
 
 // Slots behind a tail are the last segment but one. Their policy's planes and numbers are those of

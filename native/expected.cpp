@@ -1,7 +1,10 @@
-// Logits of slots for queries that are normally distributed.
+// Logits and scores of slots for queries that are normally distributed.
 #include "expected.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
 
 #include "scores.h"
 
@@ -79,7 +82,43 @@ void run(const KvExpected& call, int64_t row, int64_t head, float* scratch) {
     }
 }
 
+float norm(const float* x, int64_t width) {
+    float sums[W] = {};
+    int64_t i = 0;
+    for (; i + W <= width; i += W)
+        for (int j = 0; j < W; ++j) sums[j] += x[i + j] * x[i + j];
+    for (; i < width; ++i) sums[0] += x[i] * x[i];
+    for (int j = 1; j < W; ++j) sums[0] += sums[j];
+    return std::sqrt(sums[0]);
+}
+
+void scores(const float* logits, int64_t group, const int32_t* position, int64_t sinks,
+            const float* values, int64_t width, int64_t slots, float* out) {
+    constexpr float NONE = -std::numeric_limits<float>::infinity();
+    std::vector<float> own(slots + W), sum(slots);
+    for (int64_t g = 0; g < group; ++g, logits += slots) {
+        float top = NONE, total = 0;
+        std::fill(own.begin() + slots, own.end(), NONE);
+        for (int64_t i = 0; i < slots; ++i) {
+            own[i] = position[i] < sinks ? NONE : logits[i];
+            top = own[i] > top ? own[i] : top;
+        }
+        if (top == NONE) top = 0;
+        vf totals{};
+        for (int64_t i = 0; i < slots; i += W) {
+            const vf weight = exp_down(load<vf>(&own[i]) - top);
+            totals += weight;
+            store(&own[i], weight);
+        }
+        for (int j = 0; j < W; ++j) total += totals[j];
+        const float share = 1 / (total * (float)group);
+        for (int64_t i = 0; i < slots; ++i) sum[i] += own[i] * share;
+    }
+    for (int64_t i = 0; i < slots; ++i)
+        out[i] = position[i] < sinks ? 0 : sum[i] * norm(values + i * width, width);
+}
+
 }  // namespace
 
 extern const KvExpectedKernel KV_EXPECTED;
-const KvExpectedKernel KV_EXPECTED{run};
+const KvExpectedKernel KV_EXPECTED{run, scores};

@@ -1,4 +1,4 @@
-// Shared by policy.cpp and expected.cpp (one copy per instruction set).
+// Shared by step_expected.cpp and expected.cpp (one copy per instruction set).
 #pragma once
 #include "kernel.h"
 
@@ -6,6 +6,11 @@ struct KvExpectedKernel {
     // Computes the logits of one row and head. `scratch`: kv_expected_scratch floats, aligned to 64
     // bytes.
     void (*run)(const KvExpected& call, int64_t row, int64_t head, float* scratch);
+    // Stores each slot's share of softmax over the slots from position `sinks` on, of which the
+    // others have none, averaged over the group, times the norm of its value. `logits` (group,
+    // slots), `values` (slots, width).
+    void (*scores)(const float* logits, int64_t group, const int32_t* position, int64_t sinks,
+                   const float* values, int64_t width, int64_t slots, float* out);
 };
 extern const KvExpectedKernel kv_expected_portable, kv_expected_avx2, kv_expected_avx512,
     kv_expected_avx512vnni, kv_expected_avx512bf16, kv_expected_amx;

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvkeep.native_library import LIBRARY
+from kvkeep.policy.rule import Rule
 from kvkeep.rotary import Rotary
 
-_EXPECTED = Struct("=16qd")
-"""KvExpected of native/abi.h."""
+_EXPECTED, QUERIES = Struct("=16qd"), Struct("=10q")
+"""KvExpected and KvQueries of native/abi.h."""
+
+_STATE = ("count", "sum", "products")
+"""The names of the sums in a policy's state."""
 
 
 class Queries(NamedTuple):
@@ -28,6 +33,40 @@ class Queries(NamedTuple):
     number: Tensor
     total: Tensor
     products: Tensor
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> Queries:
+        """The sums in a policy's state."""
+        return cls(*(state[name] for name in _STATE))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The state with these sums."""
+        return dict(zip(_STATE, self, strict=True))
+
+    @classmethod
+    def copied(cls, state: Mapping[str, Tensor], more: list[int], heads: int, width: int) -> Self:
+        """Copies of the sums in a state, which may be empty; each row's number is increased by
+        `more`. `heads`, `width`: Hq, D."""
+        number = torch.tensor(more, dtype=torch.float32).view(-1, 1, 1, 1)
+        if not state:
+            sums = number.new_zeros(len(more), heads, 1 + width, width).split([1, width], dim=2)
+            return cls(number, *(x.contiguous() for x in sums))
+        _, total, products = (state[name] for name in _STATE)
+        return cls(number + state[_STATE[0]], total.clone(), products.clone())
+
+    def packed(self, row: int, head: int, rotary: Rotary | None, rule: Rule) -> bytes:
+        """A KvQueries of native/abi.h: of the rows from `row` and the query heads from `head` on,
+        for the steps of a rule with a `future`."""
+        turns = (0, 0, 0, 0)
+        if rotary is not None:
+            frequencies = rotary.inv_freq
+            turns = frequencies.data_ptr(), len(frequencies), rotary.first, rotary.interleaved
+        _, heads, _, width = self.total.shape
+        place = 4 * (row * heads + head) * width
+        total, products = self.total.data_ptr() + place, self.products.data_ptr() + place * width
+        addresses = self.number.data_ptr() + 4 * row, total, products
+        return QUERIES.pack(*addresses, heads, *turns, rule.interval, rule.future)
 
 
 class MeanRotation(NamedTuple):

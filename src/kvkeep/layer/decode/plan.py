@@ -4,7 +4,6 @@ of a step in Python take longer than attention over a few hundred slots."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 from struct import pack
 from typing import Any
@@ -33,8 +32,9 @@ from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writer
 from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.planes import LAST, Chunks, limits
-from kvkeep.policy import Arrivals, Need
+from kvkeep.policy import Arrivals
 from kvkeep.policy.base import interval_of, rule_of
+from kvkeep.policy.normal_queries import QUERIES, Queries
 from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.policy.share import Share
 from kvkeep.storage import Storage
@@ -62,8 +62,8 @@ class StepPlan:
     """Number of slots that the next step frees after attention; of all heads if heads compete."""
     leaves: int
     """1 if a token leaves the tail after attention of the next step."""
-    shows: bool
-    """Whether the policy observes the next step in Python, after which slots are freed."""
+    renews: bool
+    """Whether the next step computes the policy's scores anew."""
 
     def __init__(
         self, writer: Writer, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -80,6 +80,7 @@ class StepPlan:
             rule,
             history.geometry.value_width,
             *(setup.window, history.pads, slopes_on(setup.slopes, inputs.q.device), centre),
+            setup.rotary,
             self._left,
             without_memory(inputs),
         )
@@ -105,8 +106,8 @@ class StepPlan:
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = strides_of(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
-        self.shows, self._writer, self._masses = False, writer, Need.MASS in policy.needs
-        self._frees_now = False  # whether the next step frees or moves slots
+        self.renews, self._packed = False, b""  # the packed KvQueries of a step that renews scores
+        self._frees_now = False  # whether the next step frees or moves slots, or renews scores
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if self._shared else policy.protection.recent
         self._interval = rule.interval
@@ -117,6 +118,7 @@ class StepPlan:
         self._gaps = policy.ragged and any(bool((x.position < 0).any()) for x in slots.segments())
         self._dense = True
         self._first: Tensor | None = None  # the policy's values for the new token
+        self._observed: Queries  # the policy's state after a step that renews scores
 
     def _hold(self, parts: Sequence[StepPart]) -> None:
         """Pack the records of parts whose slots have moved."""
@@ -209,10 +211,12 @@ class StepPlan:
             return None
         self._safe = int((self._rule.floor or 0.0) * budget)
         if self._shared:
-            self._recent, self._interval = policy.protection.recent, interval_of(policy)
-            last = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
-            same = not self._interval or interval_of(self._policy.at(last)) == self._interval
-            self._until = last if same else columns + 1
+            self._recent = policy.protection.recent
+            self._until = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
+            if self._rule.interval:
+                self._interval = interval_of(policy)
+                if interval_of(self._policy.at(self._until)) != self._interval:
+                    self._until = columns + 1
         return budget
 
     def _applies(self) -> bool:
@@ -267,17 +271,17 @@ class StepPlan:
         """
         reach, window, columns, drops = self._reach, self._sight.window, self.column, self.drops
         due = self._interval
-        self.shows = due > 0 and any((columns + 1 - n) % due == 0 for n in self._shifts)
+        self.renews = due > 0 and any((columns + 1 - n) % due == 0 for n in self._shifts)
         self._dense = self._pads is None and not self._gaps
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
-        self.evicts = 0 if budget is None or self.shows else max(0, self._surplus(budget))
-        if drops > 1 or columns >= self._most or (self.shows and self._masses):
+        self.evicts = 0 if budget is None else max(0, self._surplus(budget))
+        if drops > 1 or columns >= self._most:
             return False
         self.leaves = 0
-        if self._behind and not self.shows:
+        if self._behind:
             self.leaves = self._slots.waiting(budget, 1)
             if self.leaves > 1:
                 return False
@@ -291,7 +295,7 @@ class StepPlan:
         for held, one in zip(self._coded, self._behind, strict=False):
             if held >= one.capacity:
                 return False
-        self._frees_now = bool(drops or self.evicts or self.leaves)
+        self._frees_now = bool(drops or self.evicts or self.leaves or self.renews)
         return True
 
     def _surplus(self, budget: int) -> int:
@@ -341,8 +345,6 @@ class StepPlan:
             if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
-        elif self.shows:
-            position = cursor.history.next_positions(1, q.device)
         if self._given:
             self.enter(inputs)
         out = q.new_empty(self.out_shape)
@@ -360,13 +362,10 @@ class StepPlan:
             cursor.state = State.IDLE  # the call changed nothing
             return None
         if result == FAILED:
-            if not self._frees_now:  # the step freed no slots and can be undone
+            if not self._frees_now:  # the step can be undone
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
-        if self.shows:
-            self._writer.settle_made(inputs, partial(self.count, entries, position))
-        else:
-            self.count(entries, position)
+        self.count(entries, position)
         return out
 
     def sequences(self, token: int = 0, contest: int = 1) -> bytes:
@@ -376,13 +375,20 @@ class StepPlan:
             token: index of the layer's first row among the tokens of the call.
             contest: a number unique to this layer in the call.
         """
+        queries = 0
+        if self.renews:
+            positions = [self.column - n for n in self._shifts]
+            self._observed, self._packed = self._records.queries(
+                self.cursor.history.memory, positions, self._interval, self.parts
+            )
+            queries = address_of(self._packed)
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
             behind = self._pack_behind(0, 0) if self._behind else 0
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
-                *(self._recent, self._dense, 0, 0, given, behind, 0, 0),
+                *(self._recent, self._dense, 0, 0, given, behind, 0, 0, queries),
             )
         competes, fields = self._rule.floor is not None, list[int]()
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
@@ -400,9 +406,10 @@ class StepPlan:
             fields += (
                 *(*addresses, token + row, head, column - self._shifts[row], held),
                 *(max(0, drops - spare), evicts if competes else max(0, evicts - spare)),
-                *(*fixed, given, behind, 0, 0),
+                *(*fixed, given, behind, 0, 0, queries),
             )
             behind += SEQUENCE.size if behind else 0
+            queries += QUERIES.size if queries else 0
         return pack(f"={len(fields)}q", *fields)
 
     def _pack_behind(self, contest: int, safe: int) -> int:
@@ -410,7 +417,7 @@ class StepPlan:
         fixed = self.evicts, self._recent, self._dense, contest, safe, 0, 0, self.leaves
         self._sequence = b"".join(
             [
-                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks)
+                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks, 0)
                 for one, held in zip(self._behind, self._coded, strict=True)
             ]
         )
@@ -456,7 +463,7 @@ class StepPlan:
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
         renewed = column + 2 > self._until
-        follows = self._follows and not (self.shows or (renewed and self._in_blocks))
+        follows = self._follows and not (renewed and self._in_blocks)
         left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
         if self._behind:
             lengths[0] += 1 - self.leaves
@@ -474,6 +481,8 @@ class StepPlan:
         moved = evicts > 0 or (self.leaves > 0 and self._pads is not None)
         floor = column + moved if moved or self.drops else None
         cursor.history = cursor.history.with_column(floor=floor)
+        if self.renews:
+            cursor.history.memory = self._observed.state
         cursor.queries, cursor.unread = None, cursor.readers
         cursor.chunk, cursor.state = position, State.IDLE
         self._entries, self._counted = -1, entries
