@@ -138,27 +138,6 @@ struct KvRanking {
 // cannot be allocated.
 KV_PUBLIC int kv_lowest(const KvRanking* ranking);
 
-// The slots of one layer, and what is known of the queries that will attend to them: they are
-// normally distributed before the rotary embedding, which their mean rotation stands for. All
-// tensors are float32 and contiguous.
-struct KvExpected {
-    const float* keys;                // (rows, heads, slots, width)
-    const float* sums;                // (rows, heads, group, width): of observed queries q
-    const float* products;            // (rows, heads, group, width, width): of q q^T, symmetric
-    const float* counts;              // (rows): number of observed queries
-    const float *cosines, *sines;     // (rows, pairs): the mean rotation of each pair of dimensions
-    float* out;                       // (rows, heads, group, slots)
-    int64_t rows, heads, slots, group, width;
-    int64_t pairs, first, interleaved;  // of dimensions; from dimension `first` on; (0, 1), (2, 3),
-                                        // ... instead of (i, i + pairs)
-    int64_t threads;
-    double scale;
-};
-
-// Computes the logarithm of the expectation of exp(scale * q . k) for each slot and query head.
-// Returns 0, or 1 if memory cannot be allocated.
-KV_PUBLIC int kv_expected(const KvExpected* call);
-
 // A plane in which slots are moved. Strides are in bytes; `bytes` is both the size and the stride
 // of a slot.
 struct KvSlots {
@@ -264,13 +243,17 @@ struct KvTokens {
 
 // The queries of a step's rows and heads that a policy has observed before, with which the step
 // renews its scores: the score of a slot is the attention expected from queries at the next `future`
-// positions, divided among the slots that are no sinks, times the norm of its value.
+// positions, divided among the slots that are no sinks, times the norm of its value. Queries are
+// normally distributed before the rotary embedding. Tensors are float32 and contiguous.
 struct KvQueries {
-    const float* counts;       // as in KvExpected, with the step's query, if it is no sink
-    float *sums, *products;    // as in KvExpected, to which the step's query is added; rows are
-    int64_t heads;             // `heads` query heads apart
+    const float* counts;       // (rows): number of observed queries, with the step's
+    float* sums;               // (rows, query heads, width): of queries q. The step's are added, if
+                               // they are no sinks
+    float* products;           // (rows, query heads, width, width): of q q^T, in the same way
+    int64_t heads;             // query heads from a row to the next in sums and products
     const float* frequencies;  // (pairs): radians per position
-    int64_t pairs, first, interleaved;  // as in KvExpected
+    int64_t pairs, first, interleaved;  // of dimensions; from dimension `first` on; (0, 1), (2, 3),
+                                        // ... instead of (i, i + pairs)
     int64_t interval, future;  // rows are renewed if their position + 1 is a multiple of `interval`
 };
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "rotate.h"
 #include "spread.h"
 
 namespace {

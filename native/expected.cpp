@@ -20,8 +20,8 @@ void fold(const float* x, int64_t width, int64_t stride, float* to) {
 }
 
 // Turns the keys in `columns` (width, BLOCK) back.
-void turn_back(const KvExpected& call, int64_t row, float* columns) {
-    const float *cos = call.cosines + row * call.pairs, *sin = call.sines + row * call.pairs;
+void turn_back(const KvExpected& call, float* columns) {
+    const float *cos = call.cosines, *sin = call.sines;
     for (int64_t i = 0; i < call.pairs; ++i) {
         const int64_t first = call.first + (call.interleaved ? 2 * i : i);
         float* a = columns + first * BLOCK;
@@ -43,23 +43,21 @@ void multiply(const float* rows, int64_t stride, int64_t width, const float* col
         column_tile<MT, 2>(given, width, columns + j, BLOCK, false, s + j, BLOCK);
 }
 
-void run(const KvExpected& call, int64_t row, int64_t head, float* scratch) {
+void run(const KvExpected& call, float* scratch) {
     const int64_t width = call.width, stride = padded(width), group = call.group;
-    const int64_t index = row * call.heads + head;
     float *const folded = scratch, *const sums = folded + group * stride * stride;
     float *const columns = sums + group * stride, *const s = columns + BLOCK * stride;
     for (int64_t g = 0; g < group; ++g) {
-        const int64_t query = index * group + g;
-        fold(call.products + query * width * width, width, stride, folded + g * stride * stride);
-        memcpy(sums + g * stride, call.sums + query * width, width * sizeof *sums);
+        fold(call.products + g * width * width, width, stride, folded + g * stride * stride);
+        memcpy(sums + g * stride, call.sums + g * width, width * sizeof *sums);
     }
-    const float inverse = 1 / std::max(call.counts[row], 1.0f), scale = (float)call.scale;
-    const Rows keys{(const char*)(call.keys + index * call.slots * width), width * 4, width * 4};
+    const float inverse = 1 / std::max(call.count, 1.0f), scale = call.scale;
+    const Rows keys{(const char*)call.keys, width * 4, width * 4};
     for (int64_t slot = 0; slot < call.slots; slot += BLOCK) {
         const int64_t count = std::min(BLOCK, call.slots - slot);
         const Rows block{keys.at(slot), keys.stride, keys.bytes};
         transpose(block, count, width, columns);
-        turn_back(call, row, columns);
+        turn_back(call, columns);
         for (int64_t g = 0; g < group; ++g) {
             vf square[BLOCK / W] = {};
             for_tiles<MOST_SUMS>(width, [&](int64_t from, auto tile) {
@@ -77,7 +75,7 @@ void run(const KvExpected& call, int64_t row, int64_t head, float* scratch) {
                 const vf variance = square[j] * inverse - mean * mean;
                 store(s + j * W, mean * scale + variance * (scale * scale / 2));
             }
-            memcpy(call.out + (index * group + g) * call.slots + slot, s, count * sizeof *s);
+            memcpy(call.out + g * call.slots + slot, s, count * sizeof *s);
         }
     }
 }

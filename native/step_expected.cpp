@@ -108,10 +108,10 @@ void renew(const KvSequence& step, int64_t row, int64_t head, int64_t own, const
     const int64_t index = row * known.heads + head * group;
     const KvExpected call{
         keys.data(), known.sums + index * width, known.products + index * width * width,
-        known.counts + row, ahead.cosines.data(), ahead.sines.data(), logits.data(),
-        1, 1, slots, group, width, known.pairs, known.first, known.interleaved, 1, s.call.scale};
+        ahead.cosines.data(), ahead.sines.data(), logits.data(), slots, group, width,
+        known.pairs, known.first, known.interleaved, known.counts[row], (float)s.call.scale};
     const KvExpectedKernel& kernel = *instructions().expected;
-    kernel.run(call, 0, 0, scratch_of(kv_expected_scratch(call)));
+    kernel.run(call, scratch_of(kv_expected_scratch(call)));
     kernel.scores(logits.data(), group, position.data(), s.ranking.sinks, values.data(), value_width,
                   slots, scores.data());
     each([&](const KvStep& part, const KvSequence&, int64_t at, int64_t count) {
@@ -120,17 +120,14 @@ void renew(const KvSequence& step, int64_t row, int64_t head, int64_t own, const
     });
 }
 
-// Each key is multiplied by a matrix for each query head.
-int64_t bytes_of(int64_t queries, int64_t slots, int64_t width) {
-    return queries * slots * width * width / 4;
-}
-
 }  // namespace
 
 int64_t kv::cost_of_renewal(const KvSequence& step) {
     const KvCall& call = step.step->call;
     if (!step.queries) return 0;
-    return bytes_of(call.rows * call.heads * call.group, all_slots(step), call.key_width);
+    // Each key is multiplied by a matrix for each query head.
+    const int64_t queries = call.rows * call.heads * call.group;
+    return queries * all_slots(step) * call.key_width * call.key_width / 4;
 }
 
 bool kv::renew_scores(const KvSequence& step, const char* queries) {
@@ -156,16 +153,4 @@ bool kv::renew_scores(const KvSequence& step, const char* queries) {
         });
     }
     return !failed;
-}
-
-int kv_expected(const KvExpected* call) {
-    const int64_t floats = kv_expected_scratch(*call), heads = call->rows * call->heads;
-    const int64_t bytes = bytes_of(heads * call->group, call->slots, call->width);
-    std::atomic<bool> failed{false};
-    share(std::min(threads_for(bytes, call->threads), heads), heads, [&](int64_t i) {
-        float* memory = scratch(0, floats);
-        if (memory) instructions().expected->run(*call, i / call->heads, i % call->heads, memory);
-        else failed = true;
-    });
-    return failed;
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from struct import pack
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ class StepPlan:
     Attributes:
         kind: kind of inputs that the plan accepts; see `kind_of`.
         packed_kind: `kind` as a packed KvKind.
+        looks: whether a step can be packed only with its inputs, which the policy must see.
     """
 
     column: int
@@ -72,7 +72,8 @@ class StepPlan:
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
-        self._left = torch.zeros(2 * len(parts), dtype=torch.int64)
+        left = torch.zeros(2 * len(parts), dtype=torch.int64)
+        self._left = left.numpy()
         centre, self._mean = writer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         self._records = LayerRecords(
@@ -81,16 +82,15 @@ class StepPlan:
             history.geometry.value_width,
             *(setup.window, history.pads, slopes_on(setup.slopes, inputs.q.device), centre),
             setup.rotary,
-            self._left,
+            left,
             without_memory(inputs),
         )
         self.parts: list[PartRecords] = []
         self._hold(parts)
-        self._sequence = b""
         self._sinks = setup.codecs.key.sinks
         self._slots, self._state = slots, step_state(slots)
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
-        self._given = Enter.GIVEN in rule.enter.values()
+        self.looks = Enter.GIVEN in rule.enter.values()
         # Truncation cannot undo changed scores.
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
@@ -113,10 +113,10 @@ class StepPlan:
         self._interval = rule.interval
         self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
-        self._mark: tuple[int, ...] = ()  # the slots' mark to return to after an interrupt
+        self._mark: tuple[int, ...] = ()  # of the slots, to return to after an interrupt
         # A row that had longer rows beside it may have empty slots.
         self._gaps = policy.ragged and any(bool((x.position < 0).any()) for x in slots.segments())
-        self._dense = True
+        self._dense, self._sequence = True, b""
         self._first: Tensor | None = None  # the policy's values for the new token
         self._observed: Queries  # the policy's state after a step that renews scores
 
@@ -131,6 +131,7 @@ class StepPlan:
         self._storages: list[Storage] = [*capacities]
         self._capacities = [*capacities.values()]
         self._place = [self._storages.index(part.storage) for part in parts]
+        self._last = [*{place: index for index, place in enumerate(self._place)}.values()]
         self._fixed = [
             (one.addresses, one.part.row or 0, one.part.head or 0, place)
             for one, place in zip(held, self._place, strict=True)
@@ -345,7 +346,7 @@ class StepPlan:
             if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
-        if self._given:
+        if self.looks:
             self.enter(inputs)
         out = q.new_empty(self.out_shape)
         tokens = TOKENS.pack(
@@ -362,7 +363,7 @@ class StepPlan:
             cursor.state = State.IDLE  # the call changed nothing
             return None
         if result == FAILED:
-            if not self._frees_now:  # the step can be undone
+            if not self._frees_now:
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
         self.count(entries, position)
@@ -378,9 +379,8 @@ class StepPlan:
         queries = 0
         if self.renews:
             positions = [self.column - n for n in self._shifts]
-            self._observed, self._packed = self._records.queries(
-                self.cursor.history.memory, positions, self._interval, self.parts
-            )
+            renewal = self.cursor.history.memory, positions, self._interval, self.parts
+            self._observed, self._packed = self._records.queries(*renewal)
             queries = address_of(self._packed)
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
@@ -390,27 +390,24 @@ class StepPlan:
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
                 *(self._recent, self._dense, 0, 0, given, behind, 0, 0, queries),
             )
-        competes, fields = self._rule.floor is not None, list[int]()
+        competes = self._rule.floor is not None
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
-        own, behind = contest if competes else 0, 0
+        contest, behind = contest if competes else 0, 0
         if self._behind:  # heads evict from the slots behind their tail
-            plain = longest + 1 - self.leaves
-            behind = self._pack_behind(own, max(0, self._safe - plain))
-        first, column = self._first, self.column
-        fixed = self._recent, self._dense, own, self._safe
+            behind = self._pack_behind(contest, max(0, self._safe + self.leaves - longest - 1))
+        first, column, shifts = self._first, self.column, self._shifts
+        fixed = self._recent, self._dense, contest, self._safe
+        packed: list[bytes] = []
         for addresses, row, head, place in self._fixed:
             held = self._lengths[place]
-            # A shorter part frees fewer slots, by the difference in length.
-            spare = longest - held
+            spare = longest - held  # by which a shorter part frees fewer slots
             given = 0 if first is None else first[row, head:].data_ptr()
-            fields += (
-                *(*addresses, token + row, head, column - self._shifts[row], held),
-                *(max(0, drops - spare), evicts if competes else max(0, evicts - spare)),
-                *(*fixed, given, behind, 0, 0, queries),
-            )
+            frees = max(0, drops - spare), evicts if competes else max(0, evicts - spare)
+            own = token + row, head, column - shifts[row], held, *frees
+            packed.append(SEQUENCE.pack(*addresses, *own, *fixed, given, behind, 0, 0, queries))
             behind += SEQUENCE.size if behind else 0
             queries += QUERIES.size if queries else 0
-        return pack(f"={len(fields)}q", *fields)
+        return b"".join(packed)
 
     def _pack_behind(self, contest: int, safe: int) -> int:
         """The address of the packed KvSequences of the slots behind a tail, one for each part."""
@@ -422,11 +419,6 @@ class StepPlan:
             ]
         )
         return address_of(self._sequence)
-
-    @property
-    def looks(self) -> bool:
-        """Whether a step can be packed only with its inputs, which the policy must see."""
-        return self._given
 
     def enter(self, inputs: StepInputs) -> None:
         """Ask the policy for its plane values of the new token."""
@@ -464,7 +456,7 @@ class StepPlan:
         column, evicts, lengths = self.column, self.evicts, self._lengths
         renewed = column + 2 > self._until
         follows = self._follows and not (renewed and self._in_blocks)
-        left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
+        left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else ()
         if self._behind:
             lengths[0] += 1 - self.leaves
             self._storages[0].extend_to(lengths[0])
@@ -473,8 +465,8 @@ class StepPlan:
             follows &= count_slots(behind, self._coded, capacities, left[len(self.parts) :])
             self._before = max(self._coded)
         elif left:
-            own = dict(zip(self._place, left, strict=False))  # parts may share a storage
-            follows &= count_slots(self._storages, lengths, self._capacities, [*own.values()])
+            own = [left[index] for index in self._last]
+            follows &= count_slots(self._storages, lengths, self._capacities, own)
         else:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
