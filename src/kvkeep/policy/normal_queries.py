@@ -44,7 +44,9 @@ class Queries(NamedTuple):
         return dict(zip(_STATE, self, strict=True))
 
     @classmethod
-    def copied(cls, state: Mapping[str, Tensor], more: Sequence[int], heads: int, width: int) -> Self:
+    def copied(
+        cls, state: Mapping[str, Tensor], more: Sequence[int], heads: int, width: int
+    ) -> Self:
         """Copies of the sums in a state, which may be empty; each row's number is increased by
         `more`. `heads`, `width`: Hq, D."""
         number = torch.tensor(more, dtype=torch.float32).view(-1, 1, 1, 1)
