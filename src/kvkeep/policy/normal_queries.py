@@ -131,4 +131,4 @@ def expected_logits(
         strict=True,
     )
     logits = [torch.baddbmm(x, own, y, alpha=scale / 2).mul_(own).sum(dim=-1) for x, y in each]
-    return torch.stack(logits, dim=1).mul_(scale).unflatten(0, (rows, heads))
+    return torch.stack(logits, dim=1).mul_(scale).view(rows, heads, len(logits), -1)

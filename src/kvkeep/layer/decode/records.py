@@ -148,8 +148,8 @@ class LayerRecords(NamedTuple):
         group, rule = heads // self.like.k.shape[1], self.rule._replace(interval=interval)
         held = Queries.copied(state, more, heads, width)
         packed = [
-            held.packed(part.row or 0, group * (part.head or 0), self.rotary, rule)
-            for part, *_ in parts
+            held.packed(one.part.row or 0, group * (one.part.head or 0), self.rotary, rule)
+            for one in parts
         ]
         return held, b"".join(packed)
 
