@@ -139,27 +139,6 @@ struct KvRanking {
 // cannot be allocated.
 KV_PUBLIC int kv_lowest(const KvRanking* ranking);
 
-// The slots of one layer, and what is known of the queries that will attend to them: they are
-// normally distributed before the rotary embedding, which their mean rotation stands for. All
-// tensors are float32 and contiguous.
-struct KvExpected {
-    const float* keys;                // (rows, heads, slots, width)
-    const float* sums;                // (rows, heads, group, width): of observed queries q
-    const float* products;            // (rows, heads, group, width, width): of q q^T, symmetric
-    const float* counts;              // (rows): number of observed queries
-    const float *cosines, *sines;     // (rows, pairs): the mean rotation of each pair of dimensions
-    float* out;                       // (rows, heads, group, slots)
-    int64_t rows, heads, slots, group, width;
-    int64_t pairs, first, interleaved;  // of dimensions; from dimension `first` on; (0, 1), (2, 3),
-                                        // ... instead of (i, i + pairs)
-    int64_t threads;
-    double scale;
-};
-
-// Computes the logarithm of the expectation of exp(scale * q . k) for each slot and query head.
-// Returns 0, or 1 if memory cannot be allocated.
-KV_PUBLIC int kv_expected(const KvExpected* call);
-
 // A plane in which slots are moved. Strides are in bytes; `bytes` is both the size and the stride
 // of a slot.
 struct KvSlots {
@@ -263,6 +242,22 @@ struct KvTokens {
     int64_t q_part, k_part, v_part, out_part;
 };
 
+// The queries of a step's rows and heads that a policy has observed before, with which the step
+// renews its scores: the score of a slot is the attention expected from queries at the next `future`
+// positions, divided among the slots that are no sinks, times the norm of its value. Queries are
+// normally distributed before the rotary embedding. Tensors are float32 and contiguous.
+struct KvQueries {
+    const float* counts;       // (rows): number of observed queries, with the step's
+    float* sums;               // (rows, query heads, width): of queries q. The step's are added, if
+                               // they are no sinks
+    float* products;           // (rows, query heads, width, width): of q q^T, in the same way
+    int64_t heads;             // query heads from a row to the next in sums and products
+    const float* frequencies;  // (pairs): radians per position
+    int64_t pairs, first, interleaved;  // of dimensions; from dimension `first` on; (0, 1), (2, 3),
+                                        // ... instead of (i, i + pairs)
+    int64_t interval, future;  // rows are renewed if their position + 1 is a multiple of `interval`
+};
+
 // A step: its records, and the values that change from step to step.
 struct KvSequence {
     const KvStep* step;
@@ -282,6 +277,7 @@ struct KvSequence {
     const KvSequence* behind;  // the encoded slots behind a plain tail; or null
     int64_t leaves;            // of those behind: 1 if the oldest token of the tail moves to them
     int64_t sinks;             // of those behind: the tail keeps the first positions of a row
+    const KvQueries* queries;  // null: the step renews no scores
 };
 
 // Slots behind a tail are the last segment but one. Their policy's planes and numbers are those of

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "rotate.h"
 #include "spread.h"
 
 namespace {
@@ -383,7 +384,29 @@ void forget(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratc
     });
 }
 
+float widened(int8_t x, I8) { return x; }
+
+template <class T>
+float widened(typename T::Element x, T) {
+    return T::widen1(x);
+}
+
+void decode_head(const KvKeys& keys, int64_t slots, float* scratch, float* out) {
+    reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
+        for (int64_t block = 0; block < slots; block += BLOCK) {
+            const int64_t count = std::min(BLOCK, slots - block);
+            const auto own = read(block, count, scratch);
+            for (int64_t j = 0; j < count; ++j, out += keys.width) {
+                const auto* x = own.at(j);
+                const float scale = own.scales ? F16::widen1(own.scales[j * own.scale_stride]) : 1;
+                for (int64_t i = 0; i < keys.width; ++i) out[i] = widened(x[i], type) * scale;
+                if (keys.slots.rotated) rotate(out, keys.width);
+            }
+        }
+    });
+}
+
 }  // namespace
 
 extern const KvCosineKernel KV_COSINES;
-const KvCosineKernel KV_COSINES{rank_head, forget};
+const KvCosineKernel KV_COSINES{rank_head, forget, decode_head};

@@ -29,6 +29,8 @@ struct KvCosineKernel {
     void (*rank)(const KvKeys& keys, int64_t slots, KvDirections& known, float* scratch, float* out);
     // Takes a slot's key out of the sum.
     void (*forget)(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch);
+    // Decodes the keys of a head, with their centre, to (slots, width).
+    void (*decode)(const KvKeys& keys, int64_t slots, float* scratch, float* out);
 };
 extern const KvCosineKernel kv_cosines_portable, kv_cosines_avx2, kv_cosines_avx512,
     kv_cosines_avx512vnni, kv_cosines_avx512bf16, kv_cosines_amx;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "packings.h"
-#include "simd.h"
+#include "rotate.h"
 
 namespace {
 

@@ -1,7 +1,10 @@
-// Logits of slots for queries that are normally distributed.
+// Logits and scores of slots for queries that are normally distributed.
 #include "expected.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
 
 #include "scores.h"
 
@@ -17,8 +20,8 @@ void fold(const float* x, int64_t width, int64_t stride, float* to) {
 }
 
 // Turns the keys in `columns` (width, BLOCK) back.
-void turn_back(const KvExpected& call, int64_t row, float* columns) {
-    const float *cos = call.cosines + row * call.pairs, *sin = call.sines + row * call.pairs;
+void turn_back(const KvExpected& call, float* columns) {
+    const float *cos = call.cosines, *sin = call.sines;
     for (int64_t i = 0; i < call.pairs; ++i) {
         const int64_t first = call.first + (call.interleaved ? 2 * i : i);
         float* a = columns + first * BLOCK;
@@ -40,23 +43,21 @@ void multiply(const float* rows, int64_t stride, int64_t width, const float* col
         column_tile<MT, 2>(given, width, columns + j, BLOCK, false, s + j, BLOCK);
 }
 
-void run(const KvExpected& call, int64_t row, int64_t head, float* scratch) {
+void run(const KvExpected& call, float* scratch) {
     const int64_t width = call.width, stride = padded(width), group = call.group;
-    const int64_t index = row * call.heads + head;
     float *const folded = scratch, *const sums = folded + group * stride * stride;
     float *const columns = sums + group * stride, *const s = columns + BLOCK * stride;
     for (int64_t g = 0; g < group; ++g) {
-        const int64_t query = index * group + g;
-        fold(call.products + query * width * width, width, stride, folded + g * stride * stride);
-        memcpy(sums + g * stride, call.sums + query * width, width * sizeof *sums);
+        fold(call.products + g * width * width, width, stride, folded + g * stride * stride);
+        memcpy(sums + g * stride, call.sums + g * width, width * sizeof *sums);
     }
-    const float inverse = 1 / std::max(call.counts[row], 1.0f), scale = (float)call.scale;
-    const Rows keys{(const char*)(call.keys + index * call.slots * width), width * 4, width * 4};
+    const float inverse = 1 / std::max(call.count, 1.0f), scale = call.scale;
+    const Rows keys{(const char*)call.keys, width * 4, width * 4};
     for (int64_t slot = 0; slot < call.slots; slot += BLOCK) {
         const int64_t count = std::min(BLOCK, call.slots - slot);
         const Rows block{keys.at(slot), keys.stride, keys.bytes};
         transpose(block, count, width, columns);
-        turn_back(call, row, columns);
+        turn_back(call, columns);
         for (int64_t g = 0; g < group; ++g) {
             vf square[BLOCK / W] = {};
             for_tiles<MOST_SUMS>(width, [&](int64_t from, auto tile) {
@@ -74,12 +75,48 @@ void run(const KvExpected& call, int64_t row, int64_t head, float* scratch) {
                 const vf variance = square[j] * inverse - mean * mean;
                 store(s + j * W, mean * scale + variance * (scale * scale / 2));
             }
-            memcpy(call.out + (index * group + g) * call.slots + slot, s, count * sizeof *s);
+            memcpy(call.out + g * call.slots + slot, s, count * sizeof *s);
         }
     }
+}
+
+float norm(const float* x, int64_t width) {
+    float sums[W] = {};
+    int64_t i = 0;
+    for (; i + W <= width; i += W)
+        for (int j = 0; j < W; ++j) sums[j] += x[i + j] * x[i + j];
+    for (; i < width; ++i) sums[0] += x[i] * x[i];
+    for (int j = 1; j < W; ++j) sums[0] += sums[j];
+    return std::sqrt(sums[0]);
+}
+
+void scores(const float* logits, int64_t group, const int32_t* position, int64_t sinks,
+            const float* values, int64_t width, int64_t slots, float* out) {
+    constexpr float NONE = -std::numeric_limits<float>::infinity();
+    std::vector<float> own(slots + W), sum(slots);
+    for (int64_t g = 0; g < group; ++g, logits += slots) {
+        float top = NONE, total = 0;
+        std::fill(own.begin() + slots, own.end(), NONE);
+        for (int64_t i = 0; i < slots; ++i) {
+            own[i] = position[i] < sinks ? NONE : logits[i];
+            top = own[i] > top ? own[i] : top;
+        }
+        if (top == NONE) top = 0;
+        vf totals{};
+        for (int64_t i = 0; i < slots; i += W) {
+            const vf weight = exp_down(load<vf>(&own[i]) - top);
+            totals += weight;
+            store(&own[i], weight);
+        }
+        for (int j = 0; j < W; ++j) total += totals[j];
+        const float share = 1 / (total * (float)group);
+        for (int64_t i = 0; i < slots; ++i) sum[i] += own[i] * share;
+    }
+    for (int64_t i = 0; i < slots; ++i)
+        out[i] = position[i] < sinks ? 0 : sum[i] * norm(values + i * width, width);
 }
 
 }  // namespace
 
 extern const KvExpectedKernel KV_EXPECTED;
-const KvExpectedKernel KV_EXPECTED{run};
+const KvExpectedKernel KV_EXPECTED{run, scores};

@@ -296,16 +296,3 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
         return 1;
     }
 }
-
-int kv_expected(const KvExpected* call) {
-    const int64_t floats = kv_expected_scratch(*call), heads = call->rows * call->heads;
-    // Each key is multiplied by a matrix for each query head.
-    const int64_t bytes = heads * call->slots * call->group * call->width * call->width / 4;
-    std::atomic<bool> failed{false};
-    share(std::min(threads_for(bytes, call->threads), heads), heads, [&](int64_t i) {
-        float* memory = scratch(0, floats);
-        if (memory) instructions().expected->run(*call, i / call->heads, i % call->heads, memory);
-        else failed = true;
-    });
-    return failed;
-}

@@ -420,23 +420,6 @@ struct I8 {
     KV_INLINE Pair widen(const int8_t* x) { return {widen_bytes(x), widen_bytes(x + W)}; }
 };
 
-// -- rotating --------------------------------------------------------------------------------
-
-// Rotates by the orthonormal Walsh-Hadamard matrix, in blocks of the largest power of two that
-// divides the width.
-[[maybe_unused]] void rotate(float* x, int64_t width) {
-    const int64_t block = width & -width;
-    for (int64_t half = 1; half < block; half *= 2)
-        for (int64_t at = 0; at < width; at += 2 * half)
-            for (int64_t i = at; i < at + half; ++i) {
-                const float a = x[i], b = x[i + half];
-                x[i] = a + b;
-                x[i + half] = a - b;
-            }
-    const float scale = 1.0f / std::sqrt((float)block);
-    for (int64_t i = 0; i < width; ++i) x[i] *= scale;
-}
-
 // -- transposing -----------------------------------------------------------------------------
 
 typedef float v8 __attribute__((vector_size(32)));

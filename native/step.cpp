@@ -242,10 +242,11 @@ void learn(const KvSequence& step, const float* mass) {
         }
 }
 
-// Learns from the mass, and frees slots.
-bool settle(const KvSequence& step, float* mass) {
+// Learns from the queries or the mass, and frees slots.
+bool settle(const KvSequence& step, const Token& token, float* mass) {
     const int64_t slots = slots_after(step);
     *step.step->left = slots;
+    if (step.queries && !renew_scores(step, token.q)) return false;
     if (!step.behind) {
         if (mass) kv_learn(step, mass, slots, slots);
         return !step.evicts || step.contest || !kv_free(step, slots);
@@ -298,10 +299,15 @@ int run(const KvSequence* steps, int64_t count, const KvTokens& tokens) {
         attend(steps, count, tokens, masses))
         return KV_STEP_FAILED;
     int64_t ranked = 0;
-    for (int64_t i = 0; i < count; ++i)
-        if (steps[i].evicts || needs_mass(steps[i])) ranked += all_slots(steps[i]);
-    const int64_t settling = count == 1 ? 1 : threads_for(ranked * first.call.heads * 8, first.call.threads);
-    if (!each(settling, [&](const KvSequence& x) { return settle(x, masses.of(&x)); }) ||
+    for (int64_t i = 0; i < count; ++i) {
+        if (steps[i].evicts || needs_mass(steps[i])) ranked += all_slots(steps[i]) * first.call.heads * 8;
+        ranked += cost_of_renewal(steps[i]);
+    }
+    const int64_t settling = count == 1 ? 1 : threads_for(ranked, first.call.threads);
+    const auto settled = [&](const KvSequence& x) {
+        return settle(x, Token(tokens, x), masses.of(&x));
+    };
+    if (!each(settling, settled) ||
         !settle_contests(steps, count))
         return KV_STEP_FAILED;
     return KV_STEP_DONE;

@@ -70,4 +70,11 @@ class Masses {
 // and table of a centre. Returns 0, or 1 if memory cannot be allocated.
 int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses);
 
+// Adds a step's queries to `step.queries`, and renews the scores of all slots with them. Returns false
+// if memory cannot be allocated.
+bool renew_scores(const KvSequence& step, const char* queries);
+
+// Its time, as bytes that are read in it; 0 if the step renews no scores.
+int64_t cost_of_renewal(const KvSequence& step);
+
 }  // namespace kv

@@ -2,7 +2,7 @@
 #pragma once
 #include "chain.h"
 #include "codes.h"
-#include "simd.h"
+#include "rotate.h"
 
 namespace {
 

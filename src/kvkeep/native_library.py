@@ -58,7 +58,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
-        library.kv_expected.argtypes = (c_char_p,)
         evict = library.kv_evict
         evict.argtypes = (c_char_p, *[c_int64] * 2, c_void_p, *[c_int64] * 4, c_char_p, c_int64)
         library.kv_use_torch.argtypes = (c_char_p,)

@@ -10,12 +10,7 @@ from support.tiny_models import tiny
 
 import kvkeep
 from kvkeep.planes import POSITION
-from kvkeep.policy.normal_queries import (
-    MeanRotation,
-    Queries,
-    expected_logits,
-    reference_logits,
-)
+from kvkeep.policy.scored import SCORE
 from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
@@ -159,18 +154,34 @@ def test_each_type_of_layer_has_its_own_rotation():
         torch.testing.assert_close(layer.rotary.turn(x, place), expected)
 
 
-@pytest.mark.parametrize(("slots", "width"), [(1, 64), (150, 64), (64, 7), (77, 40)])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_native_logits(slots, width, interleaved):
-    """Slots of several blocks, widths that fill no vector, and rows at different positions."""
-    rows, heads, group = 2, 2, 3
-    rotary = Rotary(0.5 ** torch.arange(width // 3), interleaved=interleaved, first=1)
-    q = torch.randn(rows, heads * group, 40, width) + torch.randn(rows, heads * group, 1, width)
-    keys = torch.randn(rows, heads, slots, width)
-    count = torch.full((rows, 1, 1, 1), 40.0)
-    queries = Queries(count, q.sum(dim=2, keepdim=True), q.transpose(2, 3) @ q)
-    newest = torch.tensor([slots, slots + 90]).reshape(-1, 1, 1)
-    for rotation in (None, MeanRotation.after(rotary, newest, 16, keys.device)):
-        found = expected_logits(keys, queries, rotation, 0.2)
-        wanted = reference_logits(keys, queries, rotation, 0.2)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+@pytest.mark.filterwarnings("ignore::kvkeep.errors.PrecisionWarning")
+@pytest.mark.parametrize(
+    ("codec", "width", "dtype"),
+    [
+        ("plain", 64, torch.bfloat16),
+        ("plain", 7, torch.float16),
+        ("plain", 40, torch.float32),
+        ("int8", 64, torch.bfloat16),
+        ("int4:recent=20,sinks=2", 64, torch.bfloat16),
+        ("int6/int8", 40, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("wrapped", ["{}", "adakv({})"])
+def test_native_scores(codec, width, dtype, wrapped):
+    """Slots of several blocks, widths that fill no vector, and codecs that rotate keys."""
+    spec = wrapped.format("expected_attention:150,recent=3,sinks=2,future=16") + f"+{codec}"
+    rotary = Rotary(0.5 ** torch.arange(width // 3), interleaved=width == 40, first=1)
+    layers = [CacheSpec.parse(spec).layer(rotary=rotary) for _ in range(2)]
+    layers[1].plans = False
+    draw = torch.Generator().manual_seed(0)
+    mean = torch.randn(1, 2, 1, width, generator=draw)
+    for n in (140, *[1] * 30):
+        q, k, v = (torch.randn(1, h, n, width, generator=draw) for h in (6, 2, 2))
+        for layer in layers:
+            layer.step(*(x.to(dtype) for x in (q + 0.5, k + mean, v)), scale=0.2)
+    assert layers[0].plan is not None
+    native, by_parts = (x.slots.observed().planes for x in layers)
+    assert native[POSITION].equal(by_parts[POSITION])
+    torch.testing.assert_close(native[SCORE], by_parts[SCORE], rtol=2e-3, atol=1e-5)
+    for name, sums in layers[1].history.memory.items():
+        torch.testing.assert_close(layers[0].history.memory[name], sums, rtol=1e-4, atol=1e-4)

@@ -247,7 +247,7 @@ class LayerCache:
         plan = self.plan
         if plan is None or plan.looks or self.cursor.readers or not plan.ready():
             return None
-        return None if plan.shows else Ready(plan)
+        return Ready(plan)
 
     # -- whole-state changes ----------------------------------------------------------------
 

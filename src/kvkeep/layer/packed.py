@@ -83,7 +83,7 @@ class PackedLayer(AttendingLayer):
     def _prepare(self) -> None:
         for sequence, (layer, first, count) in enumerate(self.parts):
             plan = layer.plan
-            if count == 1 and plan is not None and plan.ready() and not plan.shows:
+            if count == 1 and plan is not None and plan.ready():
                 step = self._ready[sequence] = Ready(plan, first, sequence + 1)
                 step.begin()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -222,16 +220,6 @@ class Writer:
                 self._undo()
                 raise
             return out
-
-    def settle_made(self, inputs: StepInputs, count: Callable[[], None]) -> None:
-        """Count a token that the native library has written and attended to, and settle its step.
-        If this fails, the token is removed. `count`: counts the token."""
-        try:
-            count()
-            self.settle(Observation(queries=inputs.q, scale=inputs.scale))
-        except BaseException:
-            self._undo()
-            raise
 
     def _undo(self) -> None:
         """Remove the tokens of a chunk that failed, unless slots were evicted or are moving."""

@@ -51,7 +51,7 @@ class ExpectedAttention(Scored):
 
     @property
     def rule(self) -> Rule | None:
-        return Rule({SCORE: Enter.ZERO}, interval=self.interval)
+        return Rule({SCORE: Enter.ZERO}, interval=self.interval, future=self.future)
 
     def observe(self, planes: Planes, seen: Observation) -> None:
         q, position, state = seen.queries, seen.position, seen.state
@@ -69,12 +69,12 @@ class ExpectedAttention(Scored):
         q = q.float() if seen.rotary is None else seen.rotary.turn(q.float(), -place)
         counts = due & (place >= self.sinks)
         q = torch.where(counts[..., None], q, 0)
-        sums = {
-            "count": counts.sum(dim=2)[..., None, None].float(),
-            "sum": q.sum(dim=2)[:, :, None],
-            "products": q.transpose(2, 3) @ q,
-        }
-        for name, value in sums.items():
+        sums = Queries(
+            counts.sum(dim=2)[..., None, None].float(),
+            q.sum(dim=2)[:, :, None],
+            q.transpose(2, 3) @ q,
+        )
+        for name, value in sums.state.items():
             state[name] = state[name] + value if name in state else value
         planes[SCORE].copy_(torch.where(renewed, self._expected(planes, seen), planes[SCORE]))
 
@@ -106,8 +106,7 @@ class ExpectedAttention(Scored):
             else MeanRotation.after(rotary, seen.newest, self.future, keys.device)
         )
         scale = keys.shape[3] ** -0.5 if seen.scale is None else seen.scale
-        queries = Queries(state["count"], state["sum"], state["products"])
-        logits = expected_logits(keys, queries, rotation, scale)
+        logits = expected_logits(keys, Queries.of(state), rotation, scale)
         # Without the sinks: their share differs from query head to query head, so with them the
         # mean over a group would give each head another weight.
         ranked = place >= self.sinks

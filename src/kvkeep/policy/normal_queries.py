@@ -1,19 +1,23 @@
-"""Logits of slots for queries that are normally distributed, by the native library or by torch."""
+"""What is known of queries that are normally distributed, and their logits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kvkeep.native_library import LIBRARY
+from kvkeep.policy.rule import Rule
 from kvkeep.rotary import Rotary
 
-_EXPECTED = Struct("=16qd")
-"""KvExpected of native/abi.h."""
+QUERIES = Struct("=10q")
+"""KvQueries of native/abi.h."""
+
+_STATE = ("count", "sum", "products")
+"""The names of the sums in a policy's state."""
 
 
 class Queries(NamedTuple):
@@ -28,6 +32,42 @@ class Queries(NamedTuple):
     number: Tensor
     total: Tensor
     products: Tensor
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> Self:
+        """The sums in a policy's state."""
+        return cls(*(state[name] for name in _STATE))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The state with these sums."""
+        return dict(zip(_STATE, self, strict=True))
+
+    @classmethod
+    def copied(
+        cls, state: Mapping[str, Tensor], more: Sequence[int], heads: int, width: int
+    ) -> Self:
+        """Copies of the sums in a state, which may be empty; each row's number is increased by
+        `more`. `heads`, `width`: Hq, D."""
+        number = torch.tensor(more, dtype=torch.float32).view(-1, 1, 1, 1)
+        if not state:
+            shape = len(more), heads
+            return cls(number, torch.zeros(*shape, 1, width), torch.zeros(*shape, width, width))
+        held = cls.of(state)
+        return cls(number + held.number, held.total.clone(), held.products.clone())
+
+    def packed(self, row: int, head: int, rotary: Rotary | None, rule: Rule) -> bytes:
+        """A KvQueries of native/abi.h: of the rows from `row` and the query heads from `head` on,
+        for the steps of a rule with a `future`."""
+        turns = (0, 0, 0, 0)
+        if rotary is not None:
+            frequencies = rotary.inv_freq
+            turns = frequencies.data_ptr(), len(frequencies), rotary.first, rotary.interleaved
+        _, heads, _, width = self.total.shape
+        place = 4 * (row * heads + head) * width
+        total, products = self.total.data_ptr() + place, self.products.data_ptr() + place * width
+        addresses = self.number.data_ptr() + 4 * row, total, products
+        return QUERIES.pack(*addresses, heads, *turns, rule.interval, rule.future)
 
 
 class MeanRotation(NamedTuple):
@@ -76,34 +116,6 @@ def expected_logits(
     Returns:
         fp32 (B, H, G, S), where G is the number of query heads of a kv head.
     """
-    if LIBRARY is None or not keys.is_cpu:
-        return reference_logits(keys, queries, rotation, scale)
-    rows, heads, slots, width = keys.shape
-    group = queries.total.shape[1] // heads
-    count, total, products, keys = (x.contiguous() for x in (*queries, keys))
-    means = () if rotation is None else (rotation.cosines, rotation.sines)
-    turned = [x.expand(rows, -1, -1, -1).contiguous() for x in means]
-    pairs, first, interleaved = 0, 0, False
-    if rotation is not None:
-        pairs = rotation.cosines.shape[3]
-        first, interleaved = rotation.rotary.first, rotation.rotary.interleaved
-    out = keys.new_empty((rows, heads, group, slots))
-    call = _EXPECTED.pack(
-        *(x.data_ptr() for x in (keys, total, products, count)),
-        *([x.data_ptr() for x in turned] or (0, 0)),
-        out.data_ptr(),
-        *(rows, heads, slots, group, width),
-        *(pairs, first, interleaved, torch.get_num_threads(), scale),
-    )
-    if LIBRARY.kv_expected(call):
-        raise MemoryError(f"no scratch memory for the expected attention to {slots} slots")
-    return out
-
-
-def reference_logits(
-    keys: Tensor, queries: Queries, rotation: MeanRotation | None, scale: float
-) -> Tensor:
-    """`expected_logits` by torch, on any device."""
     rows, heads, _, width = keys.shape
     count = queries.number.clamp(min=1)
     mean = queries.total / count  # (B, Hq, 1, D)
@@ -111,10 +123,12 @@ def reference_logits(
     if rotation is not None:
         turn = rotation.matrix(width)
         mean, spread = mean @ turn, turn.transpose(2, 3) @ spread @ turn
-    # One product for all query heads of a group: (B * H, S, G * D)
-    mean = mean.reshape(rows * heads, 1, -1)
-    spread = spread.reshape(rows * heads, -1, width, width).transpose(1, 2).flatten(2)
+    # One product for each query head of a group, so that no more memory is needed than for keys.
     own = keys.flatten(0, 1)
-    logits = torch.baddbmm(mean, own, spread, alpha=scale / 2).view(*own.shape[:2], -1, width)
-    logits = logits.mul_(own[:, :, None]).sum(dim=-1).mul_(scale)
-    return logits.view(rows, heads, *logits.shape[1:]).transpose(2, 3)
+    each = zip(
+        mean.reshape(rows * heads, -1, 1, width).unbind(1),
+        spread.reshape(rows * heads, -1, width, width).unbind(1),
+        strict=True,
+    )
+    logits = [torch.baddbmm(x, own, y, alpha=scale / 2).mul_(own).sum(dim=-1) for x, y in each]
+    return torch.stack(logits, dim=1).mul_(scale).view(rows, heads, len(logits), -1)

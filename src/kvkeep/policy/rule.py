@@ -46,8 +46,9 @@ class Rule(NamedTuple):
         seed: see `Enter.HASH`.
         floor: heads compete for the slots of a layer, and each keeps at least this share of the
             budget. None: heads do not compete.
-        interval: the policy must observe, in Python, the tokens at positions p where p + 1 is a
-            multiple of `interval`; the rule describes all other steps. 0: it describes all steps.
+        interval: scores are computed anew at positions p where p + 1 is a multiple of `interval`,
+            from the policy's state, see `ExpectedAttention`; 0: they are not.
+        future: number of next positions for whose queries they are computed.
     """
 
     enter: Mapping[str, Enter] = {}
@@ -59,3 +60,4 @@ class Rule(NamedTuple):
     seed: int = 0
     floor: float | None = None
     interval: int = 0
+    future: int = 0

@@ -136,10 +136,11 @@ def count_slots(
     whether all slots kept their addresses."""
     stay = True
     for index, length in enumerate(left):
-        storages[index].extend_to(length)
         if length < lengths[index]:
             storages[index].truncate(length)
             stay &= storages[index].capacity == capacities[index]
+        else:
+            storages[index].extend_to(length)
         lengths[index] = length
     return stay
 

@@ -4,9 +4,7 @@ of a step in Python take longer than attention over a few hundred slots."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
-from struct import pack
 from typing import Any
 
 import torch
@@ -33,8 +31,9 @@ from kvkeep.layer.step import StepInputs, slopes_on
 from kvkeep.layer.writing import Writer
 from kvkeep.native_library import LIBRARY, address_of
 from kvkeep.planes import LAST, Chunks, limits
-from kvkeep.policy import Arrivals, Need
+from kvkeep.policy import Arrivals
 from kvkeep.policy.base import interval_of, rule_of
+from kvkeep.policy.normal_queries import QUERIES, Queries
 from kvkeep.policy.rule import Enter, Learn, Rule
 from kvkeep.policy.share import Share
 from kvkeep.storage import Storage
@@ -52,6 +51,7 @@ class StepPlan:
     Attributes:
         kind: kind of inputs that the plan accepts; see `kind_of`.
         packed_kind: `kind` as a packed KvKind.
+        looks: whether a step can be packed only with its inputs, which the policy must see.
     """
 
     column: int
@@ -62,8 +62,8 @@ class StepPlan:
     """Number of slots that the next step frees after attention; of all heads if heads compete."""
     leaves: int
     """1 if a token leaves the tail after attention of the next step."""
-    shows: bool
-    """Whether the policy observes the next step in Python, after which slots are freed."""
+    renews: bool
+    """Whether the next step computes the policy's scores anew."""
 
     def __init__(
         self, writer: Writer, inputs: StepInputs, rule: Rule, parts: Sequence[StepPart]
@@ -72,7 +72,8 @@ class StepPlan:
         history, slots = cursor.history, cursor.slots
         assert history.geometry is not None  # `of` has checked it
         rows = inputs.k.shape[0]
-        self._left = torch.zeros(2 * len(parts), dtype=torch.int64)
+        left = torch.zeros(2 * len(parts), dtype=torch.int64)
+        self._left = left.numpy()
         centre, self._mean = writer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         self._records = LayerRecords(
@@ -80,16 +81,16 @@ class StepPlan:
             rule,
             history.geometry.value_width,
             *(setup.window, history.pads, slopes_on(setup.slopes, inputs.q.device), centre),
-            self._left,
+            setup.rotary,
+            left,
             without_memory(inputs),
         )
         self.parts: list[PartRecords] = []
         self._hold(parts)
-        self._sequence = b""
         self._sinks = setup.codecs.key.sinks
         self._slots, self._state = slots, step_state(slots)
         self._geometry, self._pads, self._rule = history.geometry, history.pads, rule
-        self._given = Enter.GIVEN in rule.enter.values()
+        self.looks = Enter.GIVEN in rule.enter.values()
         # Truncation cannot undo changed scores.
         self._changes = rule.learn != Learn.NOTHING
         self._frees = policy.evicts or policy.reach is not None or self._changes
@@ -105,18 +106,19 @@ class StepPlan:
         self.out_shape = (rows, inputs.q.shape[1], 1, history.geometry.value_width)
         self._strides = strides_of(inputs, self.out_shape)
         self.column = self.drops = self.evicts = self.leaves = 0
-        self.shows, self._writer, self._masses = False, writer, Need.MASS in policy.needs
-        self._frees_now = False  # whether the next step frees or moves slots
+        self.renews, self._packed = False, b""  # the packed KvQueries of a step that renews scores
+        self._frees_now = False  # whether the next step frees or moves slots, or renews scores
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if self._shared else policy.protection.recent
         self._interval = rule.interval
         self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
-        self._mark: tuple[int, ...] = ()  # the slots' mark to return to after an interrupt
+        self._mark: tuple[int, ...] = ()  # of the slots, to return to after an interrupt
         # A row that had longer rows beside it may have empty slots.
         self._gaps = policy.ragged and any(bool((x.position < 0).any()) for x in slots.segments())
-        self._dense = True
+        self._dense, self._sequence = True, b""
         self._first: Tensor | None = None  # the policy's values for the new token
+        self._observed: Queries  # the policy's state after a step that renews scores
 
     def _hold(self, parts: Sequence[StepPart]) -> None:
         """Pack the records of parts whose slots have moved."""
@@ -129,6 +131,7 @@ class StepPlan:
         self._storages: list[Storage] = [*capacities]
         self._capacities = [*capacities.values()]
         self._place = [self._storages.index(part.storage) for part in parts]
+        self._last = [*{place: index for index, place in enumerate(self._place)}.values()]
         self._fixed = [
             (one.addresses, one.part.row or 0, one.part.head or 0, place)
             for one, place in zip(held, self._place, strict=True)
@@ -209,10 +212,12 @@ class StepPlan:
             return None
         self._safe = int((self._rule.floor or 0.0) * budget)
         if self._shared:
-            self._recent, self._interval = policy.protection.recent, interval_of(policy)
-            last = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
-            same = not self._interval or interval_of(self._policy.at(last)) == self._interval
-            self._until = last if same else columns + 1
+            self._recent = policy.protection.recent
+            self._until = Share.fullest(columns + 1)  # until then, the budget grows with the tokens
+            if self._rule.interval:
+                self._interval = interval_of(policy)
+                if interval_of(self._policy.at(self._until)) != self._interval:
+                    self._until = columns + 1
         return budget
 
     def _applies(self) -> bool:
@@ -267,17 +272,17 @@ class StepPlan:
         """
         reach, window, columns, drops = self._reach, self._sight.window, self.column, self.drops
         due = self._interval
-        self.shows = due > 0 and any((columns + 1 - n) % due == 0 for n in self._shifts)
+        self.renews = due > 0 and any((columns + 1 - n) % due == 0 for n in self._shifts)
         self._dense = self._pads is None and not self._gaps
         if self._dense and (reach is not None or window is not None):
             after = (1, length + 1 - drops, columns + 1)
             hides = isinstance(window, Chunks) and window.hides(reach, *after)
             self._dense = not (hides or limits(reach, window, *after))
-        self.evicts = 0 if budget is None or self.shows else max(0, self._surplus(budget))
-        if drops > 1 or columns >= self._most or (self.shows and self._masses):
+        self.evicts = 0 if budget is None else max(0, self._surplus(budget))
+        if drops > 1 or columns >= self._most:
             return False
         self.leaves = 0
-        if self._behind and not self.shows:
+        if self._behind:
             self.leaves = self._slots.waiting(budget, 1)
             if self.leaves > 1:
                 return False
@@ -291,7 +296,7 @@ class StepPlan:
         for held, one in zip(self._coded, self._behind, strict=False):
             if held >= one.capacity:
                 return False
-        self._frees_now = bool(drops or self.evicts or self.leaves)
+        self._frees_now = bool(drops or self.evicts or self.leaves or self.renews)
         return True
 
     def _surplus(self, budget: int) -> int:
@@ -341,9 +346,7 @@ class StepPlan:
             if not is_read(position, q.shape[0]):
                 return None
             places, given = position.data_ptr(), position.numel()
-        elif self.shows:
-            position = cursor.history.next_positions(1, q.device)
-        if self._given:
+        if self.looks:
             self.enter(inputs)
         out = q.new_empty(self.out_shape)
         tokens = TOKENS.pack(
@@ -360,13 +363,10 @@ class StepPlan:
             cursor.state = State.IDLE  # the call changed nothing
             return None
         if result == FAILED:
-            if not self._frees_now:  # the step freed no slots and can be undone
+            if not self._frees_now:
                 cursor.take_back()
             raise MemoryError(f"no scratch memory for a step over {cursor.slots.length} slots")
-        if self.shows:
-            self._writer.settle_made(inputs, partial(self.count, entries, position))
-        else:
-            self.count(entries, position)
+        self.count(entries, position)
         return out
 
     def sequences(self, token: int = 0, contest: int = 1) -> bytes:
@@ -376,50 +376,49 @@ class StepPlan:
             token: index of the layer's first row among the tokens of the call.
             contest: a number unique to this layer in the call.
         """
+        queries = 0
+        if self.renews:
+            positions = [self.column - n for n in self._shifts]
+            renewal = self.cursor.history.memory, positions, self._interval, self.parts
+            self._observed, self._packed = self._records.queries(*renewal)
+            queries = address_of(self._packed)
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
             behind = self._pack_behind(0, 0) if self._behind else 0
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
                 *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
-                *(self._recent, self._dense, 0, 0, given, behind, 0, 0),
+                *(self._recent, self._dense, 0, 0, given, behind, 0, 0, queries),
             )
-        competes, fields = self._rule.floor is not None, list[int]()
+        competes = self._rule.floor is not None
         longest, drops, evicts = max(self._lengths), self.drops, self.evicts
-        own, behind = contest if competes else 0, 0
+        contest, behind = contest if competes else 0, 0
         if self._behind:  # heads evict from the slots behind their tail
-            plain = longest + 1 - self.leaves
-            behind = self._pack_behind(own, max(0, self._safe - plain))
-        first, column = self._first, self.column
-        fixed = self._recent, self._dense, own, self._safe
+            behind = self._pack_behind(contest, max(0, self._safe + self.leaves - longest - 1))
+        first, column, shifts = self._first, self.column, self._shifts
+        fixed = self._recent, self._dense, contest, self._safe
+        packed: list[bytes] = []
         for addresses, row, head, place in self._fixed:
             held = self._lengths[place]
-            # A shorter part frees fewer slots, by the difference in length.
-            spare = longest - held
+            spare = longest - held  # by which a shorter part frees fewer slots
             given = 0 if first is None else first[row, head:].data_ptr()
-            fields += (
-                *(*addresses, token + row, head, column - self._shifts[row], held),
-                *(max(0, drops - spare), evicts if competes else max(0, evicts - spare)),
-                *(*fixed, given, behind, 0, 0),
-            )
+            frees = max(0, drops - spare), evicts if competes else max(0, evicts - spare)
+            own = token + row, head, column - shifts[row], held, *frees
+            packed.append(SEQUENCE.pack(*addresses, *own, *fixed, given, behind, 0, 0, queries))
             behind += SEQUENCE.size if behind else 0
-        return pack(f"={len(fields)}q", *fields)
+            queries += QUERIES.size if queries else 0
+        return b"".join(packed)
 
     def _pack_behind(self, contest: int, safe: int) -> int:
         """The address of the packed KvSequences of the slots behind a tail, one for each part."""
         fixed = self.evicts, self._recent, self._dense, contest, safe, 0, 0, self.leaves
         self._sequence = b"".join(
             [
-                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks)
+                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks, 0)
                 for one, held in zip(self._behind, self._coded, strict=True)
             ]
         )
         return address_of(self._sequence)
-
-    @property
-    def looks(self) -> bool:
-        """Whether a step can be packed only with its inputs, which the policy must see."""
-        return self._given
 
     def enter(self, inputs: StepInputs) -> None:
         """Ask the policy for its plane values of the new token."""
@@ -456,8 +455,8 @@ class StepPlan:
         cursor = self.cursor
         column, evicts, lengths = self.column, self.evicts, self._lengths
         renewed = column + 2 > self._until
-        follows = self._follows and not (self.shows or (renewed and self._in_blocks))
-        left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else []
+        follows = self._follows and not (renewed and self._in_blocks)
+        left = self._left.tolist() if self._behind or evicts > 1 or len(self.parts) > 1 else ()
         if self._behind:
             lengths[0] += 1 - self.leaves
             self._storages[0].extend_to(lengths[0])
@@ -466,14 +465,16 @@ class StepPlan:
             follows &= count_slots(behind, self._coded, capacities, left[len(self.parts) :])
             self._before = max(self._coded)
         elif left:
-            own = dict(zip(self._place, left, strict=False))  # parts may share a storage
-            follows &= count_slots(self._storages, lengths, self._capacities, [*own.values()])
+            own = [left[index] for index in self._last]
+            follows &= count_slots(self._storages, lengths, self._capacities, own)
         else:
             lengths[0] += 1 - self.drops - evicts
             self._storages[0].extend_to(lengths[0])
         moved = evicts > 0 or (self.leaves > 0 and self._pads is not None)
         floor = column + moved if moved or self.drops else None
         cursor.history = cursor.history.with_column(floor=floor)
+        if self.renews:
+            cursor.history.memory = self._observed.state
         cursor.queries, cursor.unread = None, cursor.readers
         cursor.chunk, cursor.state = position, State.IDLE
         self._entries, self._counted = -1, entries

@@ -15,6 +15,7 @@ from kvkeep.packing import PLAIN
 from kvkeep.planes import slot_count, unsliced
 from kvkeep.policy.base import rule_of
 from kvkeep.policy.rule import Enter, Learn, Rule
+from kvkeep.rotary import Rotary
 
 
 def planned_parts(writer: Writer, inputs: StepInputs) -> tuple[StepPart, ...]:
@@ -35,11 +36,23 @@ def planned_parts(writer: Writer, inputs: StepInputs) -> tuple[StepPart, ...]:
     parts = step_parts(slots)
     if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
         return ()
-    if rule.learn != Learn.NOTHING and any(x.before and not x.behind for x in parts):
+    learns = rule.learn != Learn.NOTHING or rule.interval
+    if learns and any(x.before and not x.behind for x in parts):
         return ()  # the policy's planes of frozen slots lie in other memory
+    if rule.interval and not (rule.future and _is_read(writer.setup.rotary)):
+        return ()
     if Enter.ERROR in rule.enter.values() and slots.late and not any(x.behind for x in parts):
         return ()  # there are no codes yet, to find the errors that tokens will have
     return parts if all(_possible(part, inputs, rule) for part in parts) else ()
+
+
+def _is_read(rotary: Rotary | None) -> bool:
+    """Whether the library can turn queries back by a rotary embedding."""
+    if rotary is None:
+        return True
+    frequencies = rotary.inv_freq
+    plain = frequencies.is_cpu and frequencies.dtype is torch.float32
+    return plain and frequencies.is_contiguous() and rotary.beside is None
 
 
 def _possible(part: StepPart, inputs: StepInputs, rule: Rule) -> bool:

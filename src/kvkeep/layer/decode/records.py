@@ -5,6 +5,7 @@ Values that stay the same from step to step are packed once for each part of a l
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -20,14 +21,16 @@ from kvkeep.native_library import TYPES, address_of
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Chunks, OwnWindow, Planes, Reach
 from kvkeep.policy import Policy
+from kvkeep.policy.normal_queries import Queries
 from kvkeep.policy.ranking import RANKING
 from kvkeep.policy.rule import Rule
+from kvkeep.rotary import Rotary
 from kvkeep.storage.buffer import slots_record
 
 # Layouts of native/abi.h; absent pointers are 0.
 _PLACE, _SCORES, _RULE, _NUMBER = Struct("=6q"), Struct("=5q"), Struct("=6q2d2q"), Struct("=q")
 MOST_SCORES = 3  # KV_SCORES
-TOKENS, SEQUENCE, _KIND = Struct("=14q"), Struct("=18q"), Struct("=13q2d")
+TOKENS, SEQUENCE, _KIND = Struct("=14q"), Struct("=19q"), Struct("=13q2d")
 """Layouts of KvTokens, KvSequence and KvKind."""
 
 
@@ -92,6 +95,7 @@ class LayerRecords(NamedTuple):
     pads: Tensor | None
     slopes: Tensor | None
     centre: Centre | None
+    rotary: Rotary | None
     left: Tensor
     like: StepInputs
 
@@ -128,6 +132,26 @@ class LayerRecords(NamedTuple):
             memory,
             behind,
         )
+
+    def queries(
+        self,
+        state: Mapping[str, Tensor],
+        positions: Sequence[int],
+        interval: int,
+        parts: Sequence[PartRecords],
+    ) -> tuple[Queries, bytes]:
+        """Copies of the queries in a policy's state, to which a step that renews scores adds its
+        own, and their packed KvQueries, one for each part. `positions`: of the rows' tokens."""
+        first, due = self.policy.protection.sinks, interval
+        more = [place >= first and (place + 1) % due == 0 for place in positions]
+        _, heads, _, width = self.like.q.shape
+        group, rule = heads // self.like.k.shape[1], self.rule._replace(interval=interval)
+        held = Queries.copied(state, more, heads, width)
+        packed = [
+            held.packed(one.part.row or 0, group * (one.part.head or 0), self.rotary, rule)
+            for one in parts
+        ]
+        return held, b"".join(packed)
 
     def _memory(self, planes: Planes, key_width: int) -> Tensor | None:
         """The memory of a KvRule that ranks by keys; None: the rule does not."""
