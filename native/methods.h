@@ -271,7 +271,8 @@ void score_coded(const Work& work) {
     const int64_t width = work.call.key_width, group = work.segment().k.group;
     float* scale = work.columns;
     const float* zero = load_groups(work, work.segment().k, group_count(width, group), scale);
-    coded_scores<BITS>(work.key, work.ahead, work.count, width, group, scale, zero, work.queries, work.records, work.s);
+    coded_scores<BITS>(work.key, work.ahead, work.count, width, group, scale, zero, work.queries,
+                       work.records, work.s);
 }
 
 template <int BITS>
