@@ -107,6 +107,7 @@ wheel-arm: .venv/installed
 .venv/installed: pyproject.toml lab/pyproject.toml constraints.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]" -e "./lab[lm-eval,plot]"
+	SKBUILD_CMAKE_DEFINE=KVKEEP_INSTRUCTIONS=host \
+	  $(BIN)/pip install -q -c constraints.txt -e ".[dev]" -e "./lab[lm-eval,plot]"
 	$(BIN)/pip install -q -c constraints.txt --no-deps $(LITGPT) $(KVPRESS)
 	touch $@

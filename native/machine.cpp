@@ -22,7 +22,7 @@ namespace {
 // Every processor with AVX2 and FMA has F16C.
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
 #if defined(KV_EMULATE)
     return has_avx2();
 #else
@@ -31,9 +31,9 @@ bool has_avx512() {
 #endif
 }
 
-#if !defined(KV_EMULATE)  // emulation compiles its code as avx512bf16
-bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
-#endif
+[[maybe_unused]] bool has_avx512vnni() {
+    return has_avx512() && __builtin_cpu_supports("avx512vnni");
+}
 
 bool has_avx512bf16() {
 #if defined(KV_EMULATE)
@@ -74,7 +74,7 @@ bool tiles_work() {
 }
 
 // Whether tiles are there, this process may use them, and they compute what they should.
-bool has_amx() {
+[[maybe_unused]] bool has_amx() {
     static const bool works = [] {
         if (!has_avx512bf16()) return false;
 #if !defined(KV_EMULATE)
@@ -88,21 +88,12 @@ bool has_amx() {
 }
 #endif
 
+bool has_portable() { return true; }
+
 #define KV_SET(name)                                                                              \
-    #name, kv_run_##name, &kv_linear_##name, &kv_cosines_##name, &kv_ranking_##name,             \
-        &kv_expected_##name
-const Instructions TABLE[] = {
-#if defined(KV_X86)
-    {KV_SET(amx), has_amx},
-    {KV_SET(avx512bf16), has_avx512bf16},
-#if !defined(KV_EMULATE)
-    {KV_SET(avx512vnni), has_avx512vnni},
-#endif
-    {KV_SET(avx512), has_avx512},
-    {KV_SET(avx2), has_avx2},
-#endif
-    {KV_SET(portable), [] { return true; }},
-};
+    {#name, kv_run_##name, &kv_linear_##name, &kv_cosines_##name, &kv_ranking_##name,            \
+     &kv_expected_##name, has_##name}
+const Instructions TABLE[] = {KV_SETS};  // CMake lists what it compiles, the best first
 
 const Instructions* best() {
     for (const Instructions& one : TABLE)
