@@ -114,6 +114,15 @@ def stand_in_home(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
+def quick_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks measure what memory and arithmetic allow with small tensors."""
+    from kvkeep_lab.bench import device
+
+    monkeypatch.setattr(device, "READ_MEBIBYTES", 4)
+    monkeypatch.setattr(device, "SQUARE", 64)
+
+
+@pytest.fixture
 def fresh_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing compiled before or after the test, on disk neither, and torch's counters at zero."""
     from kvkeep.hf.steps import saved_steps

@@ -25,6 +25,8 @@ run = partial(command_line.run, "bench")
 
 RECORDED = Path(__file__).parents[2] / "benchmarks"
 
+pytestmark = pytest.mark.usefixtures("quick_bounds")
+
 
 @pytest.fixture
 def _model(stand_in_home, monkeypatch):

@@ -14,6 +14,11 @@ from kvkeep.host import placement
 from kvkeep.storage.allocate import free_bytes
 from kvkeep_lab.bench.timing import Call, interleaved, timer_for
 
+READ_MEBIBYTES = 512
+"""The size of the tensor that `bandwidth` reads on a CPU."""
+SQUARE = 1024
+"""The width of the matrices that `arithmetic` multiplies on a CPU."""
+
 
 def device_named(name: str | None = None) -> torch.device:
     """The device to measure on; see `kvkeep.host.placement.device_named`."""
@@ -61,16 +66,16 @@ def with_values(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: row.get(key) for key in kept} for row in rows]
 
 
-def bandwidth(device: torch.device, mebibytes: int | None = None) -> tuple[str, float]:
+def bandwidth(device: torch.device) -> tuple[str, float]:
     """The memory bandwidth in GB/s, with the name of the measurement. On the CPU: reads by all
     threads, the best of several sums of a large float32 tensor. Elsewhere: the median of copies,
     counting bytes read and written."""
     if device.type == "cpu":
-        x = torch.zeros((mebibytes or 512) << 18)
+        x = torch.zeros(READ_MEBIBYTES << 18)
         best = min(interleaved({"": x.sum}, turns=5, burst=1)[""])
         return "read_gb_per_s", x.nbytes / best / 1e9
     free = free_bytes(device) or 1 << 30
-    x = torch.empty(min((mebibytes or 2048) << 20, free // 8), dtype=torch.uint8, device=device)
+    x = torch.empty(min(2048 << 20, free // 8), dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     x.random_()
     seconds = interleaved(
@@ -83,7 +88,7 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> float:
     """GFLOP/s of torch's products of square matrices in float32 or in `dtype`, whichever is faster;
     the best of several on the CPU, elsewhere the median."""
     on_cpu = device.type == "cpu"
-    n = 1024 if on_cpu else 8192
+    n = SQUARE if on_cpu else 8192
     calls: dict[torch.dtype, Call] = {}
     for each in dict.fromkeys((torch.float32, dtype)):
         a, b = (torch.randn(n, n, dtype=each, device=device) for _ in range(2))
