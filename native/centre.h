@@ -37,7 +37,6 @@ struct Near {
                 sums[k] += load<v8>(factors + k * others + i) * (k < POWERS ? even : odd);
         }
         const v8 all = totals(sums);
-        typedef float v4 __attribute__((vector_size(16)));
         store(x + exact, __builtin_shufflevector(all, all, 0, 1, 2, 3));
         memmove(x + rows, x + frequencies, exact * sizeof *x);
         store(x + rows + exact, __builtin_shufflevector(all, all, 4, 5, 6, 7));

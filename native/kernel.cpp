@@ -21,11 +21,11 @@ namespace {
 // What a query's scores are increased by: `slope` times the positions from the query to a slot, and
 // the bias for the positions from the slot to the query, in a table whose last index is `last`.
 struct Bias {
-    const int32_t* place;  // (BLOCK); null: nothing
-    int32_t query;
-    float slope;
-    const float* table;  // null: no table
-    int32_t last;
+    const int32_t* place = nullptr;  // (BLOCK); null: nothing
+    int32_t query = 0;
+    float slope = 0;
+    const float* table = nullptr;  // null: no table
+    int32_t last = 0;
 };
 
 // Scales a record's scores s (BLOCK) unless `raw`, caps them, adds the bias, masks them by `mask`
@@ -131,17 +131,6 @@ Rows rows_of(const KvPlane& plane, int64_t row, int64_t head, int64_t width) {
     const int64_t size = element_bytes(plane);
     return {(const char*)plane.data + (row * plane.row + head * plane.head) * size,
             plane.slot * size, slot_bytes(plane, width)};
-}
-
-// Whether values are the first elements of their keys.
-bool in_keys(const KvSegment& segment) {
-    const auto same = [](const KvPlane& a, const KvPlane& b) {
-        return a.data == b.data && a.type == b.type && a.row == b.row && a.head == b.head &&
-               a.slot == b.slot;
-    };
-    const KvEncoded &k = segment.k, &v = segment.v;
-    return same(k.plane, v.plane) && same(k.scale, v.scale) && same(k.zero, v.zero) &&
-           k.group == v.group && k.block == v.block;
 }
 
 // Divides rows into halves, each to be prefetched alone.

@@ -422,6 +422,17 @@ ValueMethod coded_value_method(const KvEncoded& x, int64_t width, bool many) {
     return {decode_and_add<BITS>, write_sums<Widened<F32>::lane>};
 }
 
+// Whether values are the first elements of their keys.
+bool in_keys(const KvSegment& segment) {
+    const auto same = [](const KvPlane& a, const KvPlane& b) {
+        return a.data == b.data && a.type == b.type && a.row == b.row && a.head == b.head &&
+               a.slot == b.slot;
+    };
+    const KvEncoded &k = segment.k, &v = segment.v;
+    return same(k.plane, v.plane) && same(k.scale, v.scale) && same(k.zero, v.zero) &&
+           k.group == v.group && k.block == v.block;
+}
+
 ValueMethod value_method(const Work& work, bool many) {
     const KvEncoded& x = work.segment().v;
     const int64_t type = kv_read_type(x.plane.type);
@@ -438,7 +449,8 @@ ValueMethod value_method(const Work& work, bool many) {
     ValueMethod method{};
     with_type(x.plane.type, [&](auto type) {
         typedef decltype(type) T;
-        const bool copied = !std::is_same_v<T, F32> || work.within || work.records >= COPIED;
+        const bool copied =
+            !std::is_same_v<T, F32> || in_keys(work.segment()) || work.records >= COPIED;
         method = many && copied ? ValueMethod{add_many<T>, write_sums<Widened<F32>::lane>}
                                 : ValueMethod{add<T>, write_sums<Widened<T>::lane>};
     });

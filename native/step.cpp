@@ -62,7 +62,7 @@ bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors
 bool write_key(const KvSequence& step, KvEncoding e, const char* key, int64_t slot, float* errors) {
     if (!step.step->call.centre) return write(e, key, slot, errors);
     std::vector<float> keys = centred_keys(step, key);
-    const int64_t type = e.codes.type >= KV_I8 ? KV_F32 : e.x.type;
+    const int64_t type = e.codes.type >= KV_I8 ? (int64_t)KV_F32 : e.x.type;
     auto* narrow = (uint16_t*)keys.data();
     for (size_t i = 0; type != KV_F32 && i < keys.size(); ++i)
         narrow[i] = type == KV_BF16 ? BF16::narrow1(keys[i]) : F16::narrow1(keys[i]);
