@@ -15,6 +15,7 @@ namespace {
 // -- the plan --------------------------------------------------------------------------------
 
 constexpr int64_t FEWEST_SLOTS = 256;        // slots per run of a tile that is split
+constexpr int64_t FEWEST_TOKENS = 64;         // per tile, in a chunk with as many
 constexpr int64_t MOST_WEIGHTS = 1 << 24;      // stored for the mass, unless one query has more
 
 // The division of a chain into runs.
@@ -34,8 +35,18 @@ struct Range {
     bool mass;
 };
 
+int64_t slots_of(const KvCall& call) {
+    int64_t slots = 0;
+    for (int64_t i = 0; i < call.segment_count; ++i) slots += call.segments[i].slots;
+    return slots;
+}
+
+// A tile computes half of the scores of its own slots in vain, so its tokens are few beside the
+// slots that a query sees.
 int64_t tokens_of_tile(const KvCall& call) {
-    return std::clamp<int64_t>(KV_RECORDS / call.group, 1, call.queries);
+    const int64_t fair = (2 * slots_of(call) - call.queries) / 8 / 16 * 16;
+    const int64_t most = std::min(KV_RECORDS / call.group, std::max(FEWEST_TOKENS, fair));
+    return std::clamp<int64_t>(most, 1, call.queries);
 }
 
 struct Plan {
@@ -417,9 +428,8 @@ bool attend(const KvCall& call, Range range) {
 // computed in ranges to limit memory.
 bool attend(const KvCall& call) {
     if (!call.mass && !call.masses) return attend(call, {0, call.queries, false});
-    int64_t of_query = call.rows * call.heads * call.group, slots = 0;
-    for (int64_t i = 0; i < call.segment_count; ++i) slots += call.segments[i].slots;
-    of_query *= std::max<int64_t>(1, slots);
+    int64_t of_query = call.rows * call.heads * call.group;
+    of_query *= std::max<int64_t>(1, slots_of(call));
     const int64_t tile = tokens_of_tile(call);
     int64_t most = std::max<int64_t>(1, MOST_WEIGHTS / of_query);
     if (most > tile) most -= most % tile;

@@ -70,16 +70,15 @@ KV_OUTLINE void unit_scores(Rows keys, Lines ahead, int64_t count, const char* q
                             int64_t q_stride, int64_t loads, const float* low, const float* high,
                             const v8* step, float* s) {
     typedef float v4 __attribute__((vector_size(16)));
-    Neighbours<4> slots(keys, count);
-    for (int64_t j = 0; j < count; j += 4, Neighbours<4>::pass(slots)) {
+    for (int64_t j = 0; j < count; j += 4) {
         Lines::pass(ahead);
         s32 pair[2][MT];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; ++i) {
-            const char *first = keys.first + slots.of[2 * i], *second = keys.first + slots.of[2 * i + 1];
+            const int64_t slot = j + 2 * i < count ? j + 2 * i : count - 1;
             s32 a[MT], b[MT];
-            dot_unit<BITS, MT, LOADS>(first, q, q_stride, loads, a);
-            dot_unit<BITS, MT, LOADS>(second, q, q_stride, loads, b);
+            dot_unit<BITS, MT, LOADS>(keys.at(slot), q, q_stride, loads, a);
+            dot_unit<BITS, MT, LOADS>(keys.at(slot + (slot + 1 < count)), q, q_stride, loads, b);
 #pragma GCC unroll 8
             for (int m = 0; m < MT; ++m) pair[i][m] = fold2(a[m], b[m]);
         }
@@ -152,8 +151,15 @@ void coded_scores(Rows keys, Rows values, int64_t count, int64_t width, int64_t 
 template <int BITS>
 struct CodedWeights {
     static constexpr int64_t SLOTS = BITS == 4 ? 4 : 2;  // whose weights a vector repeats
-    alignas(32) s16 slots[BLOCK / SLOTS];
+    // For codes of 4 bits, whose halves may differ in their group, the whole vector.
+    typedef std::conditional_t<BITS == 4, s16, int32_t> Repeated;
+    alignas(32) Repeated slots[BLOCK / SLOTS];
     v8 step, zero;  // the value of 1, and the zero points' contribution
+
+    s16 of(int64_t j) const {
+        if constexpr (BITS == 4) return slots[j / SLOTS];
+        else return (s16)(slots[j / SLOTS] - s32{});
+    }
 };
 
 // Added to weights before they are rounded to bytes, so that the sum of many small weights is kept.
@@ -175,7 +181,6 @@ KV_INLINE void weigh_group(const float* p, const float* scale, const float* zero
     typedef Codes<BITS> C;
     static constexpr Dither dither;
     float weight[BLOCK];
-    int16_t factors[BLOCK];
     vf zeros{};
 #pragma GCC unroll 8
     for (int64_t j = 0; j < BLOCK; j += W) {
@@ -183,9 +188,14 @@ KV_INLINE void weigh_group(const float* p, const float* scale, const float* zero
         store(weight + j, x);
         if (zero) zeros += load<vf>(p + j) * load<vf>(zero + j);
     }
-    const float* offsets = BITS == 4 ? dither.of : nullptr;
-    const Rounded rounded = round16(weight, BLOCK, factors, C::MOST_FACTOR, offsets);
-    for (int64_t j = 0; j < BLOCK; ++j) to[j] = (typename C::Factor)factors[j];
+    Rounded rounded;
+    if constexpr (BITS == 4) {
+        int16_t factors[BLOCK];
+        rounded = round16(weight, BLOCK, factors, C::MOST_FACTOR, dither.of);
+        for (int64_t j = 0; j < BLOCK; ++j) to[j] = (typename C::Factor)factors[j];
+    } else {
+        rounded = round16(weight, BLOCK, to);
+    }
     step = rounded.step;
     added = sum(zeros) - C::MIDDLE * (step * (float)rounded.sum);
 }
@@ -200,7 +210,8 @@ KV_OUTLINE void weigh_unit(const float* p, const float* scale, const float* zero
     for (int i = 0; i <= other; ++i)
         weigh_group<BITS>(p, scale + group[i] * BLOCK, zero ? zero + group[i] * BLOCK : nullptr,
                           factors[i], step[i], added[i]);
-    for (int64_t j = 0; j < BLOCK; j += to.SLOTS) {
+    if constexpr (BITS == 8) memcpy(to.slots, factors[0], sizeof to.slots);
+    else for (int64_t j = 0; j < BLOCK; j += to.SLOTS) {
         const s32 first = load<int32_t>(factors[0] + j) - s32{};
         const s32 second = load<int32_t>(factors[other] + j) - s32{};
 #if defined(__AVX2__)  // GCC 12 would build the shuffle lane by lane
@@ -256,16 +267,17 @@ KV_OUTLINE void coded_columns(Rows values, Lines ahead, int64_t count,
     typedef Codes<BITS> C;
     constexpr int64_t SLOTS = CodedWeights<BITS>::SLOTS;
     constexpr int64_t APART = BITS == 4 ? 32 : BLOCK;  // slots whose sums of bytes fit 16 bits
-    Neighbours<SLOTS> slots(values, count);
+    const char *at = values.first, *const last = values.at(count - 1);
     s32 sum[MT][N] = {};
     for (int64_t begin = 0; begin < count; begin += APART) {
         const int64_t end = begin + APART < count ? begin + APART : count;
         s16 some[MT][N] = {};  // of bytes
-        for (int64_t j = begin; j < end; j += SLOTS, Neighbours<SLOTS>::pass(slots)) {
+        for (int64_t j = begin; j < end; j += SLOTS, at += SLOTS * values.stride) {
             Lines::pass(ahead);
-            s16 slot[SLOTS];
+            s16 slot[SLOTS];  // of no slot: the last one's, at a weight of 0
 #pragma GCC unroll 4
-            for (int i = 0; i < SLOTS; ++i) slot[i] = load<s16>(values.first + slots.of[i]);
+            for (int i = 0; i < SLOTS; ++i)
+                slot[i] = load<s16>(i && j + i >= count ? last : at + i * values.stride);
             const auto add = [&](auto index) __attribute__((always_inline)) {
                 constexpr int I = decltype(index)::size;
                 if constexpr (I < N) {
@@ -279,7 +291,7 @@ KV_OUTLINE void coded_columns(Rows values, Lines ahead, int64_t count,
                     const s16 codes = C::template part<PART>(x);
 #pragma GCC unroll 8
                     for (int m = 0; m < MT; ++m) {
-                        const s16 weight = weights[m].slots[j / SLOTS];
+                        const s16 weight = weights[m].of(j);
                         if constexpr (BITS == 4) some[m][I] += dot_bytes(codes, weight);
                         else sum[m][I] += dot_pairs(codes, weight);
                     }

@@ -31,23 +31,6 @@ struct Rows {
     const char* at(int64_t slot) const { return first + slot * stride; }
 };
 
-// The places of N neighbouring slots; the last of `count` slots stands for those after it.
-template <int N>
-struct Neighbours {
-    int64_t of[N], step, last;
-
-    Neighbours(const Rows& rows, int64_t count) : step(rows.stride), last((count - 1) * step) {
-        for (int64_t i = 0; i < N; ++i) of[i] = i * step < last ? i * step : last;
-    }
-    KV_INLINE void pass(Neighbours& x) {
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < N; ++i) {
-            x.of[i] += N * x.step;
-            x.of[i] = x.of[i] < x.last ? x.of[i] : x.last;
-        }
-    }
-};
-
 // What to prefetch in the `round`-th of several rounds over a block, spread over the calls of
 // `pass`, because many prefetches in a row delay later loads. In memory order if the rows are
 // contiguous.

@@ -100,13 +100,17 @@ def check_memory(what: str, x: Tensor, device: torch.device) -> None:
         raise ShapeError(f"{what} on {x.device}, the queries on {device}; move them to one device")
     if x.layout != torch.strided:
         raise ShapeError(f"{what} in layout {x.layout}; give a strided tensor: call to_dense()")
-    if type(x.numel()) is not int or not x.numel() or torch.compiler.is_compiling():
+    count = x.numel()
+    if type(count) is not int or not count or torch.compiler.is_compiling():
         return
     try:
         held = x.untyped_storage().nbytes()
     except RuntimeError:
         return  # a tensor of torch.func, without memory of its own
-    last = x.storage_offset() + sum((a - 1) * b for a, b in zip(x.shape, x.stride(), strict=True))
+    last = count - 1  # if x is contiguous, which is the quicker question
+    if not x.is_contiguous():
+        last = sum((a - 1) * b for a, b in zip(x.shape, x.stride(), strict=True))
+    last += x.storage_offset()
     if (last + 1) * x.element_size() > held:
         raise ShapeError(
             f"{what} {tuple(x.shape)} {x.dtype} need {(last + 1) * x.element_size()} bytes, but "
