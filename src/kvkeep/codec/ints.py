@@ -56,8 +56,8 @@ class Ints(Grouped):
     see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` tokens, the newest
     `recent` tokens and up to 31 more stay plain, so a chunk's queries read the chunk's own tokens
     unencoded. A policy with a budget evicts none of the plain tokens: they are at most half of its
-    budget, without the up to 31 more. If the policy has a reach, tokens are encoded as they arrive.
-    Compressing a text (`kvzip`) encodes the plain tokens before the newest one that some head
+    budget, without the up to 31 more. In a window the newest tokens are plain, at most half of it,
+    and the first ones only if they stay visible (`window:1024,sinks=4`). Compressing a text (`kvzip`) encodes the plain tokens before the newest one that some head
     frees.
     """
 
@@ -177,6 +177,9 @@ class Ints(Grouped):
     @property
     def tail(self) -> int:
         return self.recent
+
+    def with_tail(self, recent: int, sinks: int) -> Codec:
+        return replace(self, recent=min(self.recent, recent), sinks=min(self.sinks, sinks))
 
     def for_values(self) -> Codec:
         return replace(self, hadamard=self.hadamard and self.bits <= _ROTATED_VALUES, centre=0)

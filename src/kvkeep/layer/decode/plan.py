@@ -254,11 +254,11 @@ class StepPlan:
     def _grow(self) -> bool:
         """If there is no room for the next token, allocate slots as an append does. False if the
         plan does not fit the slots afterwards."""
-        spare = max(self._lengths) - self.drops
+        spare = max(self._lengths) - self._own_drops
         held = zip(self._storages, self._lengths, strict=True)
         needs = [(storage, min(length, spare) + 1) for storage, length in held]
         coded = zip(self._behind, self._coded, strict=False)
-        needs += [(one.part.storage, length + 1) for one, length in coded]
+        needs += [(one.part.storage, length + 1 - self.drops) for one, length in coded]
         grow_slots(needs, self.cursor.turn)
         return self._stays()
 
@@ -284,20 +284,26 @@ class StepPlan:
         self.leaves = 0
         if self._behind:
             self.leaves = self._slots.waiting(budget, 1)
-            if self.leaves > 1:
+            encoded = min(self._coded) > drops + self._policy.protection.fixed
+            if self.leaves > 1 or (drops and not encoded):
                 return False
         elif self._before and (drops or self.evicts):
             return False
         # A part shorter than the longest frees fewer slots before its token is written.
-        spare = max(self._lengths) - drops
+        spare = max(self._lengths) - self._own_drops
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
                 return False
         for held, one in zip(self._coded, self._behind, strict=False):
-            if held >= one.capacity:
+            if held - drops >= one.capacity:
                 return False
         self._frees_now = bool(drops or self.evicts or self.leaves or self.renews)
         return True
+
+    @property
+    def _own_drops(self) -> int:
+        """`drops`, unless the slot is freed behind a tail."""
+        return 0 if self._behind else self.drops
 
     def _surplus(self, budget: int) -> int:
         """Number of slots over the budget once the token is written."""
@@ -387,11 +393,11 @@ class StepPlan:
             behind = self._pack_behind(0, 0) if self._behind else 0
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
-                *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
+                *(token, 0, self.column, self._lengths[0], self._own_drops, self.evicts),
                 *(self._recent, self._dense, 0, 0, given, behind, 0, 0, queries),
             )
         competes = self._rule.floor is not None
-        longest, drops, evicts = max(self._lengths), self.drops, self.evicts
+        longest, drops, evicts = max(self._lengths), self._own_drops, self.evicts
         contest, behind = contest if competes else 0, 0
         if self._behind:  # heads evict from the slots behind their tail
             behind = self._pack_behind(contest, max(0, self._safe + self.leaves - longest - 1))
@@ -411,10 +417,11 @@ class StepPlan:
 
     def _pack_behind(self, contest: int, safe: int) -> int:
         """The address of the packed KvSequences of the slots behind a tail, one for each part."""
-        fixed = self.evicts, self._recent, self._dense, contest, safe, 0, 0, self.leaves
+        fixed = self.drops, self.evicts, self._recent, self._dense, contest, safe
+        last = 0, 0, self.leaves, self._sinks, 0
         self._sequence = b"".join(
             [
-                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks, 0)
+                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, *fixed, *last)
                 for one, held in zip(self._behind, self._coded, strict=True)
             ]
         )
