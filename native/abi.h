@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 25;
+constexpr int KV_ABI = 26;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -281,8 +281,8 @@ struct KvSequence {
 };
 
 // Slots behind a tail are the last segment but one. Their policy's planes and numbers are those of
-// the tail, but for `slots`, `evicts`, `contest` and `safe`: the tail frees none itself, and they take
-// no token but the one that leaves it. x of their encodings gives the type of the tail's keys and values.
+// the tail, but for `slots`, `drops`, `evicts`, `contest` and `safe`: the tail frees none itself, and
+// they take no token but the one that leaves it. x of their encodings gives the type of the tail's keys and values.
 
 enum KvStepResult : int {
     KV_STEP_DONE = 0,

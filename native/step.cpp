@@ -92,6 +92,9 @@ bool write(const KvEncoding& written, const char* x, int64_t slot, float* errors
     return true;
 }
 
+// The slots from which a step evicts.
+const KvSequence& freed(const KvSequence& step) { return step.behind ? *step.behind : step; }
+
 // Frees the oldest slot that is not protected.
 bool drop(const KvSequence& step) {
     KvRanking ranking = step.step->ranking;
@@ -117,9 +120,9 @@ bool write_behind(const KvSequence& step, const Token& token, float* errors) {
         return true;
     KvEncoding key = behind.key, value = behind.value;
     key.x = s.key.x, value.x = s.value.x;
-    return write_key(step, key, token.k, step.behind->slots, errors) &&
-           (!value.rows ||
-            write(value, token.v, step.behind->slots, errors + s.call.rows * s.call.heads));
+    const int64_t slot = slots_behind(step);
+    return write_key(step, key, token.k, slot, errors) &&
+           (!value.rows || write(value, token.v, slot, errors + s.call.rows * s.call.heads));
 }
 
 // Frees a slot if asked to, and writes the token. Returns false if memory cannot be allocated.
@@ -127,9 +130,9 @@ bool append(const KvSequence& step, const Token& token) {
     const KvStep& s = *step.step;
     const int64_t slot = step.slots - step.drops, count = s.call.rows * s.call.heads;
     std::vector<float> errors(2 * count);
-    if (step.drops) {
-        if (!drop(step)) return false;
-        kv_forget(step);
+    if (const KvSequence& from = freed(step); from.drops) {
+        if (!drop(from)) return false;
+        kv_forget(from);
     }
     if (!write_key(step, s.key, token.k, slot, errors.data()) ||
         !write(s.value, token.v, slot, errors.data() + count) ||
@@ -179,7 +182,7 @@ bool encode_from(const KvEncoding& tail, const KvEncoding& behind, const std::ve
 // cannot be allocated.
 bool leave(const KvSequence& step) {
     const KvStep &tail = *step.step, &behind = *step.behind->step;
-    const int64_t rows = tail.call.rows, heads = tail.call.heads, to = step.behind->slots;
+    const int64_t rows = tail.call.rows, heads = tail.call.heads, to = slots_behind(step);
     std::vector<int64_t> from;
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t head = 0; head < heads; ++head)
@@ -218,7 +221,7 @@ bool leave(const KvSequence& step) {
 void learn(const KvSequence& step, const float* mass) {
     const KvSequence& behind = *step.behind;
     const KvRule &rule = step.step->rule, &other = behind.step->rule;
-    const int64_t first = behind.slots, slots = all_slots(step), heads = step.step->call.heads;
+    const int64_t first = slots_behind(step), slots = all_slots(step), heads = step.step->call.heads;
     if (rule.learn != KV_LEARN_WEIGHTED) {
         kv_learn(behind, mass, first, slots);
         kv_learn(step, mass + first, slots - first, slots);
@@ -254,12 +257,9 @@ bool settle(const KvSequence& step, const Token& token, float* mass) {
     const KvSequence& behind = *step.behind;
     if (mass) learn(step, mass);
     if (behind.leaves && !leave(step)) return false;
-    const int64_t coded = *behind.step->left = behind.slots + behind.leaves;
+    const int64_t coded = *behind.step->left = slots_behind(step) + behind.leaves;
     return !behind.evicts || behind.contest || !kv_free(behind, coded);
 }
-
-// The slots from which a step evicts.
-const KvSequence& freed(const KvSequence& step) { return step.behind ? *step.behind : step; }
 
 // Frees the slots of the heads of each contest.
 bool settle_contests(const KvSequence* steps, int64_t count) {

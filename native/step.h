@@ -23,6 +23,11 @@ struct Token {
 // Slots in use after a step writes, before it evicts.
 inline int64_t slots_after(const KvSequence& step) { return step.slots + !step.drops; }
 
+// Slots in use behind a tail after a step writes.
+inline int64_t slots_behind(const KvSequence& step) {
+    return step.behind->slots - step.behind->drops;
+}
+
 inline bool needs_mass(const KvSequence& step) {
     return step.step->rule.learn != KV_LEARN_NOTHING;
 }
@@ -31,7 +36,7 @@ inline bool needs_mass(const KvSequence& step) {
 inline int64_t segment_slots(const KvSequence& step, int64_t i) {
     const int64_t last = step.step->call.segment_count - 1;
     if (i == last) return slots_after(step);
-    return step.behind && i + 1 == last ? step.behind->slots : step.segments[i].slots;
+    return step.behind && i + 1 == last ? slots_behind(step) : step.segments[i].slots;
 }
 
 // Slots of all segments after a step writes.

@@ -83,7 +83,7 @@ void renew(const KvSequence& step, int64_t row, int64_t head, int64_t own, const
     const KvStep& s = *step.step;
     const KvQueries& known = *step.queries;
     const int64_t width = s.call.key_width, value_width = s.call.value_width, group = s.call.group;
-    const int64_t behind = step.behind ? step.behind->slots : 0, slots = behind + own;
+    const int64_t behind = step.behind ? slots_behind(step) : 0, slots = behind + own;
     std::vector<float> keys(slots * width), values(slots * value_width);
     std::vector<float> logits(slots * group), scores(slots);
     std::vector<int32_t> position(slots);

@@ -25,6 +25,7 @@ MIXED = [
     "keep_all+int8/int4",
     "keep_all+kivi",
     "h2o:9",
+    "window:40,sinks=3+int4:recent=8,sinks=2",
     "h2o:40+int4:recent=8,sinks=2",
     "adakv(h2o:40)+int4:recent=8,sinks=2",
     "kvzip:50%+int4:recent=8,sinks=2",

@@ -56,6 +56,7 @@ SPECS = [
     "keep_all+kivi",
     "kvzip:50%",
     "kvzip:50%+int4:recent=6,sinks=2",
+    "window:20,sinks=3+int4:recent=6,sinks=2",
     "h2o:20+int4:recent=6,sinks=2",
     "adakv(h2o:20)+int4:recent=6,sinks=2",
     "keydiff:20+int4:recent=6,sinks=2",

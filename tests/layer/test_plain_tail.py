@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ def test_first_and_newest_tokens_stay_plain(text: list[Tensor]) -> None:
         assert sorted(layer.positions()[0, 0].tolist()) == list(range(stop))
 
 
-@pytest.mark.parametrize("policy", ["keep_all", "h2o:64", "adakv(h2o:64)"])
+@pytest.mark.parametrize("policy", ["keep_all", "window:64", "h2o:64", "adakv(h2o:64)"])
 def test_storage_that_moves_its_slots_holds_the_same(text: list[Tensor], policy: str) -> None:
     layers = [made(f"{policy}+int4:recent=16@{storage}") for storage in ("growing", "concat")]
     for layer in layers:
@@ -90,7 +92,7 @@ def test_a_crop_reaches_encoded_tokens(text: list[Tensor], back: int) -> None:
     "spec",
     [
         "adakv(h2o:64)+{}@host",
-        "window:64+{}",
+        "window:64+{}@fixed",
         "h2o:64+{}@fixed",
         "keep_all+{}@fixed",
         "h2o:64+{}@host",
@@ -106,7 +108,8 @@ def test_other_layers_encode_tokens_as_they_arrive(text: list[Tensor], spec: str
 def with_drafts(layer: LayerCache, alone: LayerCache, text: list[Tensor], begin: int) -> None:
     """Feed both the same tokens; `layer` is also fed drafts, which are taken back."""
     for one in (layer, alone):
-        fed(one, text, begin, begin)
+        if one.fed < begin:
+            fed(one, text, begin, begin)
     layer.record_past = True
     for stop in range(begin + 1, begin + 80, 3):
         fed(layer, text, stop + 4, 5)
@@ -115,12 +118,60 @@ def with_drafts(layer: LayerCache, alone: LayerCache, text: list[Tensor], begin:
     fed(alone, text, layer.fed, 1)
 
 
-def test_drafts_taken_back_change_nothing(text: list[Tensor]) -> None:
-    layer, alone = (made("keep_all+int4:recent=32,sinks=4") for _ in range(2))
+@pytest.mark.parametrize("policy", ["keep_all", "window:100,sinks=4"])
+def test_drafts_taken_back_change_nothing(text: list[Tensor], policy: str) -> None:
+    layer, alone = (made(f"{policy}+int4:recent=32,sinks=4") for _ in range(2))
     with_drafts(layer, alone, text, 150)
     assert plain_positions(layer) == plain_positions(alone)
     out, expected = (fed(one, text, TEXT, 1) for one in (layer, alone))
     torch.testing.assert_close(out, expected)
+
+
+def test_drafts_after_a_freeze_change_nothing(text: list[Tensor]) -> None:
+    layer, alone = (made("keep_all+int4:recent=32,sinks=4") for _ in range(2))
+    fed(layer, text, 150, 150)
+    layer.freeze()
+    with_drafts(layer, alone, text, 150)
+    assert plain_positions(layer) == plain_positions(alone)
+    assert alike(layer, alone)
+
+
+WINDOWS: list[tuple[str, dict[str, Any], int]] = [
+    ("window:64", {}, 0),
+    ("window:60,sinks=4", {}, 2),
+    ("keep_all", {"window": 64}, 0),
+    ("window:60,sinks=4", {"window": 64}, 0),
+]
+"""Windows, and how many of the first tokens a tail of 16 tokens and 2 sinks keeps plain there."""
+
+
+@pytest.mark.parametrize(("policy", "own", "sinks"), WINDOWS)
+def test_the_newest_tokens_of_a_window_stay_plain(
+    text: list[Tensor], policy: str, own: dict[str, Any], sinks: int
+) -> None:
+    layer, exact = (
+        CacheSpec.parse(policy + codec).layer(**own) for codec in ("+int4:recent=16,sinks=2", "")
+    )
+    # A chunk reads its own tokens as they were computed.
+    torch.testing.assert_close(fed(layer, text, 100, 100), fed(exact, text, 100, 100))
+    for stop in range(101, TEXT, 7):
+        out, expected = (fed(one, text, stop, 1) for one in (layer, exact))
+        assert float((out - expected).norm() / expected.norm()) < 0.2
+        plain = plain_positions(layer)
+        assert plain == [*range(sinks), *range(stop - 16, stop)]
+        assert torch.equal(*(one.positions().sort().values for one in (layer, exact)))
+        policy_of, (key, value) = layer.policy, layer.codecs
+        geometry = layer.history.geometry
+        assert geometry is not None
+        assert layer.stats().live_bytes == promised_bytes(policy_of, key, value, stop, geometry)
+    assert layer.slots.blocks.storage.reallocations < 8
+
+
+def test_a_small_window_keeps_less_than_half_of_its_tokens_plain(text: list[Tensor]) -> None:
+    layer = made("window:9,sinks=3+int4")
+    fed(layer, text, 100, 40)
+    fed(layer, text, 130, 1)
+    assert plain_positions(layer) == [0, 1, 128, 129]
 
 
 BUDGETS = [
@@ -302,7 +353,7 @@ def test_a_crop_before_the_first_eviction_is_exact(text: list[Tensor], back: int
     assert layer.length == alone.length == 200
 
 
-@pytest.mark.parametrize("policy", ["knorm:64", "adakv(knorm:64)", "kvzip:50%"])
+@pytest.mark.parametrize("policy", ["window:64", "knorm:64", "adakv(knorm:64)", "kvzip:50%"])
 def test_a_layer_begins_with_a_text_as_with_a_chunk(text: list[Tensor], policy: str) -> None:
     stored = made("keep_all")
     layer, chunk = (budgeted(policy, centre=0) for _ in range(2))

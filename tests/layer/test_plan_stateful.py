@@ -53,6 +53,7 @@ SPECS = [
     "kvzip:50%",
     "keep_all+int4:recent=4,sinks=1",
     "kvzip:50%+int4:recent=4,sinks=1",
+    "window:11,sinks=2+int4:recent=4,sinks=1",
     "h2o:12+int4:recent=4,sinks=1",
     "adakv(h2o:12)+int4:recent=4,sinks=1",
     "adakv(keydiff:12)+int4:recent=4,sinks=1",

@@ -107,6 +107,11 @@ class Codec(ABC):
         """The codec for keys whose first elements are the values: it must not rotate."""
         return self.for_values()
 
+    def with_tail(self, recent: int, sinks: int) -> Codec:
+        """The codec with at most `recent` newest and `sinks` first tokens plain. A codec with a
+        `tail` or `sinks` that encodes single tokens must override it."""
+        return self
+
     def waiting(self, plain: Codec) -> Codec:
         """The codec of tokens that are not encoded yet; `plain`: the plain codec."""
         return plain

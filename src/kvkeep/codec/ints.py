@@ -53,12 +53,12 @@ class Ints(Grouped):
     because their steps are larger.
 
     Before that, the mean key of the first `centre` tokens is subtracted from keys (0: no centre);
-    see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` tokens, the newest
-    `recent` tokens and up to 31 more stay plain, so a chunk's queries read the chunk's own tokens
-    unencoded. A policy with a budget evicts none of the plain tokens: they are at most half of its
-    budget, without the up to 31 more. If the policy has a reach, tokens are encoded as they arrive.
-    Compressing a text (`kvzip`) encodes the plain tokens before the newest one that some head
-    frees.
+    see `kvkeep.attention.centre`. If a layer's storage grows, the first `sinks` and the newest
+    `recent` tokens stay plain, so a chunk's queries read the chunk's own tokens unencoded. A policy
+    with a budget evicts none of the plain tokens: they are at most half of its budget. In a sliding
+    window plain tokens are less than half, and the first tokens are plain only if the policy keeps
+    them (`window:1024,sinks=4`). Compressing a text (`kvzip`) encodes the plain tokens before the
+    newest one that some head frees.
     """
 
     group: int = 32
@@ -177,6 +177,9 @@ class Ints(Grouped):
     @property
     def tail(self) -> int:
         return self.recent
+
+    def with_tail(self, recent: int, sinks: int) -> Codec:
+        return replace(self, recent=min(self.recent, recent), sinks=min(self.sinks, sinks))
 
     def for_values(self) -> Codec:
         return replace(self, hadamard=self.hadamard and self.bits <= _ROTATED_VALUES, centre=0)

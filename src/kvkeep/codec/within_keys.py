@@ -45,6 +45,9 @@ class WithinKeys(Codec):
     def sinks(self) -> int:
         return self.keys.sinks
 
+    def with_tail(self, recent: int, sinks: int) -> Codec:
+        return replace(self, keys=self.keys.with_tail(recent, sinks))
+
     def waiting(self, plain: Codec) -> Codec:
         return replace(self, keys=self.keys.waiting(plain))
 

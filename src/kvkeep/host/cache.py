@@ -147,6 +147,7 @@ def bytes_of(cache: ModelCache, geometries: Sequence[Geometry], tokens: int, row
             layer.value_codec,
             tokens,
             geometry._replace(rows=rows),
+            late=layer.slots.late,
         )
         for layer, geometry in zip(cache.layers, geometries, strict=True)
     )

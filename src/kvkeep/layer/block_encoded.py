@@ -245,7 +245,8 @@ def _kept(tail: Undivided, index: Tensor) -> bool:
     place = planes[POSITION].gather(2, index)
     kept = take(planes, index.gather(2, place.argsort(dim=2, stable=True)))
     tail.load({}, len(place))
-    tail.storage_for(slot_count(kept), len(place)).append(kept)
+    if slot_count(kept):
+        tail.storage_for(slot_count(kept), len(place)).append(kept)
     return bool((place >= 0).all())
 
 

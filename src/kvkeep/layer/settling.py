@@ -79,6 +79,15 @@ class Settler:
             for name in self._setup.own:
                 observed.write(name, planes[name])
 
+    def drop(self, count: int) -> None:
+        """Free the `count` oldest slots that the policy does not protect, before a chunk is
+        written. Tokens of the tail among them are encoded first. The caller has called `moved`."""
+        slots = self._cursor.slots
+        short = count + self.policy.protection.fixed - (slots.length - slots.plain)
+        if slots.late and count > 0 and short > 0:
+            slots.encode_waiting(min(short, slots.plain))
+        self.evict(count)
+
     def evict(
         self, count: int, observation: Observation | None = None, *, hide: bool = False
     ) -> None:

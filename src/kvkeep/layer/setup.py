@@ -7,13 +7,12 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from kvkeep.codec import Codec, WithinKeys
+from kvkeep.codec import Codec, WithinKeys, keeps_plain
 from kvkeep.errors import SpecError
 from kvkeep.layer.block_encoded import BlockEncoded
 from kvkeep.layer.parted import ByHead
 from kvkeep.layer.sight import Sight
 from kvkeep.layer.slots import Codecs, Decode, LayerSlots
-from kvkeep.layer.stats import has_tail
 from kvkeep.layer.step import Slopes
 from kvkeep.layer.undivided import Undivided
 from kvkeep.planes import Chunks, OwnWindow, Planes, own_window
@@ -80,7 +79,8 @@ class Setup:
             key_codec = key_codec.for_latents()
             value_codec = WithinKeys(key_codec, latent)
         self.policy = policy = policy.in_layer(0, 1)
-        self.codecs, self.sight = Codecs(key_codec, value_codec), sight._replace(policy=policy)
+        self.codecs = _within_reach(policy, window, Codecs(key_codec, value_codec))
+        self.sight = sight._replace(policy=policy)
         self.window, self.rotary, self.slopes = window, model.rotary, model.slopes
         self.own, self.by_token = tuple(policy.planes), not _settles_alone(policy)
         kind = f"{policy} {key_codec} {value_codec} window={window}"
@@ -109,12 +109,24 @@ class Setup:
         storage.bound = policy.most_slots or (0 if policy.evicts else None)
         if policy.ragged and storage.bound is not None:
             storage.bound = 0  # a head's share of a budget changes
-        late = has_tail(policy, key, value) and storage.lasting and storage.limit is None
+        late = keeps_plain(key, value) and storage.lasting and storage.limit is None
         if key.block > 1 or late:
             return BlockEncoded(codecs, storage, self.own, ragged=policy.ragged)
         if policy.ragged:
             return ByHead(codecs, storage)
         return Undivided(codecs, self.own, storage)
+
+
+def _within_reach(policy: Policy, window: OwnWindow | None, codecs: Codecs) -> Codecs:
+    """The codecs with plain tokens that a policy's reach keeps: fewer than half of the newest
+    tokens, and the first ones if they stay visible. So the slots that leave the reach are encoded.
+    """
+    reach = policy.reach
+    if reach is None:
+        return codecs
+    most = (reach.size - 1) // 2
+    first = min(most // 2, 0 if window else reach.sinks, max(codec.sinks for codec in codecs))
+    return Codecs(*(codec.with_tail(most - first, first) for codec in codecs))
 
 
 def _settles_alone(policy: Policy) -> bool:

@@ -28,13 +28,6 @@ class LayerStats:
     kept: float = 1.0
 
 
-def has_tail(policy: Policy, key_codec: Codec, value_codec: Codec) -> bool:
-    """Whether a layer whose storage grows leaves tokens plain for a while. A reach must not make
-    results depend on chunks."""
-    late = policy.reach is None or key_codec.block > 1
-    return late and keeps_plain(key_codec, value_codec)
-
-
 def slot_planes(
     policy: Policy, key_codec: Codec, value_codec: Codec, geometry: Geometry
 ) -> dict[str, PlaneSpec]:
@@ -47,10 +40,17 @@ def slot_planes(
 
 
 def promised_bytes(
-    policy: Policy, key_codec: Codec, value_codec: Codec, tokens: int, geometry: Geometry
+    policy: Policy,
+    key_codec: Codec,
+    value_codec: Codec,
+    tokens: int,
+    geometry: Geometry,
+    *,
+    late: bool | None = None,
 ) -> int:
     """Predict a layer's `live_bytes` after `tokens` columns. For heads of different lengths and
-    several rows, it is a lower bound, because a head frees only slots that no row needs."""
+    several rows, it is a lower bound, because a head frees only slots that no row needs. `late`:
+    whether the layer has a plain tail; None: as in storage that grows."""
     budget = policy.at(tokens).budget
     kept = tokens if budget is None else min(tokens, budget)
 
@@ -59,7 +59,7 @@ def promised_bytes(
         return sum(spec.slot_bytes(geometry.heads) for spec in specs.values())
 
     encoded = kept
-    if has_tail(policy, key_codec, value_codec):
+    if keeps_plain(key_codec, value_codec) if late is None else late:
         encoded = encoded_count(kept, key_codec, value_codec, budget=budget)
     each = encoded // key_codec.block * slot_bytes(key_codec, value_codec)
     waiting = slot_bytes(key_codec.waiting(Plain()), value_codec.waiting(Plain()))

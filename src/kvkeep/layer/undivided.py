@@ -104,7 +104,8 @@ class Undivided(LayerSlots):
         lengths = [slot_count(run.planes) for run in self.frozen.runs]
         pieces = torch.split(plane, lengths + [storage.length for storage in storages], dim=2)
         for run, piece in zip(self.frozen.runs, pieces, strict=False):
-            run.own[name].copy_(piece)
+            if name in run.own:  # otherwise no slot of the run was hidden, so it has not changed
+                run.own[name].copy_(piece)
         for storage, piece in zip(storages, pieces[len(lengths) :], strict=True):
             storage.write_plane(name, piece)
 

@@ -60,7 +60,7 @@ class Writer:
         # First free the slots that no later query can reach, so that a sliding window reuses them.
         if self.policy.reach is not None:
             with cursor.moved():
-                self._settler.evict(cursor.slots.length - self.setup.sight.reachable(cursor))
+                self._settler.drop(cursor.slots.length - self.setup.sight.reachable(cursor))
         self._note(n)
         centre = self.centring.of_new(k, position, cursor.history)
         coded = k if centre is None else centre.without(k, position)

@@ -110,7 +110,7 @@ class StepPlan:
         self._frees_now = False  # whether the next step frees or moves slots, or renews scores
         self._safe = 0  # slots that a competing head cannot lose
         self._recent = 0 if self._shared else policy.protection.recent
-        self._interval = rule.interval
+        self._interval, self._fixed_slots = rule.interval, policy.protection.fixed
         self._shifts = [0] * rows if history.pads is None else history.pads.tolist()
         self._lengths: list[int] = []
         self._mark: tuple[int, ...] = ()  # of the slots, to return to after an interrupt
@@ -254,11 +254,11 @@ class StepPlan:
     def _grow(self) -> bool:
         """If there is no room for the next token, allocate slots as an append does. False if the
         plan does not fit the slots afterwards."""
-        spare = max(self._lengths) - self.drops
+        spare = max(self._lengths) - (0 if self._behind else self.drops)
         held = zip(self._storages, self._lengths, strict=True)
         needs = [(storage, min(length, spare) + 1) for storage, length in held]
         coded = zip(self._behind, self._coded, strict=False)
-        needs += [(one.part.storage, length + 1) for one, length in coded]
+        needs += [(one.part.storage, length + 1 - self.drops) for one, length in coded]
         grow_slots(needs, self.cursor.turn)
         return self._stays()
 
@@ -284,17 +284,17 @@ class StepPlan:
         self.leaves = 0
         if self._behind:
             self.leaves = self._slots.waiting(budget, 1)
-            if self.leaves > 1:
+            if self.leaves > 1 or (drops and min(self._coded) <= 1 + self._fixed_slots):
                 return False
         elif self._before and (drops or self.evicts):
             return False
         # A part shorter than the longest frees fewer slots before its token is written.
-        spare = max(self._lengths) - drops
+        spare = max(self._lengths) - (0 if self._behind else drops)
         for held, capacity in zip(self._lengths, self._capacities, strict=True):
             if min(held, spare) >= capacity:
                 return False
         for held, one in zip(self._coded, self._behind, strict=False):
-            if held >= one.capacity:
+            if held - drops >= one.capacity:
                 return False
         self._frees_now = bool(drops or self.evicts or self.leaves or self.renews)
         return True
@@ -385,9 +385,10 @@ class StepPlan:
         if len(self.parts) == 1:
             given = 0 if self._first is None else self._first.data_ptr()
             behind = self._pack_behind(0, 0) if self._behind else 0
+            drops = 0 if self._behind else self.drops
             return SEQUENCE.pack(
                 *self.parts[0].addresses,
-                *(token, 0, self.column, self._lengths[0], self.drops, self.evicts),
+                *(token, 0, self.column, self._lengths[0], drops, self.evicts),
                 *(self._recent, self._dense, 0, 0, given, behind, 0, 0, queries),
             )
         competes = self._rule.floor is not None
@@ -411,12 +412,11 @@ class StepPlan:
 
     def _pack_behind(self, contest: int, safe: int) -> int:
         """The address of the packed KvSequences of the slots behind a tail, one for each part."""
-        fixed = self.evicts, self._recent, self._dense, contest, safe, 0, 0, self.leaves
+        fixed = self.drops, self.evicts, self._recent, self._dense, contest, safe
+        last = 0, 0, self.leaves, self._sinks, 0
         self._sequence = b"".join(
-            [
-                SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, 0, *fixed, self._sinks, 0)
-                for one, held in zip(self._behind, self._coded, strict=True)
-            ]
+            SEQUENCE.pack(*one.addresses, 0, 0, self.column, held, *fixed, *last)
+            for one, held in zip(self._behind, self._coded, strict=True)
         )
         return address_of(self._sequence)
 
