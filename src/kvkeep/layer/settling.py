@@ -59,6 +59,7 @@ class Settler:
             exact = hide or not slots.hidden or slots.free_hidden()
             if waiting := slots.waiting(budget):
                 exact &= slots.encode_waiting(waiting, hide=hide)
+                exact &= cursor.history.pads is None  # padding leaves a row's order of positions
             if not exact:
                 cursor.history.floor = cursor.history.columns
             if budget is not None:
