@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.files.headers import typed
 from kvkeep.geometry import Geometry
-from kvkeep.graph.custom_ops import INPUTS, ON_HOST, run
+from kvkeep.graph.custom_ops import INPUTS, ON_HOST, like_step, operator, run
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
@@ -166,15 +166,14 @@ def described(text: str) -> tuple[Description, list[str]]:
     return typed(Description, fields), names
 
 
-_OF_STATE: dict[str, Any] = {
-    "mutates_args": ("state",),
-    "schema": f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
-    "tags": ON_HOST,
-}
-"""What the operators of a layer have in common."""
+_SCHEMA = f"(Tensor(a!)[] state, str text, {INPUTS}) -> Tensor"
 
 
-@torch.library.custom_op("kvkeep::step_in", **_OF_STATE)
+def _fake(state: Sequence[Tensor], text: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return like_step(q, v)
+
+
+@operator(f"step_in{_SCHEMA}", _fake, ON_HOST)
 def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.run`: `state`: its buffers in order; `text`: its description as JSON."""
     description, names = described(text)
@@ -207,7 +206,7 @@ def _count(layer: LayerCache, counts: Tensor) -> None:
     counts.copy_(torch.tensor([columns, history.floor, layer.length]))
 
 
-@torch.library.custom_op("kvkeep::read_in", **_OF_STATE)
+@operator(f"read_in{_SCHEMA}", _fake, ON_HOST)
 def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.read`, after `step_in` with the same state and text. The last reading evicts,
     which changes the state."""
@@ -221,11 +220,3 @@ def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
 
 
 _layers = WeakTensorKeyDictionary()  # layers by `counts`; each step loads a layer's state
-
-
-@step_in.register_fake
-@read_in.register_fake
-def _(
-    state: Sequence[Tensor], text: str, q: Tensor, k: Tensor, v: Tensor, *others: object
-) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))

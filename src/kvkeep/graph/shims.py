@@ -103,13 +103,10 @@ _called_step = ctypes.CFUNCTYPE(c_int32, c_void_p)(_step)
 def _make_step(address: int) -> None:
     packed = ctypes.string_at(address, _TRACED.size)
     number, tensors, scale, softcap = _TRACED.unpack(packed)
-    q, k, v, position, sinks, until, bias, out = map(tensor_at, TENSOR.iter_unpack(tensors))
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert out is not None
+    given: Any = map(tensor_at, TENSOR.iter_unpack(tensors))
+    q, k, v, position, sinks, until, bias, out = given
     inputs = StepInputs(q, k, v, position, scale, softcap or None, sinks, until, bias)
-    out.copy_(custom_ops.run(custom_ops.ticket_of(number).layer, inputs))
+    out.copy_(custom_ops.ticket_of(number).make(inputs))
 
 
 def tensor_at(described: tuple[int, ...]) -> Tensor | None:

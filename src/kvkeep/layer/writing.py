@@ -93,9 +93,11 @@ class Writer:
         if queries is None:
             assert history.geometry is not None
             queries = history.next_positions(1, history.geometry.device) - 1
-        hides = slots.frozen.hides or slots.hidden > 0
-        segments, length = slots.segments(), slots.length
-        return self.setup.sight.after(segments, queries, history, length, hides, until)
+        ragged = self.policy.ragged or slots.frozen.hides or slots.hidden > 0
+        empty = ragged or history.pads is not None
+        length = slots.length if history.holes is None else None  # few slots may span a window
+        fed, sight = history.columns, self.setup.sight
+        return sight.view(slots.segments(), queries, length, fed, empty=empty, until=until)
 
     def settle(self, observation: Observation) -> None:
         """Pass the observation to the policy and evict, now or after the readings."""
