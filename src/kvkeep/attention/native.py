@@ -96,7 +96,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
     assert LIBRARY is not None
     rows, query_heads, n, _ = q.shape
-    heads, value_width = heads_and_width(view.segments[-1])
+    last = view.segments[-1]
+    heads, value_width = unsliced(last.planes)["k"].shape[1], last.value_width
     # Stored as (B, n, Hq, Dv), the layout that models read next; for one token both layouts agree.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
@@ -186,11 +187,6 @@ def _first(observed: Tensor) -> int:
     """The index of the first query observed in any row; n if none is."""
     some = observed.any(dim=0)
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
-
-
-def heads_and_width(segment: Segment) -> tuple[int, int]:
-    """Kv heads and the width of values."""
-    return unsliced(segment.planes)["k"].shape[1], segment.value_width
 
 
 def pack_segments(

@@ -28,6 +28,7 @@ from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 
 _COUNTS = ("columns", "floor", "slots")
+_Form = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,17 @@ class Description:
         )
         layer.cursor.holes_after = self.holes_after
         return layer
+
+    def tensors(self, layer: LayerCache, known: Geometry) -> dict[str, _Form]:
+        """The shape and dtype of each tensor of a layer's state: its planes, then `counts` and
+        `pads`."""
+        planes = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
+        rows, slots, found = known.rows, layer.slots.limit or 0, dict[str, _Form]()
+        for name, spec in planes.items():
+            heads = 1 if spec.shared else known.heads
+            found[name] = (rows, heads, slots, *spec.shape), spec.dtype
+        found["counts"] = (len(_COUNTS),), torch.int64
+        return found | {"pads": ((rows,), torch.int64)}
 
     @property
     def holes_after(self) -> int | None:
@@ -122,14 +134,12 @@ class LayerTensors(nn.Module):
         require_exportable(CacheSpec.parse(description.spec))
         known = like.history.geometry
         assert known is not None
-        specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
-        self.text = json.dumps(asdict(description) | {"planes": list(specs)})
-        for name, spec in specs.items():
-            heads = 1 if spec.shared else known.heads
-            shape = (known.rows, heads, layer.slots.limit or 0, *spec.shape)
-            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=known.device))
-        self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
-        self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
+        specs = description.tensors(layer, known)
+        *planes, _, _ = specs
+        self.text = json.dumps(asdict(description) | {"planes": planes})
+        for name, (shape, dtype) in specs.items():
+            device = known.device if name in planes else None
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
 
     @property
     def fed(self) -> Tensor:
