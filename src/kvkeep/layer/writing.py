@@ -93,9 +93,10 @@ class Writer:
         if queries is None:
             assert history.geometry is not None
             queries = history.next_positions(1, history.geometry.device) - 1
-        ragged = self.policy.ragged or slots.frozen.hides or slots.hidden > 0
-        empty = ragged or history.pads is not None
-        length = slots.length if history.holes is None else None  # few slots may span a window
+        hides = slots.frozen.hides or slots.hidden > 0
+        empty = history.pads is not None or self.policy.ragged or hides
+        # With holes, few slots may span a window.
+        length = slots.length if history.holes is None else None
         fed, sight = history.columns, self.setup.sight
         return sight.view(slots.segments(), queries, length, fed, empty=empty, until=until)
 
