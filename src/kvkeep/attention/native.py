@@ -96,7 +96,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
     assert LIBRARY is not None
     rows, query_heads, n, _ = q.shape
-    heads, value_width = heads_and_width(view.segments[-1])
+    last = view.segments[-1]
+    heads, value_width = unsliced(last.planes)["k"].shape[1], last.value_width
     # Stored as (B, n, Hq, Dv), the layout that models read next; for one token both layouts agree.
     if n == 1:
         out = q.new_empty((rows, query_heads, n, value_width))
@@ -118,43 +119,46 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     position = view.position.to(torch.int32).contiguous() if placed else None
     bounds = None if view.bounds is None else view.bounds.to(torch.int32).contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
-    call = CALL.pack(
-        *(0,) * 4,
-        0 if position is None else position.data_ptr(),
-        0 if bounds is None else bounds.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+    given = (
+        *map(_at, (position, bounds, sinks, slopes, bias)),
         0 if centre is None else address_of(centre),
-        out.data_ptr(),
-        0 if mass is None else mass.data_ptr(),
-        *(0, 0),
-        0 if observed is None else observed.data_ptr(),
-        len(view.segments),
-        len(view.reaches),
+        *(out.data_ptr(), _at(mass), 0, 0, _at(observed)),
+    )
+    numbers = (
+        *(len(view.segments), len(view.reaches)),
         n if position is not None and position.dim() == 2 else 0,
         2 * n if bounds is not None and bounds.dim() == 3 else 0,
         n if observed is not None and observed.shape[0] > 1 else 0,
         0 if observed is None else _first(observed),
         options.peak,
         *((0, 0, 0, 0) if bias is None else (*bias.stride()[:3], bias.shape[3])),
-        *_shape(q, heads, value_width),
-        dense,
-        torch.get_num_threads(),
-        options.scale,
-        options.softcap or 0.0,
     )
+    call = CALL.pack(*_call(q, heads, value_width, given, numbers, dense, options))
     if LIBRARY.kv_attend(call, segments, reaches):
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
     return out, mass
 
 
-def _shape(q: Tensor, heads: int, value_width: int) -> tuple[int, ...]:
-    """The fields of a KvCall from `out_row` to `value_width`."""
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _call(
+    q: Tensor,
+    heads: int,
+    value_width: int,
+    given: tuple[int, ...],
+    numbers: tuple[int, ...],
+    dense: bool,
+    options: Options,
+) -> tuple[float, ...]:
+    """The fields of a KvCall. `given`: from `position` to `observed`; `numbers`: from
+    `segment_count` to `bias_columns`."""
     rows, query_heads, n, key_width = q.shape
     token = query_heads * value_width
-    out = n * token, value_width, token, TYPES[q.dtype]
-    return *out, rows, heads, query_heads // heads, n, key_width, value_width
+    shape = n * token, value_width, token, TYPES[q.dtype], rows, heads, query_heads // heads, n
+    ways = key_width, value_width, dense, torch.get_num_threads(), options.scale
+    return *(0,) * 4, *given, *numbers, *shape, *ways, options.softcap or 0.0
 
 
 def call_of_step(
@@ -163,19 +167,8 @@ def call_of_step(
     """The fields of a KvCall for one token per row that sees all slots; the fields of `out` and of
     the segments are 0. `options` must have no sinks, bias and mass; its slopes, contiguous float32,
     must stay alive as long as the call. `centre`: the address of a packed KvCentre, or 0."""
-    return (
-        *(0,) * 7,
-        *(0 if options.slopes is None else options.slopes.data_ptr(), 0),
-        centre,
-        *(0,) * 5,
-        segments,
-        *(0,) * 10,
-        *_shape(q, heads, value_width),
-        1,
-        torch.get_num_threads(),
-        options.scale,
-        options.softcap or 0.0,
-    )
+    given = 0, 0, 0, _at(options.slopes), 0, centre, *(0,) * 5
+    return _call(q, heads, value_width, given, (segments, *(0,) * 10), True, options)
 
 
 def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
@@ -194,11 +187,6 @@ def _first(observed: Tensor) -> int:
     """The index of the first query observed in any row; n if none is."""
     some = observed.any(dim=0)
     return int(some.to(torch.uint8).argmax()) if some.any() else observed.shape[1]
-
-
-def heads_and_width(segment: Segment) -> tuple[int, int]:
-    """Kv heads and the width of values."""
-    return unsliced(segment.planes)["k"].shape[1], segment.value_width
 
 
 def pack_segments(

@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, s
 
 from kvkeep.geometry import Geometry
 from kvkeep.graph.export_op import Description, described, require_exportable
-from kvkeep.layer.stats import slot_planes
 from kvkeep.planes import POSITION
 from kvkeep.spec import CacheSpec
 
@@ -59,19 +58,11 @@ def _layers(traced: ExportedProgram) -> Iterator[tuple[Description, Mapping[str,
         description, names = described(text)
         spec = CacheSpec.parse(description.spec)
         require_exportable(spec)
-        layer = description.build()
         geometry = Geometry.of(k.meta["val"], v.meta["val"])
-        planes = slot_planes(layer.policy, layer.key_codec, layer.value_codec, geometry)
-        if names != list(planes) or len(state) != len(names) + 2:
-            raise ValueError(f"a layer has the planes {names}, but {spec} has {list(planes)}")
-        expected = {
-            name: (
-                (geometry.rows, 1 if x.shared else geometry.heads, layer.slots.limit, *x.shape),
-                x.dtype,
-            )
-            for name, x in planes.items()
-        }
-        expected |= {_COUNTS: ((3,), torch.int64), _PADS: ((geometry.rows,), torch.int64)}
+        expected = description.tensors(description.build(), geometry)
+        planes = list(expected)[:-2]
+        if names != planes or len(state) != len(expected):
+            raise ValueError(f"a layer has the planes {names}, but {spec} has {planes}")
         found = {}
         for part, (name, (shape, dtype)) in zip(state, expected.items(), strict=True):
             x = found[name] = traced.state_dict[buffers[_source(part)]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from struct import Struct
 from typing import Any, Protocol, cast
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from kvkeep.checks import wants_gradients
 from kvkeep.errors import StateError
-from kvkeep.layer.decode.ready import NOT_MADE, PreparedStep
+from kvkeep.layer.decode.ready import NOT_MADE, Ready
+from kvkeep.layer.packed import ReadyTogether
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import address_of
 
@@ -31,28 +31,12 @@ INPUTS = (
     "Tensor? until=None, Tensor? bias=None"
 )
 """The fields of `StepInputs` as an operator schema, for operators with separate arguments."""
+PreparedStep = Ready | ReadyTogether
+"""A step of a layer, or of one layer of several sequences."""
 _GONE = (
     "this graph was given a cache that no longer exists or belongs to another process; give it "
     "a cache of this process"
 )
-
-
-class SteppedLayer(Protocol):
-    """A layer that can have a ticket: a `LayerCache`, or one layer of several sequences."""
-
-    @property
-    def fed(self) -> int | Tensor:
-        """Columns fed."""
-
-    @property
-    def padded(self) -> bool:
-        """Whether any row had padding."""
-
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """See `LayerCache.next_positions`."""
-
-    def run(self, inputs: StepInputs) -> Tensor:
-        """See `LayerCache.run`."""
 
 
 class Traced(Protocol):
@@ -81,35 +65,6 @@ class Traced(Protocol):
         """Like `LayerCache.read`."""
 
 
-class Readings:
-    """The readings of a layer after its step, each as a step.
-
-    Args:
-        layer: the layer that has the slots.
-    """
-
-    padded = True  # its positions are those of the step
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    @property
-    def fed(self) -> int:
-        """Columns fed."""
-        return int(self._layer.fed)
-
-    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
-        """See `LayerCache.next_positions`."""
-        return cast(Tensor, self._layer.next_positions(n, device, real))
-
-    def prepare(self) -> None:
-        """No reading is prepared: Python makes it."""
-
-    def run(self, inputs: StepInputs) -> Tensor:
-        """See `LayerCache.read`."""
-        return cast(Tensor, self._layer.read(inputs))
-
-
 _tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
 _numbers = count(1)
 _TICKET = Struct("=8q")  # KvTicket of native/abi.h
@@ -121,7 +76,10 @@ class Ticket:
 
     Args:
         find: returns the layer, such as a weak reference to it; None: the layer no longer exists.
+            A layer is a `LayerCache`, or has its `fed`, `padded`, `next_positions`, `prepare`,
+            `run` and `read`, such as one layer of several sequences.
         readers: how many layers read this one after each step.
+        reads: the ticket's step is a reading of the layer.
 
     Attributes:
         number: the ticket as a tensor; copies of the tensor refer to no prepared step.
@@ -130,9 +88,9 @@ class Ticket:
 
     on_device = False
 
-    def __init__(self, find: Callable[[], SteppedLayer | None], readers: int = 0) -> None:
-        self._find, self._number, self.readers = find, next(_numbers), readers
-        self.readings = [Ticket(partial(_readings, find))] if readers else []
+    def __init__(self, find: Callable[[], Any], readers: int = 0, reads: bool = False) -> None:
+        self._find, self._number, self.readers, self._reads = find, next(_numbers), readers, reads
+        self.readings = [Ticket(find, reads=True)] if readers else []
         _tickets[self._number] = self
         self._memory = bytearray(_TICKET.size)
         with torch.inference_mode(False):
@@ -141,14 +99,23 @@ class Ticket:
         self._kept: PreparedStep | None = None  # keeps the memory that the ticket points to alive
         self.clear(0)
 
-    def prepare(self, fed: int, step: PreparedStep | None) -> None:
-        """Set the number of columns fed and the step to run; None: Python runs the step."""
+    def prepare(self) -> PreparedStep | None:
+        """Set the number of columns fed and the step to run, if the layer can prepare it; otherwise
+        Python runs it. Return the prepared step."""
+        fed = self.layer.fed
+        step: PreparedStep | None = None if self._reads else self.layer.prepare()
         if step is None:
             self.clear(fed)
-            return
+            return None
         self._kept = step
         records = address_of(step.sequences), step.count, step.rows, address_of(step.kind)
         _TICKET.pack_into(self._memory, 0, self._address, self._number, fed, *records, NOT_MADE)
+        return step
+
+    def make(self, inputs: StepInputs) -> Tensor:
+        """Run the layer's step, or its reading."""
+        layer = self.layer
+        return cast(Tensor, layer.read(inputs)) if self._reads else run(layer, inputs)
 
     def clear(self, fed: int) -> None:
         """Set the number of columns fed; no step is prepared."""
@@ -161,7 +128,7 @@ class Ticket:
         return int.from_bytes(self._memory[-8:], sys.byteorder, signed=True)
 
     @property
-    def layer(self) -> SteppedLayer:
+    def layer(self) -> Any:
         """The layer.
 
         Raises:
@@ -190,98 +157,88 @@ class Ticket:
         return self.readings[0].run(inputs)
 
 
-def _readings(find: Callable[[], SteppedLayer | None]) -> Readings | None:
-    layer = find()
-    return None if layer is None else Readings(layer)
-
-
 def with_readings(tickets: Sequence[Ticket]) -> list[Ticket]:
     """The tickets of layers, and behind them those of their readings."""
     return [*tickets, *(one for ticket in tickets for one in ticket.readings)]
 
 
-def ticket_of(number: int) -> Ticket:
-    """The ticket with a number.
+def ticket_of(number: int | Tensor) -> Ticket:
+    """The ticket with a number, or with the number in a ticket's tensor.
 
     Raises:
         StateError: the ticket no longer exists, or belongs to another process.
     """
-    ticket = _tickets.get(number)
+    ticket = _tickets.get(number if isinstance(number, int) else int(number[1]))
     if ticket is None:
         raise StateError(_GONE)
     return ticket
 
 
-def led_to(ticket: Tensor) -> SteppedLayer:
-    """The layer that a ticket's number refers to; see `ticket_of` for errors."""
-    return ticket_of(int(ticket[1])).layer
-
-
 _library: Any = torch.library.Library("kvkeep", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def define_operator(
-    schema: str,
-    run: Callable[..., Tensor],
-    fake: Callable[..., Tensor],
-    tags: tuple[torch.Tag, ...] = (),
-) -> Any:
-    """Define operator `kvkeep::...`, without gradients. `run` computes it; `fake` returns a tensor
-    of the result's shape. Wrappers of `torch.library.custom_op` would take longer than a step."""
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=tags)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kvkeep::{name}", fake, lib=_library)
-    return getattr(torch.ops.kvkeep, name).default
+def operator(
+    schema: str, fake: Callable[..., Tensor], tags: tuple[torch.Tag, ...] = ()
+) -> Callable[[Callable[..., Tensor]], Any]:
+    """A decorator that makes a function the operator `kvkeep::...`, without gradients. `fake`
+    returns a tensor of the result's shape. Wrappers of `torch.library.custom_op` would take longer
+    than a step."""
+
+    def define(run: Callable[..., Tensor]) -> Any:
+        name = schema.partition("(")[0]
+        _library.define(schema, tags=tags)
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"kvkeep::{name}", fake, lib=_library)
+        return getattr(torch.ops.kvkeep, name).default
+
+    return define
 
 
-def _fed(ticket: Tensor) -> Tensor:
-    return torch.as_tensor(led_to(ticket).fed).clone()
-
-
-def _next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
-    layer = led_to(ticket)
-    if real is None:
-        return layer.next_positions(n, device).view(-1, n).clone()
-    position = layer.next_positions(n, device, None if bool(real.all()) else real)
-    return position.expand(real.shape).clone()
-
-
-def _step(ticket: Tensor, *inputs: Any) -> Tensor:
-    given = StepInputs(*inputs)
-    if wants_gradients(*given[:3]):
-        raise StateError("a step in a graph has no gradients; use torch.no_grad(), or kvkeep.train")
-    return run(led_to(ticket), given).contiguous()
-
-
-def _fake_fed(ticket: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
+# Every schema declares that it changes the ticket, so torch neither reorders nor merges calls.
+@operator("fed(Tensor(a!) ticket) -> Tensor", lambda _: torch.empty((), dtype=torch.int64), ON_HOST)
+def fed(ticket: Tensor) -> Tensor:
+    """The operator for `Ticket.fed`."""
+    return torch.as_tensor(ticket_of(ticket).layer.fed).clone()
 
 
 def _fake_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
     return torch.empty((1, n) if real is None else real.shape, dtype=torch.int32, device=device)
 
 
-def _fake_step(ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-# Every schema declares that it changes the ticket, so torch neither reorders nor merges calls.
-fed = define_operator("fed(Tensor(a!) ticket) -> Tensor", _fed, _fake_fed, ON_HOST)
-next_positions = define_operator(
+@operator(
     "next_positions(Tensor(a!) ticket, SymInt n, Tensor? real, Device device) -> Tensor",
-    _next_positions,
     _fake_positions,
     ON_HOST,
 )
-step = define_operator(f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor", _step, _fake_step, ON_HOST)
-"""Operators for `Ticket.fed`, `next_positions` and `run`."""
+def next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
+    """The operator for `Ticket.next_positions`."""
+    layer = ticket_of(ticket).layer
+    position: Tensor = layer.next_positions(n, device, None if real is None or real.all() else real)
+    return (position.view(-1, n) if real is None else position.expand(real.shape)).clone()
 
 
-def run(layer: SteppedLayer, inputs: StepInputs) -> Tensor:
+def like_step(q: Tensor, v: Tensor) -> Tensor:
+    """A tensor of the shape of a step's result."""
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@operator(
+    f"step(Tensor(a!) ticket, {INPUTS}) -> Tensor",
+    lambda ticket, q, k, v, *_: like_step(q, v),
+    ON_HOST,
+)
+def step(ticket: Tensor, *inputs: Any) -> Tensor:
+    """The operator for `Ticket.run`."""
+    given = StepInputs(*inputs)
+    if wants_gradients(*given[:3]):
+        raise StateError("a step in a graph has no gradients; use torch.no_grad(), or kvkeep.train")
+    return ticket_of(ticket).make(given).contiguous()
+
+
+def run(layer: Any, inputs: StepInputs) -> Tensor:
     """Run a layer's step with positions (1, n) or (B, n)."""
     position = inputs.position
     assert position is not None
     if not layer.padded and int(position if position.numel() == 1 else position.min()) >= 0:
         inputs = inputs._replace(position=position[0])  # the same positions for all rows
-    return layer.run(inputs)
+    return cast(Tensor, layer.run(inputs))

@@ -93,9 +93,9 @@ class DeviceStep:
         self._history = layer.history
         self._pads = self._history.pads
         mean, room = self._history.centre, _MOST_STEPS if self._evicts else self._slots
-        self._centre = None
+        self.centre: Centre | None = None
         if mean is not None:
-            self._centre = Centre(mean, layer.centring.turns_for(mean, self._fed + room))
+            self.centre = Centre(mean, layer.centring.turns_for(mean, self._fed + room))
         self._buffers = dict(unsliced(layer.slots.storage.read()))
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
@@ -115,17 +115,13 @@ class DeviceStep:
         self._segment = Segment(self._planes, layer.key_codec, layer.value_codec, used=used)
         self._ticket = Ticket(ref(self))
 
-    @property
-    def centre(self) -> Centre | None:
-        return self._centre
-
     def require(self, n: int) -> None:
         """Raise CapacityError if n more tokens do not fit."""
         if self._evicts:
-            if self._centre is not None and not self._centre.turns.covers(self._fed + n):
+            if self.centre is not None and not self.centre.turns.covers(self._fed + n):
                 raise CapacityError(
                     f"{self._fed + n} tokens fed, but these steps take keys up to position "
-                    f"{len(self._centre.turns.table)}; close() them, and create new steps"
+                    f"{len(self.centre.turns.table)}; close() them, and create new steps"
                 )
             return
         require_within(self._layer.slots.storage.limit, self._held + n)

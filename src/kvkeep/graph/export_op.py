@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.files.headers import typed
 from kvkeep.geometry import Geometry
-from kvkeep.graph.custom_ops import INPUTS, ON_HOST, run
+from kvkeep.graph.custom_ops import INPUTS, ON_HOST, like_step, operator, run
 from kvkeep.layer.history import History
 from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.stats import slot_planes
@@ -28,6 +28,7 @@ from kvkeep.policy import Need
 from kvkeep.spec import CacheSpec
 
 _COUNTS = ("columns", "floor", "slots")
+_Form = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,17 @@ class Description:
         )
         layer.cursor.holes_after = self.holes_after
         return layer
+
+    def tensors(self, layer: LayerCache, known: Geometry) -> dict[str, _Form]:
+        """The shape and dtype of each tensor of a layer's state: its planes, then `counts` and
+        `pads`."""
+        planes = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
+        rows, slots, found = known.rows, layer.slots.limit or 0, dict[str, _Form]()
+        for name, spec in planes.items():
+            heads = 1 if spec.shared else known.heads
+            found[name] = (rows, heads, slots, *spec.shape), spec.dtype
+        found["counts"] = (len(_COUNTS),), torch.int64
+        return found | {"pads": ((rows,), torch.int64)}
 
     @property
     def holes_after(self) -> int | None:
@@ -122,14 +134,12 @@ class LayerTensors(nn.Module):
         require_exportable(CacheSpec.parse(description.spec))
         known = like.history.geometry
         assert known is not None
-        specs = slot_planes(layer.policy, layer.key_codec, layer.value_codec, known)
-        self.text = json.dumps(asdict(description) | {"planes": list(specs)})
-        for name, spec in specs.items():
-            heads = 1 if spec.shared else known.heads
-            shape = (known.rows, heads, layer.slots.limit or 0, *spec.shape)
-            self.register_buffer(name, torch.zeros(shape, dtype=spec.dtype, device=known.device))
-        self.register_buffer("counts", torch.zeros(len(_COUNTS), dtype=torch.int64))
-        self.register_buffer("pads", torch.zeros(known.rows, dtype=torch.int64))
+        specs = description.tensors(layer, known)
+        *planes, _, _ = specs
+        self.text = json.dumps(asdict(description) | {"planes": planes})
+        for name, (shape, dtype) in specs.items():
+            device = known.device if name in planes else None
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
 
     @property
     def fed(self) -> Tensor:
@@ -166,15 +176,14 @@ def described(text: str) -> tuple[Description, list[str]]:
     return typed(Description, fields), names
 
 
-_OF_STATE: dict[str, Any] = {
-    "mutates_args": ("state",),
-    "schema": f"(Tensor(a0!)[] state, str text, {INPUTS}) -> Tensor",
-    "tags": ON_HOST,
-}
-"""What the operators of a layer have in common."""
+_SCHEMA = f"(Tensor(a!)[] state, str text, {INPUTS}) -> Tensor"
 
 
-@torch.library.custom_op("kvkeep::step_in", **_OF_STATE)
+def _fake(state: Sequence[Tensor], text: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return like_step(q, v)
+
+
+@operator(f"step_in{_SCHEMA}", _fake, ON_HOST)
 def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.run`: `state`: its buffers in order; `text`: its description as JSON."""
     description, names = described(text)
@@ -207,7 +216,7 @@ def _count(layer: LayerCache, counts: Tensor) -> None:
     counts.copy_(torch.tensor([columns, history.floor, layer.length]))
 
 
-@torch.library.custom_op("kvkeep::read_in", **_OF_STATE)
+@operator(f"read_in{_SCHEMA}", _fake, ON_HOST)
 def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
     """`LayerTensors.read`, after `step_in` with the same state and text. The last reading evicts,
     which changes the state."""
@@ -221,11 +230,3 @@ def read_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
 
 
 _layers = WeakTensorKeyDictionary()  # layers by `counts`; each step loads a layer's state
-
-
-@step_in.register_fake
-@read_in.register_fake
-def _(
-    state: Sequence[Tensor], text: str, q: Tensor, k: Tensor, v: Tensor, *others: object
-) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))

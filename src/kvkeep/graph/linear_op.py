@@ -17,13 +17,17 @@ from torch.fx import GraphModule, Node
 
 from kvkeep import native_library
 from kvkeep.choice import is_slow, kernel_rows
-from kvkeep.graph.custom_ops import define_operator
+from kvkeep.graph import custom_ops
 from kvkeep.linears import Stored, Weights, grouped_product, readable, stored
 
 _LINEARS = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
-def _linears(
+@custom_ops.operator(
+    "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] scales) -> Tensor",
+    lambda x, weights, *_: x.new_empty((*x.shape[:-1], sum(w.shape[0] for w in weights))),
+)
+def linears(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], scales: list[Tensor]
 ) -> Tensor:
     """x (..., inputs), times several weights (outputs, inputs): (..., all outputs).
@@ -39,19 +43,6 @@ def _linears(
         pairs = zip(plain, biases, strict=True)
         return torch.cat([torch.nn.functional.linear(x, *pair) for pair in pairs], dim=-1)
     return out
-
-
-def _fake(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], scales: list[Tensor]
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
-
-
-linears = define_operator(
-    "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] scales) -> Tensor",
-    _linears,
-    _fake,
-)
 
 
 def route_linears(graph: GraphModule, inputs: Sequence[Any]) -> int:
@@ -141,7 +132,11 @@ _MOST_TOKENS = 256
 """Most tokens of all experts together; with more, torch's own operator may be faster."""
 
 
-def _grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+@custom_ops.operator(
+    "grouped(Tensor x, Tensor weight, Tensor offs) -> Tensor",
+    lambda x, weight, offs: x.new_empty((x.shape[0], weight.shape[2])),
+)
+def grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """The tokens `x[offs[e - 1] : offs[e]]` times the weight of expert e, for each e.
 
     Args:
@@ -162,15 +157,6 @@ def _grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         if end > start:
             out[start:end] = x[start:end].to(dtype) @ own.to(dtype)
     return out
-
-
-def _fake_grouped(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[2]))
-
-
-grouped = define_operator(
-    "grouped(Tensor x, Tensor weight, Tensor offs) -> Tensor", _grouped, _fake_grouped
-)
 
 
 def route_experts(graph: GraphModule) -> int:

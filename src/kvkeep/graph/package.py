@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.graph.compiled_library import CompiledLibrary
-from kvkeep.graph.custom_ops import Ticket
+from kvkeep.graph.custom_ops import PreparedStep, Ticket
 from kvkeep.graph.shims import SHIMS, connect, raised
-from kvkeep.layer.decode.ready import RAISED, PreparedStep, require_memory
+from kvkeep.layer.decode.ready import RAISED, require_memory
 
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -100,9 +100,7 @@ class Package:
         with ExitStack() as ended:  # ends every step, even if one step raises
             ended.callback(self._busy.release)
             for ticket in tickets:
-                layer: Any = ticket.layer  # a `LayerCache`, or one layer of several sequences
-                step = layer.prepare()
-                ticket.prepare(layer.fed, step)
+                step = ticket.prepare()
                 if step is not None:
                     ready.append((ticket, step))
             for ticket, step in ready:

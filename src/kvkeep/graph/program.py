@@ -38,7 +38,6 @@ from kvkeep.graph.linear_op import grouped as _grouped  # noqa: F401
 from kvkeep.graph.vetting import why_refused
 from kvkeep.reading import open_file
 from kvkeep.storage.allocate import free_bytes
-from kvkeep.version import __version__
 
 FORMAT = 1
 """The only version of the file format that is written and read."""
@@ -79,13 +78,6 @@ class Header:
     room: int
     vocabulary: int
     fingerprint: dict[str, str]
-
-    @classmethod
-    def now(
-        cls, specs: list[str], rows: int, room: int, vocabulary: int, fingerprint: dict[str, str]
-    ) -> Header:
-        """The header of a program exported by this version of kvkeep."""
-        return cls(FORMAT, __version__, specs, rows, room, vocabulary, fingerprint)
 
 
 class Program:

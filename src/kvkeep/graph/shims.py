@@ -19,29 +19,26 @@ from kvkeep.graph.linear_op import grouped, linears
 from kvkeep.layer.step import StepInputs
 from kvkeep.native_library import LIBRARY
 
-_TICKET = "AtenTensorHandle ticket"
-SHIMS = {
-    custom_ops.fed: [f"AOTITorchError aoti_torch_cpu_fed({_TICKET}, AtenTensorHandle* out)"],
-    custom_ops.next_positions: [
-        f"AOTITorchError aoti_torch_cpu_next_positions({_TICKET}, int64_t n, "
-        "const AtenTensorHandle* real, int32_t device, int32_t index, AtenTensorHandle* out)"
-    ],
-    custom_ops.step: [
-        f"AOTITorchError aoti_torch_cpu_step({_TICKET}, AtenTensorHandle q, AtenTensorHandle k, "
-        "AtenTensorHandle v, AtenTensorHandle position, double scale, double* softcap, "
-        "AtenTensorHandle* sinks, AtenTensorHandle* until, AtenTensorHandle* bias, "
-        "AtenTensorHandle* out)"
-    ],
-    linears: [
-        "AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle x, const AtenTensorHandle* "
-        "weights, int64_t count, const AtenTensorHandle** biases, int64_t bias_count, "
-        "const AtenTensorHandle* scales, int64_t scale_count, AtenTensorHandle* out)"
-    ],
-    grouped: [
-        "AOTITorchError aoti_torch_cpu_grouped(AtenTensorHandle x, AtenTensorHandle weight, "
-        "AtenTensorHandle offs, AtenTensorHandle* out)"
-    ],
+_ARGUMENTS = {
+    "Tensor": "AtenTensorHandle {}",
+    "Optional[Tensor]": "const AtenTensorHandle* {}",
+    "List[Tensor]": "const AtenTensorHandle* {0}, int64_t {0}_count",
+    "List[Optional[Tensor]]": "const AtenTensorHandle** {0}, int64_t {0}_count",
+    **{"int": "int64_t {}", "float": "double {}", "Optional[float]": "double* {}"},
+    "Device": "int32_t {0}, int32_t {0}_index",
 }
+"""C declarations of arguments by their type in an operator's schema."""
+
+
+def _declared(operator: Any) -> str:
+    """The C declaration of the function that computes an operator, for AOTInductor."""
+    given = [_ARGUMENTS[str(x.type)].format(x.name) for x in operator._schema.arguments]
+    name = f"aoti_torch_cpu_{operator._schema.name.partition('::')[2]}"
+    return f"AOTITorchError {name}({', '.join(given)}, AtenTensorHandle* out)"
+
+
+_OPERATORS = (custom_ops.fed, custom_ops.next_positions, custom_ops.step, linears, grouped)
+SHIMS = {operator: [_declared(operator)] for operator in _OPERATORS}
 """C declarations of the functions that compute operators, for AOTInductor."""
 
 _FUNCTIONS = (
@@ -103,13 +100,10 @@ _called_step = ctypes.CFUNCTYPE(c_int32, c_void_p)(_step)
 def _make_step(address: int) -> None:
     packed = ctypes.string_at(address, _TRACED.size)
     number, tensors, scale, softcap = _TRACED.unpack(packed)
-    q, k, v, position, sinks, until, bias, out = map(tensor_at, TENSOR.iter_unpack(tensors))
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert out is not None
+    given: Any = map(tensor_at, TENSOR.iter_unpack(tensors))
+    q, k, v, position, sinks, until, bias, out = given
     inputs = StepInputs(q, k, v, position, scale, softcap or None, sinks, until, bias)
-    out.copy_(custom_ops.run(custom_ops.ticket_of(number).layer, inputs))
+    out.copy_(custom_ops.ticket_of(number).make(inputs))
 
 
 def tensor_at(described: tuple[int, ...]) -> Tensor | None:

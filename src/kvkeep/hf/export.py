@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvkeep.errors import KVKeepError, SpecError, UnsupportedError, reason_of
 from kvkeep.features import Feature
 from kvkeep.graph.export_op import Description, LayerTensors
-from kvkeep.graph.program import Header, Program
+from kvkeep.graph.program import FORMAT, Header, Program
 from kvkeep.hf.attach import attach_routed, detach, unwrapped
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.cache_argument import as_cache, cache_name
@@ -26,6 +26,7 @@ from kvkeep.hf.parallel import is_parallel
 from kvkeep.hf.weight_parts import is_joined
 from kvkeep.host import Specs
 from kvkeep.planes import Chunks
+from kvkeep.version import __version__
 
 _NEAR = 1e-4
 _SEVERAL = 4
@@ -103,7 +104,7 @@ def _exported(
     embeddings: Any = model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
     known = fingerprint(model, tokenizer)
-    return traced, Header.now(specs, rows, step.room, vocabulary, known)
+    return traced, Header(FORMAT, __version__, specs, rows, step.room, vocabulary, known)
 
 
 class _TraceError(Exception):

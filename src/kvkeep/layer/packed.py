@@ -71,7 +71,7 @@ class PackedLayer(AttendingLayer):
     def prepare(self) -> None:
         """Prepare the steps that the native library can make. Their layers stay locked until `end`.
 
-        All layers are prepared before the first one runs; see `PreparedStep`. Only a layer to whose
+        All layers are prepared before the first one runs; see `Ready`. Only a layer to whose
         slots other layers attend is prepared in `run`, because its step must end before they run.
 
         Raises:
@@ -209,7 +209,7 @@ class PackedLayer(AttendingLayer):
 
 class ReadyTogether:
     """One prepared step of all sequences of a `PackedLayer`. The layer begins and ends it. See
-    `PreparedStep`."""
+    `Ready`."""
 
     def __init__(self, layer: PackedLayer, steps: Sequence[Ready]) -> None:
         self._layer = layer
@@ -221,7 +221,7 @@ class ReadyTogether:
         """Nothing to do: `PackedLayer.prepare` has begun the steps."""
 
     def end(self, result: int) -> None:
-        """See `PreparedStep`. If the program did not make the step, `PackedLayer.run` may have made
+        """See `Ready`. If the program did not make the step, `PackedLayer.run` may have made
         it and recorded its result."""
         if result not in (NOT_MADE, RAISED):
             self._layer.note(result)

@@ -56,16 +56,12 @@ class Undivided(LayerSlots):
         return replace(found, live_bytes=found.live_bytes + aside, nbytes=found.nbytes + aside)
 
     def segments(self) -> tuple[Segment, ...]:
-        key, value = self.codecs
-        found = []
-        for run in self.frozen.runs:
-            planes = run.joined if POSITION in run.own else run.planes
-            found.append(Segment(planes, key, value, run.rotation))
-        if self.storage.length:
-            found.append(Segment(self.storage.read(), key, value))
-        if self.aside.length:
-            found.append(Segment(self.aside.read(), key, value))
-        return tuple(found)
+        held = [
+            (run.joined if POSITION in run.own else run.planes, run.rotation)
+            for run in self.frozen.runs
+        ]
+        held += [(part.read(), None) for part in (self.storage, self.aside) if part.length]
+        return tuple(Segment(planes, *self.codecs, rotation) for planes, rotation in held)
 
     def positions(self, *, newest_last: bool = False) -> Tensor:
         held = [s.position.expand(self._rows, -1, -1) for s in self.segments()]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkeep.context import within
 from kvkeep.errors import ShapeError, StateError, UnsupportedError
-from kvkeep.graph.custom_ops import ON_HOST, SteppedLayer, Ticket, define_operator, ticket_of
+from kvkeep.graph.custom_ops import ON_HOST, Ticket, operator, ticket_of
 from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compresses
 from kvkeep.host.saving import save
@@ -229,7 +229,7 @@ def _return_to(cache: ModelCache, columns: int) -> None:
         cache.rewind(columns)
 
 
-Layers = Callable[[], Sequence[SteppedLayer]]
+Layers = Callable[[], Sequence[Any]]
 Begin = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -252,19 +252,12 @@ class LayerTicket(Ticket):
         return cast(Tensor, _begin_litgpt(self.number, ids, at))
 
 
-def _run_begin(ticket: Tensor, ids: Tensor, at: Tensor) -> Tensor:
-    own: Any = ticket_of(int(ticket[1]))
-    placed: Tensor = own.begin_now(ids, at)
-    return placed.expand(at.shape if at.dim() == 2 else (1, len(at))).to(torch.int32).clone()
-
-
-def _fake_begin(ticket: Tensor, ids: Tensor, at: Tensor) -> Tensor:
-    return at.new_empty((1, *at.shape)[-2:], dtype=torch.int32)
-
-
-_begin_litgpt = define_operator(
+@operator(
     "begin_litgpt(Tensor(a!) ticket, Tensor ids, Tensor at) -> Tensor",
-    _run_begin,
-    _fake_begin,
+    lambda ticket, ids, at: at.new_empty((1, *at.shape)[-2:], dtype=torch.int32),
     ON_HOST,
 )
+def _begin_litgpt(ticket: Tensor, ids: Tensor, at: Tensor) -> Tensor:
+    own: Any = ticket_of(ticket)
+    placed: Tensor = own.begin_now(ids, at)
+    return placed.expand(at.shape if at.dim() == 2 else (1, len(at))).to(torch.int32).clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -164,7 +163,8 @@ class Graphed:
     def _run(self) -> Tensor:
         """One step, launched operation by operation."""
         position = self._steps_on_device[0].next_positions(1).expand(len(self._token), 1)
-        with self._layers_visible():
+        self.cache.lent = None  # the model's forward uses the cache's layers
+        try:
             logits: Tensor = self._forward(
                 input_ids=self._token,
                 attention_mask=position[:, None, None],
@@ -172,6 +172,8 @@ class Graphed:
                 use_cache=True,
                 **as_cache(self.model, self.cache),
             ).logits[:, -1]
+        finally:
+            self.cache.lent = self
         self._cursors.advance()
         self.cache._feeding = None  # the cache's layers do not count tokens during these steps
         return logits
@@ -205,15 +207,6 @@ class Graphed:
                 "model itself"
             ) from error
         self._graph = graph
-
-    @contextmanager
-    def _layers_visible(self) -> Any:
-        """A context in which the model's forward can use the cache's layers."""
-        self.cache.lent = None
-        try:
-            yield
-        finally:
-            self.cache.lent = self
 
 
 class Replay:

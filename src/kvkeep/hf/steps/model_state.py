@@ -37,6 +37,14 @@ _KNOWN = ("torch", "kvkeep", "numpy", *sys.stdlib_module_names)
 """Packages whose functions are described by their names only."""
 _OF_A_CLASS = (FunctionType, staticmethod, classmethod, property, partialmethod, bool, int, float)
 """Types of a user's class's attributes on which a forward may depend, whatever their names."""
+_CALLABLES: dict[Any, tuple[str, ...]] = {
+    staticmethod | classmethod: ("__func__",),
+    MethodType: ("__self__", "__func__"),
+    property: ("fget", "fset"),
+    partial | partialmethod: ("func", "args", "keywords"),
+    cached_property: ("func",),
+}
+"""Callable objects, and the names of the attributes that describe them."""
 _DEEPEST = 8  # most levels of objects within objects that are described
 
 _ADDRESS, _DTYPE = torch._C.TensorBase.data_ptr, attrgetter("dtype")
@@ -220,16 +228,9 @@ class ModelState:
     def _compound(self, value: Any, depth: int) -> str:
         """The description of an object that contains other objects."""
         kind, inner = type(value), partial(self._text, depth=depth)
-        if isinstance(value, staticmethod | classmethod):
-            return inner(value.__func__)
-        if isinstance(value, MethodType):
-            return f"{inner(value.__self__)}.{inner(value.__func__)}"
-        if isinstance(value, property):
-            return ",".join(map(inner, (value.fget, value.fset)))
-        if isinstance(value, partial | partialmethod):
-            return ",".join(map(inner, (value.func, value.args, value.keywords)))
-        if isinstance(value, cached_property):
-            return inner(value.func)
+        for known, names in _CALLABLES.items():
+            if isinstance(value, known):
+                return ",".join(inner(getattr(value, name)) for name in names)
         if isinstance(value, dict):
             items = [f"{inner(k)}:{inner(x)}" for k, x in value.items()]
             return f"{{{','.join(items)}}}" if items else ""
@@ -329,22 +330,22 @@ def _is_ours(value: Any) -> bool:
 def _is_of(value: Any, *packages: str) -> bool:
     """Whether a class, function or module, or the class of another object, is defined in one of
     these packages."""
-    if isinstance(value, ModuleType):
-        defined = value.__name__
-    elif isinstance(value, type | FunctionType | BuiltinFunctionType):
-        defined = value.__module__
-    else:
-        defined = type(value).__module__
+    named = _named(value)
+    defined = named.__name__ if isinstance(named, ModuleType) else named.__module__
     return str(defined).partition(".")[0] in packages
 
 
 def _name(value: Any) -> str:
     """The name of a class, function or module, or of the class of another object."""
-    if isinstance(value, ModuleType):
-        return value.__name__
-    named = isinstance(value, type | FunctionType | BuiltinFunctionType)
-    kind = value if named else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    named = _named(value)
+    is_module = isinstance(named, ModuleType)
+    return named.__name__ if is_module else f"{named.__module__}.{named.__qualname__}"
+
+
+def _named(value: Any) -> Any:
+    """A class, function or module itself; the class of another object."""
+    known = isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType)
+    return value if known else type(value)
 
 
 def _layout(x: Tensor) -> tuple[list[int], list[int], torch.dtype]:

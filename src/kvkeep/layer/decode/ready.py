@@ -1,8 +1,6 @@
-"""PreparedStep: a layer's step, packed for a call of the native library."""
+"""Ready: a layer's step, packed for a call of the native library."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from kvkeep.layer.cursor import State
 from kvkeep.layer.decode.plan import FAILED, StepPlan
@@ -19,42 +17,23 @@ def require_memory(result: int, steps: int) -> None:
         raise MemoryError(f"no scratch memory for a step of {steps} sequences")
 
 
-class PreparedStep(Protocol):
-    """A prepared step of one token a row. Call `begin`, then the library, and always `end`.
+class Ready:
+    """The prepared step of one token a row of a layer. Call `begin`, then the library, and always
+    `end`.
 
     All layers are prepared before the first one runs. Reading the model's weights evicts Python's
     working set from the processor's caches, so Python between layers would run several times
     slower.
+
+    Args:
+        token: index of the layer's first row among the tokens of the call.
+        contest: a number unique to this layer in the call.
 
     Attributes:
         sequences: packed KvSequences.
         count: number of KvSequences.
         rows: number of rows of the step.
         kind: packed KvKind of the inputs that the step accepts.
-    """
-
-    sequences: bytes
-    count: int
-    rows: int
-    kind: bytes
-
-    def begin(self) -> None:
-        """Record the state before the step. This thread holds the layer's turn until `end`."""
-
-    def end(self, result: int) -> None:
-        """Count the token if the step was made; otherwise return to the state before it.
-
-        Args:
-            result: a KvStepResult, or `NOT_MADE`.
-        """
-
-
-class Ready:
-    """The prepared step of one layer. See `PreparedStep`.
-
-    Args:
-        token: index of the layer's first row among the tokens of the call.
-        contest: a number unique to this layer in the call.
     """
 
     def __init__(self, plan: StepPlan, token: int = 0, contest: int = 1) -> None:
@@ -69,12 +48,16 @@ class Ready:
         return self.plan.sequences(*self._place)
 
     def begin(self) -> None:
-        """See `PreparedStep`."""
+        """Record the state before the step. This thread holds the layer's turn until `end`."""
         self.plan.take_turn(self._entries)
         self._begun = True
 
     def end(self, result: int) -> None:
-        """See `PreparedStep`."""
+        """Count the token if the step was made; otherwise return to the state before it.
+
+        Args:
+            result: a KvStepResult, or `NOT_MADE`.
+        """
         if not self._begun:
             return
         self._begun, cursor = False, self.plan.cursor
