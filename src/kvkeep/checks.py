@@ -107,7 +107,7 @@ def check_memory(what: str, x: Tensor, device: torch.device) -> None:
         held = x.untyped_storage().nbytes()
     except RuntimeError:
         return  # a tensor of torch.func, without memory of its own
-    last = count - 1  # if x is contiguous, which is the quicker question
+    last: int | torch.SymInt = count - 1  # if x is contiguous, which is the quicker question
     if not x.is_contiguous():
         last = sum((a - 1) * b for a, b in zip(x.shape, x.stride(), strict=True))
     last += x.storage_offset()

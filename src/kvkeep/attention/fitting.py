@@ -105,7 +105,7 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
 def _check_parts(view: View, rows: int) -> None:
     """Check that parts come first and hold each row of each head exactly once."""
     segments, parts = view.segments, view.parts
-    if all(s.head is s.rows is None and not s.part for s in segments):
+    if not any(s.part or s.head is not None or s.rows is not None for s in segments):
         return
     held: dict[int | None, list[int]] = {}
     for segment in segments:
