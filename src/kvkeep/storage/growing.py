@@ -60,8 +60,8 @@ class Bounded(NamedTuple):
     slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
     each slot is copied sixteen times in all. Chunks of at most an eighth of the bound are fed
     without reallocation; for larger ones see `Growing.make_room`. If the bound is 0, twice as much
-    is spare: the number of slots of a competing head is a random walk, whose reallocations become
-    four times rarer, and each of them costs several steps.
+    is spare: the number of slots of a competing head goes up and down, and a reallocation takes
+    as long as several steps.
     """
 
     bound: int
