@@ -59,7 +59,9 @@ class Bounded(NamedTuple):
     At most an eighth is spare, on any device: on the CPU too, small buffers are memory, and so are
     slots that a chunk was written to before it was evicted. A sixteenth is spare after growing, so
     each slot is copied sixteen times in all. Chunks of at most an eighth of the bound are fed
-    without reallocation; for larger ones see `Growing.make_room`.
+    without reallocation; for larger ones see `Growing.make_room`. If the bound is 0, twice as much
+    is spare: the number of slots of a competing head goes up and down, and a reallocation takes
+    as long as several steps.
     """
 
     bound: int
@@ -68,7 +70,7 @@ class Bounded(NamedTuple):
 
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
-        little = slots + max(1, slots // 16)
+        little = slots + max(1, slots // (16 if self.bound else 8))
         if slots > self.bound:
             return little
         wanted = little if self.factor is None else int(slots * self.factor)
@@ -77,7 +79,7 @@ class Bounded(NamedTuple):
     def most(self, slots: int) -> int:
         """The most capacity that is kept for `slots` slots."""
         stay = max(slots, self.bound)
-        return stay + max(2, stay // 8)
+        return stay + max(2, stay // (8 if self.bound else 4))
 
     def less(self, slots: int, capacity: int) -> int | None:
         """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""
@@ -95,7 +97,8 @@ class Growing(Buffer):
 
     After an eviction, spare slots are freed if the capacity is more than twice what growing would
     allocate; on an accelerator, if it is more than 1.5 times the slots in use. If a policy has a
-    budget (`bound`), at most an eighth more than the budget stays allocated after a step.
+    budget (`bound`), at most an eighth more than the slots kept stays allocated after a step, or a
+    quarter if their number changes.
     """
 
     name: ClassVar[str] = "growing"
