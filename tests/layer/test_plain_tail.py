@@ -123,8 +123,9 @@ def test_drafts_taken_back_change_nothing(text: list[Tensor], policy: str) -> No
     layer, alone = (made(f"{policy}+int4:recent=32,sinks=4") for _ in range(2))
     with_drafts(layer, alone, text, 150)
     assert plain_positions(layer) == plain_positions(alone)
+    assert alike(layer, alone)
     out, expected = (fed(one, text, TEXT, 1) for one in (layer, alone))
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=0)  # weights of codes are rounded
 
 
 def test_drafts_after_a_freeze_change_nothing(text: list[Tensor]) -> None:
