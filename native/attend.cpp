@@ -41,8 +41,8 @@ int64_t slots_of(const KvCall& call) {
     return slots;
 }
 
-// A tile computes half of the scores of its own slots in vain, so its tokens are few beside the
-// slots that a query sees.
+// Half of a tile's scores on its own slots are masked, so a tile has few tokens beside the slots
+// that a query sees.
 int64_t tokens_of_tile(const KvCall& call) {
     const int64_t fair = (2 * slots_of(call) - call.queries) / 8 / 16 * 16;
     const int64_t most = std::min(KV_RECORDS / call.group, std::max(FEWEST_TOKENS, fair));

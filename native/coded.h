@@ -151,7 +151,7 @@ void coded_scores(Rows keys, Rows values, int64_t count, int64_t width, int64_t 
 template <int BITS>
 struct CodedWeights {
     static constexpr int64_t SLOTS = BITS == 4 ? 4 : 2;  // whose weights a vector repeats
-    // For codes of 4 bits, whose halves may differ in their group, the whole vector.
+    // The halves of a vector of 4-bit codes may have different groups and weights, so it is whole.
     typedef std::conditional_t<BITS == 4, s16, int32_t> Repeated;
     alignas(32) Repeated slots[BLOCK / SLOTS];
     v8 step, zero;  // the value of 1, and the zero points' contribution
@@ -274,7 +274,7 @@ KV_OUTLINE void coded_columns(Rows values, Lines ahead, int64_t count,
         s16 some[MT][N] = {};  // of bytes
         for (int64_t j = begin; j < end; j += SLOTS, at += SLOTS * values.stride) {
             Lines::pass(ahead);
-            s16 slot[SLOTS];  // of no slot: the last one's, at a weight of 0
+            s16 slot[SLOTS];  // after the last slot: its codes again, whose weight is 0
 #pragma GCC unroll 4
             for (int i = 0; i < SLOTS; ++i)
                 slot[i] = load<s16>(i && j + i >= count ? last : at + i * values.stride);

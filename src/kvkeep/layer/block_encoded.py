@@ -86,10 +86,15 @@ class BlockEncoded(LayerSlots):
 
     @property
     def stats(self) -> LayerStats:
-        one, two = vars(self.blocks.stats), vars(self.tail.stats)
-        both = {name: one[name] + two[name] for name in one}
-        both["capacity"] += one["capacity"] * (self._each - 1)
-        return LayerStats(**both | {"length": self.length, "kept": 1.0})
+        one, two = self.blocks.stats, self.tail.stats
+        return LayerStats(
+            self.length,
+            one.capacity * self._each + two.capacity,
+            one.live_bytes + two.live_bytes,
+            one.nbytes + two.nbytes,
+            one.shared_bytes + two.shared_bytes,
+            one.reallocations + two.reallocations,
+        )
 
     def segments(self) -> tuple[Segment, ...]:
         return self.blocks.segments() + self.tail.segments()

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.attention import Held, Segment, View
 from kvkeep.errors import UnsupportedError
 from kvkeep.layer.cursor import Cursor
+from kvkeep.layer.history import History
 from kvkeep.planes import Chunks, OwnWindow, Reach, limits
 from kvkeep.policy import Policy
 
@@ -35,6 +36,26 @@ class Sight(NamedTuple):
             held = self.window.behind(cursor.history.newest + 1) - 1
             return min(length, held if isinstance(held, int) else int(held.max()))
         return min(length, reach.size - 1 + reach.fixed)
+
+    def after(
+        self,
+        segments: tuple[Segment, ...],
+        queries: Tensor,
+        history: History,
+        length: int,
+        hides: bool = False,
+        until: Tensor | None = None,
+    ) -> View:
+        """The view of queries over `length` slots, after `history`. `hides`: some slots are hidden.
+        For the other arguments see `view`."""
+        return self.view(
+            segments,
+            queries,
+            length if history.holes is None else None,  # with holes, few slots may span a window
+            history.columns,
+            empty=history.pads is not None or self.policy.ragged or hides,
+            until=until,
+        )
 
     def view(
         self,

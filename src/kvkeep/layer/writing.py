@@ -94,11 +94,8 @@ class Writer:
             assert history.geometry is not None
             queries = history.next_positions(1, history.geometry.device) - 1
         hides = slots.frozen.hides or slots.hidden > 0
-        empty = history.pads is not None or self.policy.ragged or hides
-        # With holes, few slots may span a window.
-        length = slots.length if history.holes is None else None
-        fed, sight = history.columns, self.setup.sight
-        return sight.view(slots.segments(), queries, length, fed, empty=empty, until=until)
+        segments, length = slots.segments(), slots.length
+        return self.setup.sight.after(segments, queries, history, length, hides, until)
 
     def settle(self, observation: Observation) -> None:
         """Pass the observation to the policy and evict, now or after the readings."""

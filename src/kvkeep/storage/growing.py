@@ -68,9 +68,14 @@ class Bounded(NamedTuple):
     factor: float | None = None
     """The growth factor up to the bound; None: 17/16."""
 
+    @property
+    def _share(self) -> int:
+        """At most one in so many slots is spare."""
+        return 8 if self.bound else 4
+
     def room(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit."""
-        little = slots + max(1, slots // (16 if self.bound else 8))
+        little = slots + max(1, slots // (2 * self._share))
         if slots > self.bound:
             return little
         wanted = little if self.factor is None else int(slots * self.factor)
@@ -79,7 +84,7 @@ class Bounded(NamedTuple):
     def most(self, slots: int) -> int:
         """The most capacity that is kept for `slots` slots."""
         stay = max(slots, self.bound)
-        return stay + max(2, stay // (8 if self.bound else 4))
+        return stay + max(2, stay // self._share)
 
     def less(self, slots: int, capacity: int) -> int | None:
         """The smaller capacity to allocate for `slots` slots; None: keep `capacity`."""

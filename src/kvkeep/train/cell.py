@@ -152,9 +152,7 @@ class Cell(Unattending):
             inputs.position, rows, shows_padding=layer.policy.shows_padding
         )
         segment = Segment({"k": keys, "v": values, POSITION: place}, Plain(), Plain())
-        length = None if after.holes is not None else keys.shape[2]
-        empty = after.pads is not None or layer.policy.ragged
-        view = layer.sight.view((segment,), queries, length, after.columns, empty=empty)
+        view = layer.sight.after((segment,), queries, after, keys.shape[2])
         view = view._replace(chosen=inputs.chosen)
         options = inputs.options(layer.slopes)
         return dispatch(inputs.q, view, options, differentiable=True)[0]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,14 @@ _NOT_COMPILED = (
 _log = logging.getLogger(__name__)
 
 
-Run = tuple[Program, Signature, Sequence[Any], bytes | None]
-"""A graph that has run: its program, its signature, its results, and the contents of the program's
-file if the program was compiled in this run."""
+class Run(NamedTuple):
+    """A graph that has run: its program, its signature, its results, and the contents of the
+    program's file if the program was compiled in this run."""
+
+    program: Program
+    signature: Signature
+    found: Sequence[Any]
+    content: bytes | None
 
 
 class Compiler:
@@ -229,7 +234,7 @@ class Compiler:
             if found is None:
                 raise RuntimeError("another thread is running the step that was just compiled")
             if signature is not None:
-                self._ran, content = (program, signature, found, content), None
+                self._ran, content = Run(program, signature, found, content), None
             return found
 
         return run
@@ -237,17 +242,17 @@ class Compiler:
     def _learn(self, out: Any) -> Step | None:
         """The step that has just run, or None if it cannot be reused. If it is a program, it is
         saved to disk."""
-        if self._ran is None or set(out) - {"logits", *NAMES}:
+        ran = self._ran
+        if ran is None or set(out) - {"logits", *NAMES}:
             return None
-        program, signature, found, content = self._ran
-        places = [place for place, x in enumerate(found) if x is out.logits]
+        places = [place for place, x in enumerate(ran.found) if x is out.logits]
         if not places:
             return None
-        signature = signature._replace(logits=places[0], output=type(out).__name__)
-        name = None if content is None else step_name(self._model, self._given)
-        if content is not None and name is not None:
-            saved_steps.keep(content, name, signature._asdict())
-        return Step(self._model, program, signature)
+        signature = ran.signature._replace(logits=places[0], output=type(out).__name__)
+        name = None if ran.content is None else step_name(self._model, self._given)
+        if ran.content is not None and name is not None:
+            saved_steps.keep(ran.content, name, signature._asdict())
+        return Step(self._model, ran.program, signature)
 
     def _advance(self, stage: int) -> None:
         if self._progress is None:
