@@ -42,11 +42,12 @@ def follow(
 
 
 def reads_exactly(cache: ModelCache) -> bool:
-    """Whether a context that is fed at once is read as by a full cache: no codes are read, and no
-    policy observes it or limits what queries see. The cache can then begin with the full cache's
-    slots."""
+    """Whether a context that is fed at once is read as by a full cache: no codes are read, no
+    centre is measured on its queries, and no policy observes it or limits what queries see. The
+    cache can then begin with the full cache's slots."""
     return all(
         (layer.slots.late or (layer.key_codec, layer.value_codec) == (Plain(), Plain()))
+        and not layer.key_codec.centre
         and layer.policy.reach is None
         and not layer.policy.needs & {Need.MASS, Need.QUERIES}
         for layer in cache.layers
