@@ -10,7 +10,7 @@ extern "C" {
 
 // Version of this interface, checked by src/kvkeep/native_library.py. Increase it with every
 // change.
-constexpr int KV_ABI = 26;
+constexpr int KV_ABI = 27;
 KV_PUBLIC int kv_abi();
 
 // Element types of a plane; src/kvkeep/packing.py has the same numbers for codes. 4-bit and 2-bit
@@ -213,7 +213,7 @@ struct KvRule {
     double fade, mix;
     int64_t* memory;   // if `by_keys`: (rows, heads, memory_head), which the library keeps from step
                        // to step. The caller sets it to 0 whenever slots change otherwise
-    int64_t memory_head;  // at least 3 + width, rounded up to 32, + (capacity + 64) / 2
+    int64_t memory_head;  // at least 3 + 1.5 width, rounded up to a multiple of 32, + capacity
 };
 
 // How a layer's slots, or those of some rows or one head, take a token. All rows have the same

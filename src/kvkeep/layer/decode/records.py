@@ -160,7 +160,8 @@ class LayerRecords(NamedTuple):
         rows, heads, capacity = planes["k"].shape[:3]
         width = key_width + -key_width % 32
         with torch.inference_mode(False):  # so that it can be changed outside inference mode too
-            return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
+            numbers = 3 + width + width // 2 + capacity
+            return torch.zeros((rows, heads, numbers), dtype=torch.int64)
 
     def _step(
         self,
