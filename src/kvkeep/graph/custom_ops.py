@@ -110,7 +110,9 @@ class Ticket:
 
     on_device = False
 
-    def __init__(self, find: Callable[[], TicketLayer | None], readers: int = 0, reads: bool = False) -> None:
+    def __init__(
+        self, find: Callable[[], TicketLayer | None], readers: int = 0, reads: bool = False
+    ) -> None:
         self._find, self._number, self.readers, self._reads = find, next(_numbers), readers, reads
         self.readings = [Ticket(find, reads=True)] if readers else []
         _tickets[self._number] = self
