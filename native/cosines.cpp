@@ -432,17 +432,14 @@ float widened(typename T::Element x, T) {
     return T::widen1(x);
 }
 
-void decode_head(const KvKeys& keys, int64_t slots, float* scratch, float* out) {
+void decode_slots(const KvKeys& keys, int64_t slot, int64_t count, float* scratch, float* out) {
     reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
-        for (int64_t block = 0; block < slots; block += BLOCK) {
-            const int64_t count = std::min(BLOCK, slots - block);
-            const auto own = read(block, count, scratch);
-            for (int64_t j = 0; j < count; ++j, out += keys.width) {
-                const auto* x = own.at(j);
-                const float scale = own.scales ? F16::widen1(own.scales[j * own.scale_stride]) : 1;
-                for (int64_t i = 0; i < keys.width; ++i) out[i] = widened(x[i], type) * scale;
-                if (keys.slots.rotated) rotate(out, keys.width);
-            }
+        const auto own = read(slot, count, scratch);
+        for (int64_t j = 0; j < count; ++j, out += keys.width) {
+            const auto* x = own.at(j);
+            const float scale = own.scales ? F16::widen1(own.scales[j * own.scale_stride]) : 1;
+            for (int64_t i = 0; i < keys.width; ++i) out[i] = widened(x[i], type) * scale;
+            if (keys.slots.rotated) rotate(out, keys.width);
         }
     });
 }
@@ -450,4 +447,4 @@ void decode_head(const KvKeys& keys, int64_t slots, float* scratch, float* out) 
 }  // namespace
 
 extern const KvCosineKernel KV_COSINES;
-const KvCosineKernel KV_COSINES{bound_head, score_slots, forget, decode_head};
+const KvCosineKernel KV_COSINES{bound_head, score_slots, forget, decode_slots};

@@ -41,8 +41,8 @@ struct KvCosineKernel {
                   float* scratch, float* out);
     // Takes a slot's key out of the sum.
     void (*forget)(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch);
-    // Decodes the keys of a head, with their centre, to (slots, width).
-    void (*decode)(const KvKeys& keys, int64_t slots, float* scratch, float* out);
+    // Decodes the keys of `count` slots, at most KV_BLOCK, with their centre, to (count, width).
+    void (*decode)(const KvKeys& keys, int64_t slot, int64_t count, float* scratch, float* out);
 };
 extern const KvCosineKernel kv_cosines_portable, kv_cosines_avx2, kv_cosines_avx512,
     kv_cosines_avx512vnni, kv_cosines_avx512bf16, kv_cosines_amx;

@@ -409,7 +409,7 @@ def test_what_was_learned_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
     "spec",
     [
         "keydiff:96,recent=8",
-        "keydiff:25%,least=40,recent=8+int8@fixed",
+        "keydiff:25%,least=40,recent=8+int8",
         "adakv(keydiff:96)",
         "keydiff:96,recent=8+int4:group=16/int8@fixed",
         "adakv(keydiff:96)+int3:recent=8,hadamard=0",
