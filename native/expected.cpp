@@ -76,11 +76,14 @@ void logits(const KvExpected& call, const float* keys, int64_t count, float* mem
         for_tiles<MOST_SUMS>(width, [&](int64_t from, auto tile) {
             multiply<tile.size>(own.folded + (g * stride + from) * stride + from, stride,
                                 width - from, own.columns + from * BLOCK, own.s);
+            for (int64_t j = 0; j < BLOCK / W; ++j) {
+                vf added{};
 #pragma GCC unroll 8
-            for (int m = 0; m < tile.size; ++m)
-                for (int64_t j = 0; j < BLOCK / W; ++j)
-                    square[j] += load<vf>(own.columns + (from + m) * BLOCK + j * W) *
-                                 load<vf>(own.s + m * BLOCK + j * W);
+                for (int m = 0; m < tile.size; ++m)
+                    added += load<vf>(own.columns + (from + m) * BLOCK + j * W) *
+                             load<vf>(own.s + m * BLOCK + j * W);
+                square[j] += added;
+            }
         });
         multiply<1>(own.sums + g * stride, stride, width, own.columns, own.s);
         for (int64_t j = 0; j < BLOCK / W; ++j) {
