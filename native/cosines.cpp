@@ -292,7 +292,7 @@ void bound(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections&
     if (known.id != id || known.slots > slots) known.slots = 0;
     const int64_t earlier = known.slots;
     if (!earlier) {
-        known.live = 0, known.id = id;
+        known.live = 0, known.id = id, known.lowest = -1;
         memset(known.sums(), 0, width * sizeof(int64_t));
     }
     for (int64_t block = earlier; block < slots; block += BLOCK) {
@@ -301,9 +301,9 @@ void bound(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections&
                    keys + block, known);
     }
     known.slots = slots;
-    const float moved = turn(known, all.width, memory.turned) * 1.0001f + NOISE / 1024;
+    known.moved = turn(known, all.width, memory.turned) * 1.0001f + NOISE / 1024;
     for (int64_t i = 0; i < earlier; ++i) {
-        const float least = keys[i].least - moved;
+        const float least = keys[i].least - known.moved;
         out[i] = keys[i].least = least < -1 - NOISE ? -1 - NOISE : least;  // NaN stays NaN
     }
     if (all.centre) Mean(all).project(known.mean(all.width), memory.turned, memory.factors);

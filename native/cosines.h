@@ -13,6 +13,8 @@ struct KvDirections {
     int64_t slots;       // measured; 0: nothing is known
     int64_t live;        // of them, with a token
     int64_t id;          // of the code that measured them, which chose the order of the sums
+    float moved;         // how far the mean direction moved before the last ranking
+    float lowest;        // worth that was found in it
 
     // The sum of the keys' directions, padded to KV_WIDTH_STEP.
     int64_t* sums() { return (int64_t*)(this + 1); }

@@ -107,44 +107,32 @@ KvRanking after(const KvSequence& step, int64_t slots) {
 void score_lowest(const KvSequence& step, int64_t row, int64_t head, const KvRanking& ranking,
                   int64_t newest, int64_t count, float* worth) {
     constexpr float MOST = std::numeric_limits<float>::infinity();
-    constexpr int64_t AT_ONCE = 16;
+    static thread_local std::vector<int32_t> some, places;
+    static thread_local std::vector<float> scores, worths;
     const KvStep& s = *step.step;
     const Instructions& kernels = instructions();
     const int32_t* position = positions_of(ranking, row, head);
     const KvKeys keys = keys_of(step, row, head, position);
     KvDirections& known = directions(s, row, head);
     float* memory = cosine_scratch(s);
-    int32_t some[AT_ONCE], places[AT_ONCE];
-    float scores[AT_ONCE], worths[AT_ONCE];
+    for (std::vector<int32_t>* x : {&some, &places}) x->resize(ranking.slots + 1);
+    for (std::vector<float>* x : {&scores, &worths}) x->resize(ranking.slots + 1);
     KvRanking few = ranking;
-    few.slots = 0;
-    std::vector<float> lowest;  // those found, at most `count`, as a heap
-    float most = MOST;          // of slots that may belong to them
-    const auto found = [&](float own) {
-        lowest.push_back(own);
-        std::push_heap(lowest.begin(), lowest.end());
-        if ((int64_t)lowest.size() < count) return;
-        if ((int64_t)lowest.size() > count) {
-            std::pop_heap(lowest.begin(), lowest.end());
-            lowest.pop_back();
-        }
-        most = lowest.front();
-    };
-    const auto score = [&] {
-        kernels.cosines->score(keys, some, few.slots, known, memory, scores);
+    // Worths change little from step to step, so there is a likely range of the lowest.
+    float wider = std::max(known.moved / 4, 1.0f / 4096);
+    float from = -MOST, to = known.lowest + wider, lowest = MOST;
+    for (int64_t found = 0; found < count && from < 2; from = to, to += wider, wider *= 2) {
+        few.slots = kernels.ranking->within(worth, ranking.slots, from, to, some.data());
         for (int64_t i = 0; i < few.slots; ++i) places[i] = position[some[i]];
-        kernels.ranking->worth(few, scores, places, (int32_t)newest, worths);
-        for (int64_t i = 0; i < few.slots; ++i) found(worth[some[i]] = worths[i]);
-        few.slots = 0;
-    };
-    for (int64_t slot = 0; slot < ranking.slots; ++slot) {
-        slot = kernels.ranking->next(worth, slot, ranking.slots, most);
-        if (slot == ranking.slots) break;
-        if (std::isinf(worth[slot])) found(worth[slot]);  // not from a score
-        else some[few.slots++] = (int32_t)slot;
-        if (few.slots == AT_ONCE) score();
+        kernels.cosines->score(keys, some.data(), few.slots, known, memory, scores.data());
+        kernels.ranking->worth(few, scores.data(), places.data(), (int32_t)newest, worths.data());
+        for (int64_t i = 0; i < few.slots; ++i) {
+            const float own = worth[some[i]] = worths[i];
+            found += own < to;
+            if (own > -MOST) lowest = std::min(lowest, own);
+        }
     }
-    if (few.slots) score();
+    known.lowest = std::min(lowest, 1.0f);
 }
 
 // Stores the worths of one head's slots in `worth`. The `count` lowest are exact.

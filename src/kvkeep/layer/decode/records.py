@@ -67,6 +67,8 @@ class PartRecords(NamedTuple):
     addresses: tuple[int, int, int, int]
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
+    """The memory of the records, without the segments."""
+    segments: tuple[bytes, list[Tensor]]
     memory: Tensor | None
     """The memory (B, H, n) of a KvRule that ranks by keys; None: the rule does not, or the part is
     a tail. If a head's first number is 0, its slots must be read again."""
@@ -118,20 +120,28 @@ class LayerRecords(NamedTuple):
             behind = own.of(index_behind, part.behind, None if old is None else old.behind)
             k = inputs.k
         segments = pack_segments(used, q, tensors)
+        described = part.storage.described()
+        if old is not None and old.described is described:  # only the slots behind have moved
+            addresses = old.addresses[0], address_of(segments), *old.addresses[2:]
+            return old._replace(
+                part=part, addresses=addresses, segments=(segments, tensors), behind=behind
+            )
         # Only the slots behind a tail are ranked.
         memory = None
         if self.rule.by_keys and behind is None:
             memory = _memory(planes, k.shape[3], None if old is None else old.memory)
-        packed = None if centre is None else pack_centre(centre, q, tensors)
+        held: list[Tensor] = []
+        packed = None if centre is None else pack_centre(centre, q, held)
         step = self._step(index, part, planes, inputs, memory, packed)
-        described = slots_record(planes)
-        first, second, third = map(address_of, (step, segments, described))
+        slots = slots_record(planes)
+        first, second, third = map(address_of, (step, segments, slots))
         return PartRecords(
             part,
-            part.storage.described(),
+            described,
             planes[POSITION].shape[2],
             (first, second, third, len(planes)),
-            (step, segments, described, packed, tensors, self.pads, self.slopes, self.left),
+            (step, slots, packed, held, self.pads, self.slopes, self.left),
+            (segments, tensors),
             memory,
             behind,
         )
@@ -228,7 +238,7 @@ def _memory(planes: Planes, key_width: int, old: Tensor | None) -> Tensor:
     """The memory of a KvRule that ranks by keys, with what was known before the slots moved."""
     rows, heads, capacity = planes["k"].shape[:3]
     width = key_width + -key_width % 32
-    numbers = 3 + width + width // 2 + capacity
+    numbers = 4 + width + width // 2 + capacity
     with torch.inference_mode(False):  # so that it can be changed outside inference mode too
         memory = torch.zeros((rows, heads, numbers), dtype=torch.int64)
     if old is not None:
