@@ -60,10 +60,10 @@ struct KvReach {
     int64_t size, sinks, keep_from, keep_to;
 };
 
-// The mean key of each head, turned by a slot's position, which the keys of all slots lack: it is
-// added to a key before it is multiplied by queries. src/kvkeep/attention/centre.py defines it.
+// The scales of each head's channels, and the mean of its scaled keys. A slot holds the key divided by
+// the scales, less the mean turned by the slot's position. src/kvkeep/attention/centre.py defines it.
 struct KvCentre {
-    const float* mean;      // (rows, heads, key_width), width contiguous
+    const float* mean;      // (rows, heads, 2, key_width): the mean, then the scales, contiguous
     int64_t row, head;      // strides in elements
     const float* table;     // (positions, 2 frequencies) contiguous: cosines, then sines; greater
                             // positions use the last row
@@ -73,7 +73,8 @@ struct KvCentre {
     int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table has
                             // one more frequency, 0
     int64_t interleaved;    // 1: pairs are (0, 1), (2, 3), ...; 0: (i, i + pairs)
-    KvPlane queries;        // as KvSegment.queries, but without a rotary offset
+    KvPlane queries;        // as KvSegment.queries, but without a rotary offset; all are multiplied by
+                            // the scales, in a step by the library
 };
 
 // Rows `first` to `end` - 1.

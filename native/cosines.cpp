@@ -29,10 +29,10 @@ KV_INLINE vf by_slot(int64_t first, int64_t count, F f) {
     return sums(v);
 }
 
-// The centre that the keys of a head lack.
+// The centre that the keys of a head lack, and the scales by which they are divided.
 class Mean {
     const KvCentre& centre;
-    const float* const mean;
+    const float *const mean, *const scale;
     const int64_t width, pairs, turns;
     const bool rotated;
 
@@ -44,6 +44,7 @@ class Mean {
     explicit Mean(const KvKeys& keys)
         : centre(*keys.centre),
           mean(centre.mean + keys.row * centre.row + keys.head * centre.head),
+          scale(mean + keys.width),
           width(keys.width),
           pairs(centre.pairs),
           turns(kv_turns(centre, width) / 2),
@@ -54,33 +55,33 @@ class Mean {
         return centre.table + std::clamp<int64_t>(position, 0, centre.positions - 1) * 2 * turns;
     }
 
-    // Adds the centre to the key of a position. `turned` is scratch memory.
-    void add(int32_t position, float* turned, float* key) const {
+    // Makes the key of a position whole, not rotated.
+    void complete(int32_t position, float* key) const {
         const float *cos = row(position), *sin = cos + turns;
+        if (rotated) rotate(key, width);
         for (int64_t i = 0; i < pairs; ++i) {
             const float a = mean[first(i)], b = mean[second(i)];
-            turned[first(i)] = a * cos[i] - b * sin[i];
-            turned[second(i)] = b * cos[i] + a * sin[i];
+            key[first(i)] += a * cos[i] - b * sin[i];
+            key[second(i)] += b * cos[i] + a * sin[i];
         }
-        for (int64_t i = 2 * pairs; i < width; ++i) turned[i] = mean[i];
-        if (rotated) rotate(turned, width);
-        for (int64_t i = 0; i < width; ++i) key[i] += turned[i];
+        for (int64_t i = 2 * pairs; i < width; ++i) key[i] += mean[i];
+        for (int64_t i = 0; i < width; ++i) key[i] *= scale[i];
     }
 
-    // The factors of a row of the table whose products add up to the product of the centre and a
-    // direction. `turned` is scratch memory.
-    void project(const float* direction, float* turned, float* factors) const {
-        memcpy(turned, direction, width * sizeof *turned);
-        if (rotated) rotate(turned, width);
+    // The product of a direction and a whole key is that of `lacking` and the key as it lies, and that
+    // of `factors` and the position's row of the table.
+    void project(const float* direction, float* lacking, float* factors) const {
+        memset(lacking, 0, padded(width) * sizeof *lacking);
+        for (int64_t i = 0; i < width; ++i) lacking[i] = direction[i] * scale[i];
         for (int64_t i = 0; i < pairs; ++i) {
-            const float a = turned[first(i)], b = turned[second(i)];
+            const float a = lacking[first(i)], b = lacking[second(i)];
             const float m = mean[first(i)], n = mean[second(i)];
             factors[i] = a * m + b * n;
             factors[turns + i] = b * m - a * n;
         }
-        if (pairs == turns) return;
-        factors[pairs] = factors[2 * turns - 1] = 0;
-        for (int64_t i = 2 * pairs; i < width; ++i) factors[pairs] += turned[i] * mean[i];
+        if (pairs < turns) factors[pairs] = factors[2 * turns - 1] = 0;
+        for (int64_t i = 2 * pairs; i < width; ++i) factors[pairs] += lacking[i] * mean[i];
+        if (rotated) rotate(lacking, width);
     }
 
     // The product of factors and a position's row, by lane.
@@ -237,18 +238,19 @@ KV_INLINE void scores_of(const Dot& dot, Share share, const int32_t* slots, int6
 
 // Where `bound` leaves what `score` reads.
 struct Scratch {
-    float *factors, *turned;  // of the centre, see Mean; for one key
+    float *factors, *lacking;  // see Mean; without a centre, `lacking` is not read
 
     Scratch(const KvKeys& keys, float* memory)
-        : factors(memory), turned(memory + kv_padded(keys.width + 2)) {}
+        : factors(memory), lacking(memory + kv_padded(keys.width + 2)) {}
 };
 
-// `dots(mean)` returns the function `dot` of `scores_of`.
+// `dots(direction)` returns the function `dot` of `scores_of`, for keys as they lie.
 template <class Dots>
 void score(const KvKeys& all, Dots dots, const int32_t* slots, int64_t count, KvDirections& known,
            float* scratch, float* out) {
     const int64_t width = padded(all.width);
-    const auto dot = dots(known.mean(all.width));
+    const Scratch memory(all, scratch);
+    const auto dot = dots(all.centre ? memory.lacking : known.mean(all.width));
     const auto pass = [&](auto share) __attribute__((always_inline)) {
         const auto of = [&](int64_t width) __attribute__((always_inline)) {
             scores_of(dot, share, slots, count, width, known.keys(all.width), out);
@@ -259,11 +261,11 @@ void score(const KvKeys& all, Dots dots, const int32_t* slots, int64_t count, Kv
     };
     if (!all.centre) return pass([](int64_t) { return vf{}; });
     const Mean centre(all);
-    const float* factors = Scratch(all, scratch).factors;
-    pass([&](int64_t slot) { return centre.product(factors, all.position[slot]); });
+    pass([&](int64_t slot) { return centre.product(memory.factors, all.position[slot]); });
 }
 
-// Sets the mean direction to that of the sum, and returns how far it moved. `next`: scratch memory.
+// Sets the mean direction to that of the sum, and returns how far it moved. `next`: scratch memory,
+// whose padding is set to 0.
 float turn(KvDirections& known, int64_t width, float* next) {
     const int64_t padding = padded(width);
     float *mean = known.mean(width), size = 0, moved = 0;
@@ -297,16 +299,16 @@ void bound(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections&
     }
     for (int64_t block = earlier; block < slots; block += BLOCK) {
         const int64_t count = std::min(BLOCK, slots - block);
-        measure<T>(read(block, count, memory.turned), count, width, all.position + block,
+        measure<T>(read(block, count, true), count, width, all.position + block,
                    keys + block, known);
     }
     known.slots = slots;
-    known.moved = turn(known, all.width, memory.turned) * 1.0001f + NOISE / 1024;
+    known.moved = turn(known, all.width, memory.lacking) * 1.0001f + NOISE / 1024;
     for (int64_t i = 0; i < earlier; ++i) {
         const float least = keys[i].least - known.moved;
         out[i] = keys[i].least = least < -1 - NOISE ? -1 - NOISE : least;  // NaN stays NaN
     }
-    if (all.centre) Mean(all).project(known.mean(all.width), memory.turned, memory.factors);
+    if (all.centre) Mean(all).project(known.mean(all.width), memory.lacking, memory.factors);
     int32_t some[BLOCK];
     for (int64_t block = earlier; block < slots; block += BLOCK) {
         const int64_t count = std::min(BLOCK, slots - block);
@@ -315,8 +317,8 @@ void bound(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections&
     }
 }
 
-// Calls f(type, read, dots), where read(slot, count, turned) returns the Keys of a block: where they
-// lie, or decoded to `wide`. If `turned` is not null, it is scratch memory, and the centre is added.
+// Calls f(type, read, dots), where read(slot, count, whole) returns the Keys of a block: where they
+// lie, or decoded to `wide`. If they are to be whole, the centre, if there is one, completes them.
 // `dots`: see `score`.
 template <class F>
 void reading(const KvKeys& all, float* wide, F f) {
@@ -324,39 +326,39 @@ void reading(const KvKeys& all, float* wide, F f) {
     const KvPlane& plane = keys.plane;
     const int64_t width = all.width, row = all.row, head = all.head;
     const int64_t first = row * plane.row + head * plane.head, step = padded(width);
-    const bool whole = step == width && !all.centre;  // as they lie, they are what to read
+    const bool in_memory = step == width && !all.centre;  // as they lie, they are what to read
     // The products with the Keys that `read` returns.
     const auto with_keys = [&](auto type, auto read) {
         using T = decltype(type);
         f(type, read, [read](const float* mean) {
             return [=](int64_t slot, int64_t width, vf a) KV_LAMBDA {
-                return product<T>(read(slot, 1, nullptr).first, mean, width, a);
+                return product<T>(read(slot, 1, false).first, mean, width, a);
             };
         });
     };
     const auto in_place = [&](auto type, const uint16_t* scales) {
         using T = decltype(type);
         const auto* x = (const typename T::Element*)plane.data + first;
-        with_keys(type, [=](int64_t slot, int64_t, float*) {
+        with_keys(type, [=](int64_t slot, int64_t, bool) {
             return Keys<T>{x + slot * plane.slot, plane.slot,
                            scales ? scales + slot * keys.scale.slot : nullptr, keys.scale.slot};
         });
     };
     const auto decoded = [&](auto fill) {
         if (step != width) memset(wide, 0, BLOCK * step * sizeof *wide);
-        return [=, &all](int64_t slot, int64_t count, float* turned) {
+        return [=, &all](int64_t slot, int64_t count, bool whole) {
             fill(slot, count);
-            if (turned && all.centre) {
+            if (whole && all.centre) {
                 const Mean centre(all);
                 for (int64_t j = 0; j < count; ++j)
-                    centre.add(all.position[slot + j], turned, wide + j * step);
+                    centre.complete(all.position[slot + j], wide + j * step);
             }
             return Keys<F32>{wide, step, nullptr, 0};
         };
     };
     const auto plain = [&](auto type) {
         using T = decltype(type);
-        if (whole) return in_place(type, nullptr);
+        if (in_memory) return in_place(type, nullptr);
         const auto* x = (const typename T::Element*)plane.data + first;
         with_keys(F32{}, decoded([=](int64_t slot, int64_t count) {
             for (int64_t j = 0; j < count; ++j)
@@ -389,7 +391,7 @@ void reading(const KvKeys& all, float* wide, F f) {
         case KV_BF16: return plain(BF16{});
         case KV_F16: return plain(F16{});
         case KV_I8:
-            if (keys.group < width || !whole) return coded(Tile<8>{});
+            if (keys.group < width || !in_memory) return coded(Tile<8>{});
             return in_place(I8{}, (const uint16_t*)keys.scale.data + row * keys.scale.row +
                                       head * keys.scale.head);
         default:
@@ -418,9 +420,8 @@ void score_slots(const KvKeys& keys, const int32_t* slots, int64_t count, KvDire
 }
 
 void forget(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch) {
-    float* turned = Scratch(keys, scratch).turned;
     reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
-        add<decltype(type)>(read(slot, 1, turned), 1, padded(keys.width), keys.position + slot,
+        add<decltype(type)>(read(slot, 1, true), 1, padded(keys.width), keys.position + slot,
                             known.keys(keys.width) + slot, -1, known);
     });
 }
@@ -434,12 +435,12 @@ float widened(typename T::Element x, T) {
 
 void decode_slots(const KvKeys& keys, int64_t slot, int64_t count, float* scratch, float* out) {
     reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
-        const auto own = read(slot, count, scratch);
+        const auto own = read(slot, count, true);
         for (int64_t j = 0; j < count; ++j, out += keys.width) {
             const auto* x = own.at(j);
             const float scale = own.scales ? F16::widen1(own.scales[j * own.scale_stride]) : 1;
             for (int64_t i = 0; i < keys.width; ++i) out[i] = widened(x[i], type) * scale;
-            if (keys.slots.rotated) rotate(out, keys.width);
+            if (keys.slots.rotated && !keys.centre) rotate(out, keys.width);
         }
     });
 }

@@ -24,7 +24,7 @@ bool expected(const KvSequence& step, const KvTokens& tokens) {
     return true;
 }
 
-// Keys (rows, heads, width) of a step's token less its turned centre, as floats.
+// Keys (rows, heads, width) of a step's token, scaled and less their turned centre, as floats.
 std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
     const KvEncoding& e = step.step->key;
     const KvCentre& centre = *step.step->call.centre;
@@ -39,10 +39,12 @@ std::vector<float> centred_keys(const KvSequence& step, const char* keys) {
         for (int64_t head = 0; head < e.heads; ++head, to += e.width) {
             const int64_t from = row * e.x.row + head * e.x.head;
             const float* mean = centre.mean + row * centre.row + head * centre.head;
+            const float* scale = mean + e.width;
             for (int64_t i = 0; i < e.width; ++i)
                 to[i] = e.x.type == KV_F32    ? ((const float*)keys)[from + i]
                         : e.x.type == KV_BF16 ? BF16::widen1(((const uint16_t*)keys)[from + i])
                                               : F16::widen1(((const uint16_t*)keys)[from + i]);
+            for (int64_t i = 0; i < e.width; ++i) to[i] /= scale[i];
             for (int64_t i = 0; i < pairs; ++i) {
                 const int64_t a = centre.interleaved ? 2 * i : i;
                 const int64_t b = centre.interleaved ? a + 1 : i + pairs;

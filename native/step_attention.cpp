@@ -6,31 +6,75 @@
 #include <tuple>
 
 #include "kernel.h"
+#include "simd.h"
 #include "step.h"
 
 using namespace kv;
 
 namespace {
 
+template <class T>
+void multiply(const char* from, const float* scale, int64_t width, char* to) {
+    const auto* x = (const typename T::Element*)from;
+    auto* y = (typename T::Element*)to;
+    for (int64_t i = 0; i < width; ++i) y[i] = T::narrow1(T::widen1(x[i]) * scale[i]);
+}
+
+// Appends the queries of a sequence's row to `to`, (query heads, width), multiplied by the scales of
+// their centre if there is one.
+void append_queries(const KvStep& step, const KvPlane& queries, const char* q, int64_t row,
+                    std::vector<char>& to) {
+    const KvCall& call = step.call;
+    const int64_t size = element_bytes(queries.type), width = call.key_width;
+    const int64_t heads = call.heads * call.group;
+    to.resize(to.size() + heads * width * size);
+    char* own = to.data() + to.size() - heads * width * size;
+    for (int64_t head = 0; head < heads; ++head, own += width * size) {
+        const char* from = q + (row * queries.row + head * queries.head) * size;
+        if (!call.centre) {
+            memcpy(own, from, width * size);
+            continue;
+        }
+        const KvCentre& centre = *call.centre;
+        const float* scale =
+            centre.mean + row * centre.row + head / call.group * centre.head + width;
+        if (queries.type == KV_F32) multiply<F32>(from, scale, width, own);
+        else if (queries.type == KV_BF16) multiply<BF16>(from, scale, width, own);
+        else multiply<F16>(from, scale, width, own);
+    }
+}
+
+// Adjacent queries, (rows, query heads, width).
+KvPlane adjacent_queries(const KvCall& call, const char* q, int64_t type) {
+    const int64_t width = call.key_width;
+    return {q, call.heads * call.group * width, width, width, type};
+}
+
 // Attends with the queries of one step, whose token is already written.
 int attend_alone(const KvSequence& step, const Token& token, float* mass) {
     const KvStep& s = *step.step;
     std::vector<KvSegment> segments(step.segments, step.segments + s.call.segment_count);
+    KvCall call = s.call;
+    KvPlane queries = segments[0].queries;
+    queries.data = token.q;
+    std::vector<char> scaled;
+    KvCentre centre;
+    if (call.centre) {
+        for (int64_t row = 0; row < call.rows; ++row)
+            append_queries(s, queries, token.q, row, scaled);
+        queries = adjacent_queries(call, scaled.data(), queries.type);
+        centre = *call.centre;
+        centre.queries = queries;
+        call.centre = &centre;
+    }
     for (int64_t i = 0; i < s.call.segment_count; ++i) {
-        segments[i].queries.data = token.q;
+        segments[i].queries = queries;
         segments[i].slots = segment_slots(step, i);
     }
     std::vector<int32_t> places, bounds;
-    KvCall call = s.call;
     call.out = token.out;
     call.mass = mass;
     call.dense = step.dense;
-    KvCentre centre;
-    if (call.centre) {
-        centre = *call.centre;
-        centre.queries.data = token.q;
-        call.centre = &centre;
-    }
     for (int64_t row = 0; row < call.rows; ++row)
         places.push_back((int32_t)kv_position(step, row));
     call.position = places.data();
@@ -64,18 +108,15 @@ class Together {
     std::vector<KvRows> holders;
     std::vector<void*> outs;
     std::vector<int32_t> places;
-    std::vector<char> queries;  // queries of rows that share segments, adjacent
-    std::vector<float> means;   // of the rows' centres
+    std::vector<char> queries;  // adjacent, as `append_queries` makes them
+    std::vector<float> means;   // and scales of the rows' centres
     KvCentre centre;
-    int64_t query_bytes;        // bytes of one row's query
 
   public:
     Together(std::vector<const KvSequence*> given, const KvTokens& tokens)
         : tokens(tokens), rows(std::move(given)) {
         const int64_t count = (int64_t)rows.size();
         const KvCall& call = rows[0]->step->call;
-        query_bytes = call.heads * call.group * call.key_width *
-                      element_bytes(rows[0]->segments[0].queries.type);
         std::stable_sort(rows.begin(), rows.end(), [](const KvSequence* a, const KvSequence* b) {
             const auto end = [](const KvSequence* x) {
                 return x->segments + x->step->call.segment_count;
@@ -86,16 +127,11 @@ class Together {
                     return std::less<const void*>()(x.k.plane.data, y.k.plane.data);
                 });
         });
-        queries.resize(count * query_bytes);
         for (int64_t row = 0; row < count; ++row) {
             const Token token(tokens, *rows[row]);
             outs.push_back(token.out);
             places.push_back((int32_t)kv_position(*rows[row], 0));
-            for (int64_t head = 0; head < call.heads * call.group; ++head) {
-                const int64_t bytes = query_bytes / (call.heads * call.group);
-                const int64_t from = rows[row]->segments->queries.head * bytes / call.key_width;
-                memcpy(&queries[row * query_bytes + head * bytes], token.q + head * from, bytes);
-            }
+            append_queries(*rows[row]->step, rows[row]->segments->queries, token.q, 0, queries);
         }
         divide(0, count, 0);
         if (call.centre) gather_centres(call);
@@ -130,12 +166,13 @@ class Together {
     // One centre for all rows. Their tables are the same.
     void gather_centres(const KvCall& call) {
         centre = *call.centre;
-        centre.row = call.heads * call.key_width, centre.head = call.key_width;
+        const int64_t size = 2 * call.key_width;  // of a head's mean and scales
+        centre.row = call.heads * size, centre.head = size;
         for (const KvSequence* row : rows) {
             const KvCentre& own = *row->step->call.centre;
             for (int64_t head = 0; head < call.heads; ++head) {
                 const float* mean = own.mean + head * own.head;
-                means.insert(means.end(), mean, mean + call.key_width);
+                means.insert(means.end(), mean, mean + size);
             }
         }
         centre.mean = means.data();
@@ -189,10 +226,8 @@ class Together {
                                    &segment.v.plane, &segment.v.scale, &segment.v.zero,
                                    &segment.position})
                 plane->row = 0;
-            const int64_t type = segment.queries.type, size = element_bytes(type);
-            const int64_t width = query_bytes / size;
-            const KvCall& call = sequence.step->call;
-            segment.queries = {queries.data(), width, call.key_width, call.key_width, type};
+            segment.queries =
+                adjacent_queries(sequence.step->call, queries.data(), segment.queries.type);
             segments.push_back(segment);
             holders.push_back({first, end});
         }

@@ -39,18 +39,40 @@ def tokens(
     bias: float = BIAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of `count` tokens; keys are a constant of each head plus a little,
-    rotated for the positions from `start` on."""
+    rotated for the positions from `start` on. The channels of a head are of different sizes, small
+    in queries where they are large in keys."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(rows, heads, count, WIDTH, generator=generator)
         for heads in (HEADS * GROUP, HEADS, HEADS)
     )
+    sizes = pairs_of_two(rotary).repeat_interleave(GROUP, dim=1)
+    q, k = q / sizes, k * sizes[:, ::GROUP]
     # Each row has another constant.
     k += bias * torch.randn(rows, HEADS, 1, WIDTH, generator=torch.Generator().manual_seed(9))
     if rotary is None:
         return q, k, v
     place = torch.arange(start, start + count)
     return rotary.turn(q, place), rotary.turn(k, place), v
+
+
+def pairs_of_two(rotary: Rotary | None, seed: int = 5) -> Tensor:
+    """Powers of 2 from 1/8 to 8, (1, HEADS, 1, WIDTH), equal for both channels that a rotary
+    embedding turns together."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-3, 4, (1, HEADS, 1, WIDTH), generator=generator)
+    if rotary is not None:
+        turns = Turns.of(rotary, WIDTH, 1, powers.device)
+        first, _ = turns.paired(powers)
+        both = turns.unpaired(first, first)
+        powers = torch.cat([both, powers[..., both.shape[-1] :]], dim=-1)
+    return powers.float().exp2()
+
+
+def random_centre(rotary: Rotary | None, rows: int, positions: int) -> Centre:
+    scale = pairs_of_two(rotary, seed=6).expand(rows, -1, -1, -1)
+    turns = Turns.of(rotary, WIDTH, positions, scale.device)
+    return Centre(torch.cat([torch.randn(rows, HEADS, 1, WIDTH), scale], dim=2), turns)
 
 
 def made(spec: str, rotary: Rotary | None) -> LayerCache:
@@ -85,8 +107,7 @@ def test_attention_adds_the_centre_to_keys(backend: str, kind: str) -> None:
     q, k, v = tokens(90, rotary, rows=2)
     position = torch.randperm(90, generator=torch.Generator().manual_seed(1)).int()
     q, k = q[:, :, -3:], k[:, :, position.long()]  # as after evictions: not in order
-    turns = Turns.of(rotary, WIDTH, 90, q.device)
-    centre = Centre(torch.randn(2, HEADS, WIDTH), turns)
+    centre = random_centre(rotary, 2, 90)
     place = position.view(1, 1, -1).expand(2, 1, -1)
     lacking = {"k": centre.without(k, position), "v": v, POSITION: place}
     segment = Segment(lacking, Plain(), Plain())
@@ -113,9 +134,8 @@ def test_native_attention_adds_the_centre_at_any_positions(
     position = (4070 + step * order).int()
     last = int(position.max())
     q = rotary.turn(q[:, :, :queries], torch.tensor([last] * queries))
-    turns = Turns.of(rotary, WIDTH, last + 1, q.device)
-    assert turns.near.rows == 12
-    centre = Centre(torch.randn(1, HEADS, WIDTH), turns)
+    centre = random_centre(rotary, 1, last + 1)
+    assert centre.turns.near.rows == 12
     planes = {"k": rotary.turn(k, position), "v": v, POSITION: position.expand(1, HEADS, -1)}
     lacking = {**planes, "k": centre.without(planes["k"], position)}
     view = View((Segment(lacking, Plain(), Plain()),), torch.full((queries,), last).int())
@@ -139,7 +159,7 @@ def test_a_moved_run_keeps_its_centre() -> None:
     rotary, by = ROTARIES["whole"], 70
     assert rotary is not None
     q, k, v = tokens(20, rotary)
-    centre = Centre(torch.randn(1, HEADS, WIDTH), Turns.of(rotary, WIDTH, 90, q.device))
+    centre = random_centre(rotary, 1, 90)
     at = torch.arange(20, dtype=torch.int32).view(1, 1, -1)
     planes = {"k": centre.without(k, at), "v": v, POSITION: at + by}
     rotation = Rotation(by, rotary.inv_freq)
@@ -219,25 +239,28 @@ def test_a_layer_begins_with_whole_keys() -> None:
     spec = "keep_all+int4:recent=0,sinks=0"
     text, layer, alone = (made(x, rotary) for x in ("keep_all", spec, spec))
     fed(text, q[:, :, :50], k[:, :, :50], v[:, :, :50], [50])
-    fed(alone, q[:, :, :50], k[:, :, :50], v[:, :, :50], [50])
+    alone.extend(k[:, :, :50], v[:, :, :50], None)  # without queries, so with scales of 1
+    alone.settle()
     begin_with(layer, text)
     again = made("h2o:80+int4", rotary)
     begin_with(again, layer)  # codes are shared, so their centre is too
     chunk = [x[:, :, 50:] for x in (q, k, v)]
     out, expected = (fed(x, *chunk, [9, 1]) for x in (layer, alone))
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-    assert apart(fed(again, *chunk, [9, 1]), expected) < 0.1
+    assert again.history.centre is not None
+    assert again.history.centre.equal(layer.history.centre)
+    assert apart(fed(again, *chunk, [9, 1]), expected) < 0.2  # its newest tokens are plain
 
 
 def test_a_mean_needs_tokens() -> None:
     turns = Turns.of(None, WIDTH, 9, torch.device("cpu"))
     k = torch.full((2, HEADS, 14, WIDTH), 3.0)
     position = torch.stack([torch.arange(14), torch.arange(-4, 10).clamp(min=-1)])
-    found = measured(k, position, 256, turns)
+    found = measured(k, position, 256, turns).held[:, :, 0]
     assert bool((found[0] == 3).all())
     assert bool((found[1] == 0).all())  # six tokens after the first four
     k[0, 0, 7, 5] = torch.inf
-    found = measured(k, position, 256, turns)
+    found = measured(k, position, 256, turns).held[:, :, 0]
     assert bool((found[0, 0] == 0).all())
     assert bool((found[0, 1] == 3).all())
 
@@ -248,7 +271,32 @@ def test_padding_changes_no_centre() -> None:
     padded = torch.cat([torch.randn(1, HEADS, 5, WIDTH), k], dim=2)
     turns = Turns.of(rotary, WIDTH, 30, k.device)
     own, beside = torch.arange(30), torch.arange(-5, 30).clamp(min=-1)
-    torch.testing.assert_close(measured(padded, beside, 20, turns), measured(k, own, 20, turns))
+    found, expected = measured(padded, beside, 20, turns), measured(k, own, 20, turns)
+    torch.testing.assert_close(found.held, expected.held)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES.keys())
+def test_scales_balance_keys_and_queries(rotary: Rotary | None) -> None:
+    q, k, _ = tokens(200, rotary)
+    turns = Turns.of(rotary, WIDTH, 200, k.device)
+    centre = measured(k, torch.arange(200), 256, turns, q)
+    assert float((centre.scale / pairs_of_two(rotary)).log2().abs().max()) <= 1
+    assert bool(measured(k, torch.arange(200), 256, turns).scale.eq(1).all())
+    empty = measured(torch.zeros_like(k), torch.arange(200), 256, turns, torch.zeros_like(q))
+    assert bool(empty.scale.eq(1).all())
+
+
+def test_scaled_codes_are_more_precise() -> None:
+    rotary = ROTARIES["whole"]
+    q, k, v = tokens(200, rotary, bias=0.0)
+    exact = fed(made("keep_all", rotary), q, k, v, [190, 10])[:, :, 190:]
+    spec = "keep_all+int4:recent=0,sinks=0/plain"
+    scaled, text, bare = (made(x, rotary) for x in (spec, "keep_all", spec))
+    found = fed(scaled, q, k, v, [190, 10])[:, :, 190:]
+    fed(text, q[:, :, :190], k[:, :, :190], v[:, :, :190], [190])
+    begin_with(bare, text)  # of which no queries are known
+    rest = fed(bare, q[:, :, 190:], k[:, :, 190:], v[:, :, 190:], [10])
+    assert apart(found, exact) < apart(rest, exact) / 2
 
 
 def test_values_have_no_centre() -> None:

@@ -1,13 +1,21 @@
-"""Centres: the mean key of each head, which is subtracted from keys before they are encoded.
+"""Centres: what is taken out of the keys of each head before they are encoded.
 
-Before the rotary embedding R, the keys of a head are a constant m plus a little, and after it they
-are R(p) m plus a little. With a centre, the slot of a token at position p holds k - R(p) m, whose
-range is smaller, so that the same number of bits encodes it more precisely. Attention adds
-q . R(p) m to the score of q for the slot. It is the sum over the frequencies f of
-a_f cos(p f) + b_f sin(p f), where a and b depend on q and m alone.
+Before the rotary embedding R, the keys of a head are a constant plus a little, and after it they
+are the rotated constant plus a little. The channels of this rest have unequal sizes, and so have
+those of the queries. A code's error is about the same in all channels (of a group, and after a
+Hadamard rotation), and a score adds it up weighted with the query's channels. So both vectors
+should be equally large in each channel: keys are divided, and queries multiplied, by the scale
+s = (mean square of the key's rest / mean square of the queries) ** (1/4), which changes no score.
+SmoothQuant (arXiv 2211.10438) balances activations and weights in this way.
 
-Encoding, attention and decoding use the same cosines and sines. So frequencies other than the
-model's, or an error of m, make codes less precise, but no result wrong.
+The slot of a token at position p holds k / s - R(p) m, where m is the mean of the scaled keys. The
+two channels that R rotates together share a scale, so that the order does not matter. Attention
+multiplies q by s, and adds (s q) . R(p) m to the score of q for the slot. It is the sum over the
+frequencies f of a_f cos(p f) + b_f sin(p f), where a and b depend on q, s and m alone.
+
+Encoding, attention and decoding use the same numbers. So frequencies other than the model's, or an
+error of m or s, make codes less precise, but no result wrong. Scales are powers of 2, so that
+scaling costs no precision.
 """
 
 from __future__ import annotations
@@ -30,6 +38,8 @@ _SINKS = 4
 """Number of first tokens that do not count: their keys differ from all other keys."""
 _FEWEST_TOKENS = 8
 """The fewest tokens for which a mean is an advantage."""
+_MOST_DOUBLINGS = 8
+"""The largest scale is 2 ** 8, and the smallest 2 ** -8."""
 
 
 class Near(NamedTuple):
@@ -152,19 +162,34 @@ _MOST_TABLES = 64
 
 
 class Centre(NamedTuple):
-    """The mean key of each head of a layer, and its rotation.
+    """The scales and the mean key of each head of a layer, and its rotation.
 
     Attributes:
-        mean: m, float32 (B, H, Dk), before the rotary embedding.
+        held: float32 (B, H, 2, Dk): the mean m, before the rotary embedding, and the scales s.
         turns: the rotary embedding as a table.
     """
 
-    mean: Tensor
+    held: Tensor
     turns: Turns
+
+    @classmethod
+    def of_mean(cls, mean: Tensor, turns: Turns) -> Centre:
+        """A centre with the mean float32 (B, H, Dk), and scales of 1."""
+        return cls(torch.stack([mean, torch.ones_like(mean)], dim=2), turns)
+
+    @property
+    def scale(self) -> Tensor:
+        """s, (B, H, 1, Dk)."""
+        return self.held[:, :, 1:]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries (B, Hq, n, Dk) times the scales."""
+        group = q.shape[1] // self.held.shape[1]
+        return q * self.scale.repeat_interleave(group, dim=1).to(q.dtype)
 
     def at(self, position: Tensor) -> Tensor:
         """R(p) m for positions (B|1, 1|H, S): float32 (B, H, S, Dk)."""
-        turns, mean = self.turns, self.mean[:, :, None]
+        turns, mean = self.turns, self.held[:, :, :1]
         cos, sin = (x[..., : turns.pairs] for x in turns.at(position))
         a, b = turns.paired(mean)
         turned = turns.unpaired(a * cos - b * sin, b * cos + a * sin)
@@ -172,33 +197,37 @@ class Centre(NamedTuple):
         return torch.cat([turned, rest], dim=-1)
 
     def without(self, keys: Tensor, position: Tensor) -> Tensor:
-        """Keys (B, H, n, Dk) at positions (n,) or (B, n), or expanded over heads (B, 1|H, n), minus
-        the rotated mean; in at least float32."""
+        """Keys (B, H, n, Dk) at positions (n,) or (B, n), or expanded over heads (B, 1|H, n), as
+        slots hold them; in at least float32."""
         if position.dim() < 3:
             position = position.reshape(-1, 1, position.shape[-1])
-        return keys.to(torch.promote_types(keys.dtype, torch.float32)) - self.at(position)
+        wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        return wide / self.scale - self.at(position)
 
     def added(self, keys: Tensor, position: Tensor) -> Tensor:
         """The inverse of `without`, for positions (B|1, 1|H, S) and in the keys' dtype."""
         dtype = torch.promote_types(keys.dtype, torch.float32)
-        return (keys.to(dtype) + self.at(position)).to(keys.dtype)
+        return ((keys.to(dtype) + self.at(position)) * self.scale).to(keys.dtype)
 
     def of_rows(self, index: Tensor) -> Centre:
         """The centre with row index[i] as row i."""
-        return self._replace(mean=self.mean.index_select(0, index.to(self.mean.device)))
+        return self._replace(held=self.held.index_select(0, index.to(self.held.device)))
 
     def of_head(self, head: int) -> Centre:
         """The centre of one kv head."""
-        return self._replace(mean=self.mean[:, head : head + 1])
+        return self._replace(held=self.held[:, head : head + 1])
 
 
-def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
-    """The mean key of each row and head before the rotary embedding, float32 (B, H, Dk), over the
-    first `tokens` tokens except the very first; 0 for a row with too few tokens.
+def measured(
+    k: Tensor, position: Tensor, tokens: int, turns: Turns, q: Tensor | None = None
+) -> Centre:
+    """The centre of each row and head, measured on the first `tokens` tokens except the very first.
+    A row with too few tokens has means of 0 and scales of 1.
 
     Args:
         k: the first keys, (B, H, n, Dk), after the rotary embedding.
         position: their positions, (n,) or (B, n); negative for empty slots.
+        q: their queries, (B, Hq, n, Dk); None: scales of 1.
     """
     rows, heads, n, width = k.shape
     position = position.to(k.device).reshape(-1, n).expand(rows, n)
@@ -206,9 +235,8 @@ def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
     order = real.cumsum(dim=1) - 1
     counts = real & (order >= _SINKS) & (order < tokens)
     last = min(n, int(counts.nonzero()[:, 1].max()) + 1) if bool(counts.any()) else 0
-    total = k.new_zeros((rows, heads, width), dtype=torch.float32)
     if not last:
-        return total
+        return Centre.of_mean(k.new_zeros((rows, heads, width), dtype=torch.float32), turns)
     cos, sin = (x[..., : turns.pairs] for x in turns.at(position[:, None, :last]))
     # Contiguous, so that rounding does not depend on strides.
     keys = k[:, :, :last].detach().float().contiguous()
@@ -217,8 +245,35 @@ def measured(k: Tensor, position: Tensor, tokens: int, turns: Turns) -> Tensor:
         [turns.unpaired(a * cos + b * sin, b * cos - a * sin), keys[..., 2 * turns.pairs :]], dim=-1
     )
     used = counts[:, :last]
-    number = used.sum(dim=1)
-    turned = turned.masked_fill(~used[:, None, :, None], 0.0)
-    total = turned.sum(dim=2) / number.clamp(min=1)[:, None, None]
-    few = (number < _FEWEST_TOKENS)[:, None, None] | ~total.isfinite().all(dim=-1, keepdim=True)
-    return total.masked_fill(few, 0.0)
+    tokens_used, unused = used.sum(dim=1), ~used[:, None, :, None]
+
+    def mean_of(x: Tensor) -> Tensor:
+        """The mean over tokens of x, (B, heads, n, Dk)."""
+        return x.masked_fill(unused, 0.0).sum(dim=2) / tokens_used.clamp(min=1)[:, None, None]
+
+    mean = mean_of(turned)
+    scale = torch.ones_like(mean)
+    if q is not None:
+        queries = q[:, :, :last].detach().float().contiguous().square()
+        own = mean_of(queries).view(rows, heads, -1, width).mean(dim=2)
+        rest = mean_of((turned - mean[:, :, None]).square())
+        scale = _balancing(_by_pair(rest, turns), _by_pair(own, turns))
+    few = (tokens_used < _FEWEST_TOKENS)[:, None] | ~mean.isfinite().all(dim=-1)
+    held = torch.stack([mean / scale, scale], dim=2)
+    neutral = torch.tensor([[0.0], [1.0]], device=held.device)
+    return Centre(torch.where(few[:, :, None, None], neutral, held), turns)
+
+
+def _by_pair(x: Tensor, turns: Turns) -> Tensor:
+    """x (B, H, Dk) averaged over the channels of each rotated pair."""
+    first, second = turns.paired(x)
+    both = (first + second) / 2
+    return torch.cat([turns.unpaired(both, both), x[..., 2 * turns.pairs :]], dim=-1)
+
+
+def _balancing(keys: Tensor, queries: Tensor) -> Tensor:
+    """The scales, powers of 2, for mean squares of keys and queries, (B, H, Dk) each. Channels
+    below a thousandth of the largest one count as that large; all scales are 1 if all are 0."""
+    keys, queries = (x.clamp(min=x.amax(dim=-1, keepdim=True) * 1e-6) for x in (keys, queries))
+    doublings = ((keys / queries).log2() / 4).round().nan_to_num(0.0, 0.0, 0.0)
+    return doublings.clamp(-_MOST_DOUBLINGS, _MOST_DOUBLINGS).exp2()

@@ -83,13 +83,13 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
             "kv heads, and at least one kv head"
         )
     if options.centre is not None:
-        mean, fits = options.centre.mean, (rows, all_heads, width)
-        if tuple(mean.shape) != fits or mean.dtype is not torch.float32:
+        held, fits = options.centre.held, (rows, all_heads, 2, width)
+        if tuple(held.shape) != fits or held.dtype is not torch.float32:
             raise ShapeError(
-                f"a centre of {tuple(mean.shape)} {mean.dtype}; give float32 {fits}: rows, kv "
-                "heads and the width of keys"
+                f"a centre of {tuple(held.shape)} {held.dtype}; give float32 {fits}: rows, kv "
+                "heads, the mean and the scales, and the width of keys"
             )
-        check_memory("centre", mean, q.device)
+        check_memory("centre", held, q.device)
     value_width = first.value_width
     if value_width < 1:
         shape = tuple(first.planes[first.value_name].shape)

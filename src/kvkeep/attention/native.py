@@ -112,7 +112,11 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     slopes = None if options.slopes is None else options.slopes.float().contiguous()
     bias = None if options.bias is None else options.bias.float()
     bias = bias if bias is None or bias.stride(3) == 1 else bias.contiguous()
-    centre = None if options.centre is None else pack_centre(options.centre, q, kept)
+    centre = None
+    if options.centre is not None:
+        q = options.centre.queries(q)
+        kept.append(q)
+        centre = pack_centre(options.centre, q, kept)
     placed = not dense or any(x is not None for x in (slopes, bias, centre))
     segments = pack_segments(view.segments, q, kept, placed=placed)
     reaches = b"".join([REACH.pack(*reach) for reach in view.reaches])
@@ -172,11 +176,12 @@ def call_of_step(
 
 
 def pack_centre(centre: Centre, q: Tensor, kept: list[Tensor]) -> bytes:
-    """Pack a centre for queries q (B, Hq, n, Dk) as a KvCentre; `kept` keeps its tensors alive."""
-    mean, turns = centre.mean.contiguous(), centre.turns
-    kept += [mean, turns.table, turns.near.numbers]
+    """Pack a centre for queries q (B, Hq, n, Dk), multiplied by its scales, as a KvCentre; `kept`
+    keeps its tensors alive."""
+    held, turns = centre.held.contiguous(), centre.turns
+    kept += [held, turns.table, turns.near.numbers]
     return _CENTRE.pack(
-        *(mean.data_ptr(), *mean.stride()[:2]),
+        *(held.data_ptr(), *held.stride()[:2]),
         *(turns.table.data_ptr(), turns.near.numbers.data_ptr(), turns.near.rows),
         *(len(turns.table), turns.pairs, turns.interleaved),
         *_plane(q, False, kept),

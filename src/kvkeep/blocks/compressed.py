@@ -82,13 +82,13 @@ def _append(layer: LayerCache, text: LayerState, rotary: Rotary) -> None:
 def _recentred(layer: LayerCache, text: LayerState, part: str, planes: Planes) -> Planes:
     """A part of a text's slots, at their positions in the layer, encoded with the layer's centre
     instead of the text's."""
-    centre, mean = layer.writer.centre, text.history.centre
-    if centre is None or mean is None:
+    centre, held = layer.writer.centre, text.history.centre
+    if centre is None or held is None:
         return planes
-    turns = layer.centring.turns_for(mean, layer.fed + text.history.columns)
-    apart = Centre(mean - centre.mean, turns)
+    own = Centre(held, layer.centring.turns_for(held, layer.fed + text.history.columns))
     if part.startswith("head."):
-        apart = apart.of_head(int(part.removeprefix("head.")))
+        head = int(part.removeprefix("head."))
+        centre, own = centre.of_head(head), own.of_head(head)
     keys = layer.key_codec.decode(own_planes(planes, "k"), torch.float32)
-    keys = apart.added(keys, planes[POSITION])
+    keys = centre.without(own.added(keys, planes[POSITION]), planes[POSITION])
     return {**planes, **joined(layer.key_codec.encode(keys), "k")}

@@ -335,16 +335,17 @@ class Saved:
     ) -> None:
         if (centre is not None) != bool(layer.key_codec.centre and header.columns):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: its mean keys are missing, or its codec has none; "
+                f"{self.path}, layer {index}: its centre is missing, or its codec has none; "
                 "save it again"
             )
         if centre is None:
             return
-        shape = (header.rows, header.heads, header.key_width)
+        shape = (header.rows, header.heads, 2, header.key_width)
         _require(centre, shape, torch.float32, self.path, f"{index}.centre")
-        if not bool(centre.isfinite().all()):
+        if not bool(centre.isfinite().all() and (centre[:, :, 1] > 0).all()):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: its mean keys are not finite; save it again"
+                f"{self.path}, layer {index}: its centre is not finite, or has scales of 0 or less; "
+                "save it again"
             )
 
     def _check(

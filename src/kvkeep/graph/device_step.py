@@ -92,10 +92,10 @@ class DeviceStep:
         self._fed, self._held = layer.fed, layer.slots.storage.length
         self._history = layer.history
         self._pads = self._history.pads
-        mean, room = self._history.centre, _MOST_STEPS if self._evicts else self._slots
+        held, room = self._history.centre, _MOST_STEPS if self._evicts else self._slots
         self.centre: Centre | None = None
-        if mean is not None:
-            self.centre = Centre(mean, layer.centring.turns_for(mean, self._fed + room))
+        if held is not None:
+            self.centre = Centre(held, layer.centring.turns_for(held, self._fed + room))
         self._buffers = dict(unsliced(layer.slots.storage.read()))
         self._planes = {name: p.narrow(2, 0, self._slots) for name, p in self._buffers.items()}
         with torch.inference_mode():  # allows in-place changes of planes made in any mode
@@ -167,7 +167,12 @@ class DeviceStep:
         raise NotImplementedError("a layer on the device is read by no other")
 
     def extend(
-        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor | None,
+        until: Tensor | None = None,
+        q: Tensor | None = None,
     ) -> View:
         assert position is not None
         layer, queries = self._layer, position[0] if self._pads is None else position

@@ -286,7 +286,7 @@ def _parts(layer: LayerCache, new: LayerCache, history: History) -> dict[str, Pl
     k, v, position = held[:3]
     centre = new.centring.of_new(k, position[:, 0], History())
     k = k if centre is None else centre.without(k, position)
-    history.centre = None if centre is None else centre.mean
+    history.centre = None if centre is None else centre.held
     if not late:
         return of_heads({POSITION: position} | new.codecs.encode(k, v), heads)
     plain = new.slots.codecs.encode(k.to(v.dtype), v)

@@ -107,7 +107,7 @@ def _run_of(
     if planes is None and (centre := layer.centring.of_new(k, position, history)) is not None:
         coded = centre.without(k, position)
         coded = coded.to(k.dtype) if layer.slots.late else coded
-        history.centre = centre.mean.expand(history.rows, -1, -1).contiguous()
+        history.centre = centre.held.expand(history.rows, -1, -1, -1).contiguous()
         v = v.expand(coded.shape[0], -1, -1, -1)
     own = layer.writer.own_planes(k, v, position, coded)
     if planes is None:

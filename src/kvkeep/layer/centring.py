@@ -25,20 +25,25 @@ class Centring:
         self._turns: Turns | None = None
 
     def of(self, history: History) -> Centre | None:
-        """The centre that was subtracted from the keys of a layer's slots; None: no centre."""
-        mean = history.centre
-        return None if mean is None else Centre(mean, self.turns_for(mean, history.columns))
+        """The centre of a layer's slots; None: no centre."""
+        held = history.centre
+        return None if held is None else Centre(held, self.turns_for(held, history.columns))
 
-    def of_new(self, k: Tensor, position: Tensor, history: History) -> Centre | None:
+    def of_new(
+        self, k: Tensor, position: Tensor, history: History, q: Tensor | None = None
+    ) -> Centre | None:
         """The centre for encoding keys (B, H, n, Dk) at `position`, (n,) or (B, n), after
-        `history`. If the layer has none yet, it is measured on these keys. None: no centre."""
+        `history`. If the layer has none yet, it is measured on these keys and their queries `q`,
+        (B, Hq, n, Dk); without queries the scales are 1. None: no centre."""
         if not self._tokens:
             return None
-        positions, mean = history.columns + k.shape[2], history.centre
+        positions, held = history.columns + k.shape[2], history.centre
         if position.device.type == "cpu":
             positions = max(positions, int(position.max()) + 1)
         turns = self.turns_for(k, positions)
-        return Centre(measured(k, position, self._tokens, turns) if mean is None else mean, turns)
+        if held is not None:
+            return Centre(held, turns)
+        return measured(k, position, self._tokens, turns, q)
 
     def turns_for(self, like: Tensor, positions: int) -> Turns:
         """The turns for keys of the width and device of `like`, (B, H, ..., Dk), for at least

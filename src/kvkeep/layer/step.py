@@ -143,12 +143,18 @@ class Step(Protocol):
 
     @property
     def centre(self) -> Centre | None:
-        """The centre that was subtracted from the keys of the layer's slots; None: no centre."""
+        """The centre of the layer's slots; None: no centre."""
 
     def extend(
-        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor | None,
+        until: Tensor | None = None,
+        q: Tensor | None = None,
     ) -> View:
-        """Write n new tokens and return the view that their queries attend to."""
+        """Write n new tokens and return the view that their queries attend to. `q`: their queries,
+        on which the scales of a centre are measured; None: unknown."""
 
     def settle(self, observation: Observation) -> None:
         """Pass the observation to the policy, and evict."""
@@ -156,7 +162,7 @@ class Step(Protocol):
 
 def phases(layer: Step, inputs: StepInputs) -> Phases:
     """A step that pauses for the caller to compute its attention."""
-    view = layer.extend(inputs.k, inputs.v, inputs.position, inputs.until)
+    view = layer.extend(inputs.k, inputs.v, inputs.position, inputs.until, inputs.q)
     view = view if inputs.chosen is None else view._replace(chosen=inputs.chosen)
     policy = layer.policy
     needs_mass = Need.MASS in policy.needs

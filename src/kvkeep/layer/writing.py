@@ -36,9 +36,14 @@ class Writer:
         return self.centring.of(self.cursor.history)
 
     def extend(
-        self, k: Tensor, v: Tensor, position: Tensor | None, until: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor | None,
+        until: Tensor | None = None,
+        q: Tensor | None = None,
     ) -> View:
-        """See `LayerCache.extend`."""
+        """See `LayerCache.extend` and `Step`."""
         cursor, codecs = self.cursor, self.setup.codecs
         cursor.require_read()
         cursor.mend()
@@ -62,7 +67,7 @@ class Writer:
             with cursor.moved():
                 self._settler.drop(cursor.slots.length - self.setup.sight.reachable(cursor))
         self._note(n)
-        centre = self.centring.of_new(k, position, cursor.history)
+        centre = self.centring.of_new(k, position, cursor.history, q)
         coded = k if centre is None else centre.without(k, position)
         own = self.own_planes(k, v, position, coded)
         cursor.begin()
@@ -77,7 +82,7 @@ class Writer:
                 shows_padding=self.policy.shows_padding,
                 holes=cursor.holes_after is not None,
             )
-            cursor.history.centre = None if centre is None else centre.mean
+            cursor.history.centre = None if centre is None else centre.held
         except BaseException:
             cursor.take_back()
             raise

@@ -25,8 +25,8 @@ class Compressed(Stretch):
         cache.mend("store")
         layers = []
         for state in (layer.state() for layer in cache.layers):
-            tensors, mean = state.tensors(), state.history.centre
-            tensors |= {} if mean is None else {f"{_CENTRE}.mean": mean}
+            tensors, centre = state.tensors(), state.history.centre
+            tensors |= {} if centre is None else {f"{_CENTRE}.held": centre}
             layers.append({name: x.clone() for name, x in tensors.items()})
         return cls(layers, cache.fed)
 
@@ -40,7 +40,7 @@ class Compressed(Stretch):
         history.columns = history.floor = len(self)
         history.geometry = geometry
         parts = by_part(self.layers[index])
-        history.centre = parts.pop(_CENTRE, {}).get("mean")
+        history.centre = parts.pop(_CENTRE, {}).get("held")
         return LayerState(history, parts).to(geometry.device)
 
     def fill(self, cache: ModelCache, geometry: ModelGeometry) -> None:
@@ -56,9 +56,9 @@ class Compressed(Stretch):
         """Why the planes of layer `index` do not fit it; empty if they do. `start` is 0."""
         parts = by_part(self.layers[index])
         heads = layer.of_row.heads
-        mean = parts.pop(_CENTRE, {}).get("mean")
-        if (None if mean is None else (tuple(mean.shape), mean.dtype)) != layer.centre:
-            return f" has mean keys other than {layer.centre}"
+        centre = parts.pop(_CENTRE, {}).get("held")
+        if (None if centre is None else (tuple(centre.shape), centre.dtype)) != layer.centre:
+            return f" has a centre other than {layer.centre}"
         tail = parts.pop("slots", {}) if layer.tail else {}
         own = {f"head.{head}" for head in range(heads)} if layer.ragged else {"slots"}
         if parts.keys() != own and (parts or not tail):

@@ -62,7 +62,7 @@ class LayerGeometry:
     @property
     def centre(self) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Shape and dtype of `History.centre`; None: the layer has none."""
-        shape = (1, self.of_row.heads, self.of_row.key_width)
+        shape = (1, self.of_row.heads, 2, self.of_row.key_width)
         return (shape, torch.float32) if self.centred else None
 
     def why_not(self, planes: Planes, heads: int, slots: int, *, tail: bool = False) -> str:

@@ -300,7 +300,7 @@ def _centre(spec: CacheSpec, k: Tensor) -> Centre | None:
     rows, heads, length, width = k.shape
     rotary = Rotary(10_000.0 ** (-torch.arange(width // 2) / (width // 2)))
     mean = torch.randn(rows, heads, width, device=k.device)
-    return Centre(mean, Turns.of(rotary, width, length, k.device))
+    return Centre.of_mean(mean, Turns.of(rotary, width, length, k.device))
 
 
 def _difference(out: Tensor, reference: Tensor) -> float:

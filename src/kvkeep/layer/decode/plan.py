@@ -74,7 +74,7 @@ class StepPlan:
         rows = inputs.k.shape[0]
         left = torch.zeros(2 * len(parts), dtype=torch.int64)
         self._left = left.numpy()
-        centre, self._mean = writer.centre, history.centre
+        centre, self._centre = writer.centre, history.centre
         self._most = LAST if centre is None else centre.turns.most  # columns
         self._records = LayerRecords(
             policy,
@@ -230,7 +230,7 @@ class StepPlan:
             and step_state(slots) == self._state
             and history.geometry is self._geometry
             and history.pads is self._pads
-            and history.centre is self._mean
+            and history.centre is self._centre
             and self._threads == torch.get_num_threads()
         )
 

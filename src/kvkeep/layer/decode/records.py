@@ -112,7 +112,7 @@ class LayerRecords(NamedTuple):
         if centre is not None:
             rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
             heads = slice(None) if part.head is None else slice(part.head, part.head + 1)
-            centre = centre._replace(mean=centre.mean[rows, heads])
+            centre = centre._replace(held=centre.held[rows, heads])
         if part.behind is not None:  # it takes its tokens from the tail
             k, v = (planes[name].narrow(2, 0, 1) for name in ("k", used[-1].value_name))
             index_behind = index + len(self.left) // 2
