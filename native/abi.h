@@ -214,7 +214,7 @@ struct KvRule {
     double fade, mix;
     int64_t* memory;   // if `by_keys`: (rows, heads, memory_head), which the library keeps from step
                        // to step. The caller sets it to 0 whenever slots change otherwise
-    int64_t memory_head;  // at least 3 + width, rounded up to 32, + (capacity + 64) / 2
+    int64_t memory_head;  // at least 4 + 1.5 width, rounded up to a multiple of 32, + capacity
 };
 
 // How a layer's slots, or those of some rows or one head, take a token. All rows have the same

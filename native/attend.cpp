@@ -24,7 +24,7 @@ struct ChainPlan {
     KvRows holders;                         // the rows that have the chain
     int64_t rows, row_tiles, parts, first;  // rows per tile; tiles; parts per tile; its first run
     int64_t end;                            // after its last run
-    bool sums;                              // each run sums its own mass: it has all slots of its rows
+    bool sums;                              // each run sums its own mass: of all slots of its rows
 };
 
 constexpr int64_t MOST_HELD = 1 << 20;         // floats of scratch memory kept between calls
@@ -104,7 +104,8 @@ struct Plan {
         for (int64_t row = chain.holders.first; row < chain.holders.end; ++row)
             if (chain_count(row) > 1) return false;
         int64_t most = 0;
-        for (int64_t i = chain.first; i < chain.end; ++i) most = std::max(most, kv_kept(call, runs[i]));
+        for (int64_t i = chain.first; i < chain.end; ++i)
+            most = std::max(most, kv_kept(call, runs[i]));
         return chain.parts == 1 && most <= MOST_HELD;
     }
 

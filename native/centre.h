@@ -7,6 +7,7 @@ namespace {
 constexpr int64_t HALF = BLOCK / 2;
 constexpr int64_t POWERS = 4;
 constexpr int MOST_MIRRORED = 6;  // queries whose sums fit registers
+constexpr int64_t MOST_FOR_A_SLOT = 8;  // positions whose shares take as long as a slot alone
 
 // KvCentre.near: cosines and sines of 0.5, 1.5, ... 31.5 positions. Those of the last frequencies
 // are sums of powers of the distance, in units of 32 positions; a row for each power stands for them
@@ -105,6 +106,7 @@ class Centred {
     const Work& work;
     const int64_t width, stride;  // of a row of the table, and of coefficients
     const int64_t size;           // positions whose shares are held; a power of 2
+    int64_t slots = 0;            // of the chain
     const Near near;
     float *coefficients, *turned, *row, *share, *rows;
     int32_t* held;  // for each BLOCK of shares, the positions / BLOCK that they belong to
@@ -114,7 +116,7 @@ class Centred {
         : work(work),
           width(work.call.centre ? kv_turns(*work.call.centre, work.call.key_width) : 0),
           stride(padded(width)),
-          size(kv_shares(work.records)),
+          size(work.call.centre ? kv_shares(work.call, work.records) : 0),
           near(work.call.centre ? work.call.centre->near : nullptr, width / 2,
                work.call.centre ? work.call.centre->near_rows : 0),
           coefficients((float*)(work.place + BLOCK)),
@@ -123,7 +125,10 @@ class Centred {
           share(row + stride),
           rows(share + work.records * size),
           held((int32_t*)(rows + BLOCK * stride)) {
-        if (work.call.centre) set_all();
+        if (!work.call.centre) return;
+        for (int64_t i = 0; i < work.run.segments; ++i)
+            slots += work.call.segments[work.run.segment + i].slots;
+        set_all();
     }
 
     // Adds to the scores of the current block, whose positions are loaded.
@@ -136,7 +141,7 @@ class Centred {
         if (!apart && from + BLOCK <= size) {
             hold(place[0]), hold(place[work.count - 1]);
             add_shares(share + from, size);
-        } else if (work.call.group * work.tokens >= MANY && apart) {
+        } else if (apart && (work.call.group * work.tokens >= MANY || far_apart(place))) {
             add_rows(place);
         } else {
             int64_t begin = 0;
@@ -151,6 +156,14 @@ class Centred {
     }
 
   private:
+    // Whether the chain's slots have so few of the positions that the shares of all would take longer
+    // than those of the slots. It depends on no other row, nor on how the chain is divided.
+    bool far_apart(const int32_t* place) const {
+        const auto [low, high] = std::minmax_element(place, place + work.count);
+        const int64_t span = *high - *low;
+        return span >= KV_MOST_SHARES || span > MOST_FOR_A_SLOT * slots;
+    }
+
     bool holds(int64_t position) const {
         return held[position / BLOCK & (size / BLOCK - 1)] == position / BLOCK;
     }
@@ -185,7 +198,7 @@ class Centred {
             }
     }
 
-    // For many queries and positions that are not adjacent.
+    // For positions that are not adjacent, and many queries or positions far apart.
     void add_rows(const int32_t* place) const {
         for (int64_t j = 0; j < work.count; ++j)
             memcpy(rows + j * stride, work.call.centre->table + place[j] * width, width * 4);

@@ -111,15 +111,17 @@ void channel_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t slot,
                     int64_t records, float* s, float* coded, float* some) {
     typedef Codes<BITS> C;
     const int64_t stride = padded(width), loads = width / C::PIECE;
-    const float offset = (float)kv_zero_offset(x.plane.type);
     float ones[BLOCK], scale[MOST_WIDTH], middle[MOST_WIDTH];
     for (float& one : ones) one = 1;
     each_channel_block(x.block, slot, count, [&](int64_t block, int64_t from, int64_t to) {
         const uint16_t* zeros = scales_of_block(x.zero, row, head, block);
         channels_in_lanes<BITS>(scales_of_block(x.scale, row, head, block), width, scale);
-        if (zeros) channels_in_lanes<BITS>(zeros, width, middle);
-        for (int64_t d = 0; d < width; d += W)
-            store(middle + d, zeros ? load<vf>(middle + d) + load<vf>(scale + d) * offset : vf{});
+        if (zeros) {
+            channels_in_lanes<BITS>(zeros, width, middle);
+            count_from_middle(x, scale, width, middle);
+        } else {
+            memset(middle, 0, width * sizeof *middle);
+        }
         const Rows own = {keys.at(from), keys.stride, keys.bytes};
         const Rows next = {values.at(from), values.stride, values.bytes};
         for_tiles<MOST_CODED_SCORES>(records, [&](int64_t first, auto tile) {

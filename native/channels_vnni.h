@@ -38,7 +38,6 @@ void channel_byte_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t 
                          Rows values, int64_t count, int64_t width, const float* queries,
                          int64_t records, float* s, float* coded, char* even) {
     const int64_t stride = padded(width);
-    const float offset = (float)kv_zero_offset(x.plane.type);
     float ones[BLOCK], scale[MOST_WIDTH], zero[MOST_WIDTH];
     float some[MOST_BYTE_SCORES * BLOCK];
     for (float& one : ones) one = 1;
@@ -46,11 +45,10 @@ void channel_byte_scores(const KvEncoded& x, int64_t row, int64_t head, int64_t 
         const uint16_t* zeros = scales_of_block(x.zero, row, head, block);
         const uint16_t* scales = scales_of_block(x.scale, row, head, block);
         for (int64_t d = 0; d < width; d += W) {
-            const vf step = in_quads<BITS>(F16::widen_half(scales + d));
-            const vf low = zeros ? in_quads<BITS>(F16::widen_half(zeros + d)) : vf{};
-            store(scale + d, step);
-            store(zero + d, zeros ? low + step * offset : low);
+            store(scale + d, in_quads<BITS>(F16::widen_half(scales + d)));
+            store(zero + d, zeros ? in_quads<BITS>(F16::widen_half(zeros + d)) : vf{});
         }
+        if (zeros) count_from_middle(x, scale, width, zero);
         for (const KvPlane* plane : {&x.scale, &x.zero})
             if (plane->data)
                 prefetch((const char*)scales_of_block(*plane, row, head, block + 2), width * 2);

@@ -146,8 +146,8 @@ void coded_scores(Rows keys, Rows values, int64_t count, int64_t width, int64_t 
 
 // -- values ----------------------------------------------------------------------------------
 
-// One record's weights for the values of a unit, for the groups of the unit's halves: 16-bit numbers
-// of two neighbouring slots, alternating, or bytes of four.
+// One record's weights for the values of a unit, for the groups of the unit's halves: 16-bit
+// numbers of two neighbouring slots, alternating, or bytes of four.
 template <int BITS>
 struct CodedWeights {
     static constexpr int64_t SLOTS = BITS == 4 ? 4 : 2;  // whose weights a vector repeats
@@ -173,8 +173,8 @@ struct Dither {
     }
 };
 
-// A record's weights p (BLOCK) times the scales of a group (BLOCK), as factors. `zero`: null without
-// zero points.
+// A record's weights p (BLOCK) times the scales of a group (BLOCK), as factors. `zero`: null
+// without zero points.
 template <int BITS>
 KV_INLINE void weigh_group(const float* p, const float* scale, const float* zero,
                            typename Codes<BITS>::Factor* to, float& step, float& added) {
@@ -226,13 +226,15 @@ KV_OUTLINE void weigh_unit(const float* p, const float* scale, const float* zero
     to.zero = by_halves(added[0], added[other]);
 }
 
-// Interleaves the 16-bit lanes of slots a and b, from the first or the second half of each 128 bits.
+// Interleaves the 16-bit lanes of slots a and b, from the first or the second half of each 128
+// bits.
 template <int HALF>
 KV_INLINE s16 interleave(s16 a, s16 b) {
     if constexpr (HALF == 0)
         return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11,
                                        27);
-    return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
+    return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15,
+                                   31);
 }
 
 // The same for bytes.

@@ -160,6 +160,13 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
+// Adds to zero points what the code from which kernels count stands for; see kv_zero_offset.
+[[maybe_unused]] void count_from_middle(const KvEncoded& x, const float* scale, int64_t count,
+                                        float* zero) {
+    const float offset = (float)kv_zero_offset(x.plane.type);
+    for (int64_t i = 0; i < count; ++i) zero[i] += offset * scale[i];
+}
+
 // -- 16-bit numbers --------------------------------------------------------------------------
 
 struct Rounded {

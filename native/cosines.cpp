@@ -105,13 +105,13 @@ constexpr float ONE = 1 << 24;
 // Adds `sign` times the directions of at most BLOCK keys.
 template <class T>
 void add(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* position,
-         const float* lengths, int64_t sign, KvDirections& known) {
+         const KvDirected* of, int64_t sign, KvDirections& known) {
     float inverse[BLOCK];
     int64_t* sums = known.sums();
     for (int64_t j = 0; j < count; ++j) {
-        const bool there = position[j] >= 0, finite = lengths[j] <= 3.402823466e38f;
+        const bool there = position[j] >= 0, finite = of[j].length <= 3.402823466e38f;
         known.live += sign * there;
-        inverse[j] = there && finite ? ONE / std::max(lengths[j], 1e-12f) : 0;
+        inverse[j] = there && finite ? ONE / std::max(of[j].length, 1e-12f) : 0;
     }
     for (int64_t i = 0; i < width; i += STEP) {
         vi a{}, b{};
@@ -130,7 +130,7 @@ void add(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* posit
 
 template <class T>
 void measure(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* position,
-             float* lengths, KvDirections& known) {
+             KvDirected* to, KvDirections& known) {
     for (int64_t first = 0; first < count; first += W) {
         const vf squares = by_slot(first, count, [&](int64_t j) {
             const auto* x = keys.at(j);
@@ -142,50 +142,52 @@ void measure(const Keys<T>& keys, int64_t count, int64_t width, const int32_t* p
             return a + b;
         });
         for (int64_t j = first; j < std::min(count, first + W); ++j) {
-            lengths[j] = std::sqrt(squares[j - first]);
-            if (keys.scales) lengths[j] += 0 * F16::widen1(keys.scales[j * keys.scale_stride]);
+            to[j].length = std::sqrt(squares[j - first]);
+            if (keys.scales) to[j].length += 0 * F16::widen1(keys.scales[j * keys.scale_stride]);
         }
     }
-    add(keys, count, width, position, lengths, 1, known);
+    add(keys, count, width, position, to, 1, known);
 }
 
-// The product of key j of some keys and a direction, by lane.
+// The product of a key and a direction, by lane, added to `a`.
 template <class T>
-struct Product {
-    const Keys<T> keys;
-    const float* direction;
-    inline __attribute__((always_inline)) vf operator()(int64_t j, int64_t width, vf a) const {
-        const auto* x = keys.at(j);
-        vf b{};
+KV_INLINE vf product(const typename T::Element* x, const float* direction, int64_t width, vf a) {
+    vf b{};
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < width; i += STEP) {
-            const Pair p = T::widen(x + i);
-            a += p.a * load<vf>(direction + i), b += p.b * load<vf>(direction + i + W);
-        }
-        return a + b;
+    for (int64_t i = 0; i < width; i += STEP) {
+        const Pair p = T::widen(x + i);
+        a += p.a * load<vf>(direction + i), b += p.b * load<vf>(direction + i + W);
     }
-};
+    return a + b;
+}
 
-// The same for codes whose groups are whole numbers of 8 codes, without decoding them: the sums of a
-// group's codes are multiplied by its scale, and the direction's by its zero point.
+// The same for codes whose groups are whole numbers of 8 codes, without decoding them: the sums of
+// a group's codes are multiplied by its scale, and the direction's by its zero point.
 template <int BITS>
 class CodedProduct {
     const KvEncoded& keys;
     const float* direction;
     int64_t row, head, groups, group;
+    float offset;              // of zero points, in scales
     v8 sums[MOST_WIDTH / 16];  // of the direction in each group, by lane
-    float scale[BLOCK * MOST_WIDTH / 16], zero[BLOCK * MOST_WIDTH / 16];
-    Rows codes;
+
+    // The index of a slot's first scale or zero point.
+    int64_t at(const KvPlane& plane, int64_t slot) const {
+        return row * plane.row + head * plane.head + slot * plane.slot;
+    }
 
   public:
     static bool fits(const KvEncoded& keys, int64_t width) {
         const int64_t group = std::min(keys.group, width);
-        return keys.block <= 1 && width % 8 == 0 && group % 8 == 0 && group >= 16 && width <= MOST_WIDTH;
+        return keys.block <= 1 && width % 8 == 0 && group % 8 == 0 && group >= 16 &&
+               width <= MOST_WIDTH;
     }
 
     CodedProduct(const KvKeys& all, const float* direction)
         : keys(all.slots), direction(direction), row(all.row), head(all.head),
-          groups(group_count(all.width, keys.group)), group(std::min(keys.group, all.width)) {
+          groups(group_count(all.width, keys.group)), group(std::min(keys.group, all.width)),
+          offset((float)((keys.zero.data ? kv_zero_offset(keys.plane.type) : 0) -
+                         Codes<BITS>::MIDDLE)) {
         for (int64_t g = 0; g < groups; ++g) {
             sums[g] = v8{};
             for (int64_t i = g * group; i < std::min((g + 1) * group, all.width); i += 8)
@@ -193,30 +195,21 @@ class CodedProduct {
         }
     }
 
-    // Moves to the block of `count` slots from `slot` on, whose codes lie in `rows`.
-    void go(Rows rows, int64_t slot, int64_t count) {
-        codes = rows;
-        load_scales(keys.scale, row, head, slot, count, groups, scale);
-        float offset = -Codes<BITS>::MIDDLE;
-        if (keys.zero.data) {
-            load_scales(keys.zero, row, head, slot, count, groups, zero);
-            offset += (float)kv_zero_offset(keys.plane.type);
-        } else {
-            memset(zero, 0, groups * BLOCK * sizeof *zero);
-        }
-        for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += offset * scale[i];
-    }
-
-    inline __attribute__((always_inline)) vf operator()(int64_t j, int64_t width, vf a) const {
-        const auto* x = (const uint8_t*)codes.at(j);
+    // `codes`: of the slot.
+    inline __attribute__((always_inline)) vf operator()(const char* codes, int64_t slot,
+                                                        int64_t width, vf a) const {
+        const auto* x = (const uint8_t*)codes;
+        const int64_t scales = at(keys.scale, slot), zeros = at(keys.zero, slot);
         v8 all{};
         for (int64_t g = 0, i = 0; g < groups; ++g) {
             v8 own{};
             const int64_t end = std::min(i + group, width);
 #pragma GCC unroll 4
             for (; i < end; i += 8) own += code8<BITS>(x + i * BITS / 8) * load<v8>(direction + i);
-            all += own * scale[g * BLOCK + j];
-            if (Codes<BITS>::MIDDLE || keys.zero.data) all += sums[g] * zero[g * BLOCK + j];
+            const float scale = scale1(keys.scale, scales + g);
+            const float zero = keys.zero.data ? scale1(keys.zero, zeros + g) : 0;
+            all += own * scale;
+            if (Codes<BITS>::MIDDLE || keys.zero.data) all += sums[g] * (zero + offset * scale);
         }
         vf b{};
         memcpy(&b, &all, sizeof all);
@@ -224,70 +217,109 @@ class CodedProduct {
     }
 };
 
-// `share(j)`: the sums, by lane, of what is added to the product of key j and the mean.
+constexpr float NOISE = 1.0f / 4096;  // more than the rounding errors of scores
+
+// `dot(slot, width, a)` adds the product, by lane, of a slot's key and the mean direction to a, and
+// `share(slot)` returns, by lane, the part of it that the slot lacks.
 template <class Dot, class Share>
-KV_INLINE void cosines(const Dot& dot, int64_t count, int64_t width, float size,
-                       const float* lengths, Share share, float* out) {
+KV_INLINE void scores_of(const Dot& dot, Share share, const int32_t* slots, int64_t count,
+                         int64_t width, KvDirected* keys, float* out) {
     for (int64_t first = 0; first < count; first += W) {
-        const vf dots = by_slot(first, count, [&](int64_t j) { return dot(j, width, share(j)); });
-        const vf length = larger(load<vf>(lengths + first), all(1e-8f));
-        store(out + first, -dots / (length * size));
+        const vf dots = by_slot(first, count, [&](int64_t i) {
+            return dot(slots[i], width, share(slots[i]));
+        });
+        for (int64_t i = first; i < std::min(count, first + W); ++i) {
+            KvDirected& key = keys[slots[i]];
+            out[i] = -dots[i - first] / std::max(key.length, 1e-8f);
+            key.least = out[i] - NOISE;
+        }
     }
 }
 
-// `read` is that of `reading`, and `dots(direction)` returns a function that returns, for a block, the
-// products of its keys, as they lie, and the direction. `scratch`: for the mean direction; if there
-// is a centre, also for what `Mean::project` makes of it.
+// Where `bound` leaves what `score` reads.
+struct Scratch {
+    float *factors, *lacking;  // see Mean; without a centre, `lacking` is not read
+
+    Scratch(const KvKeys& keys, float* memory)
+        : factors(memory), lacking(memory + kv_padded(keys.width + 2)) {}
+};
+
+// `dots(direction)` returns the function `dot` of `scores_of`, for keys as they lie.
+template <class Dots>
+void score(const KvKeys& all, Dots dots, const int32_t* slots, int64_t count, KvDirections& known,
+           float* scratch, float* out) {
+    const int64_t width = padded(all.width);
+    const Scratch memory(all, scratch);
+    const auto dot = dots(all.centre ? memory.lacking : known.mean(all.width));
+    const auto pass = [&](auto share) __attribute__((always_inline)) {
+        const auto of = [&](int64_t width) __attribute__((always_inline)) {
+            scores_of(dot, share, slots, count, width, known.keys(all.width), out);
+        };
+        if (width == 64) of(64);
+        else if (width == 128) of(128);
+        else of(width);
+    };
+    if (!all.centre) return pass([](int64_t) { return vf{}; });
+    const Mean centre(all);
+    pass([&](int64_t slot) { return centre.product(memory.factors, all.position[slot]); });
+}
+
+// Sets the mean direction to that of the sum, and returns how far it moved. `next`: scratch memory,
+// whose padding is set to 0.
+float turn(KvDirections& known, int64_t width, float* next) {
+    const int64_t padding = padded(width);
+    float *mean = known.mean(width), size = 0, moved = 0;
+    for (int64_t i = 0; i < padding; ++i) {
+        next[i] = (float)((double)known.sums()[i] / ONE / (double)std::max<int64_t>(1, known.live));
+        size += next[i] * next[i];
+    }
+    const float inverse = 1 / std::max(std::sqrt(size), 1e-8f);
+    for (int64_t i = 0; i < padding; ++i) {
+        next[i] *= inverse;
+        moved += (next[i] - mean[i]) * (next[i] - mean[i]);
+        mean[i] = next[i];
+    }
+    return std::sqrt(moved);
+}
+
+// A cosine changes at most by the distance that the mean direction moves. `read` is that of
+// `reading`.
 template <class T, class Read, class Dots>
-void rank(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections& known,
-          float* scratch, float* out) {
+void bound(const KvKeys& all, Read read, Dots dots, int64_t slots, KvDirections& known,
+           float* scratch, float* out) {
     constexpr int64_t id = 10 * W + sizeof(typename T::Element);
-    const int64_t width = padded(all.width), room = kv_padded(all.width + 2);
-    const int32_t* position = all.position;
-    float *lengths = known.lengths(all.width), *mean = scratch;
-    float *factors = mean + room, *lacking = factors + room;
+    const int64_t width = padded(all.width);
+    const Scratch memory(all, scratch);
+    KvDirected* keys = known.keys(all.width);
     if (known.id != id || known.slots > slots) known.slots = 0;
-    if (!known.slots) {
-        known.live = 0, known.id = id;
+    const int64_t earlier = known.slots;
+    if (!earlier) {
+        known.live = 0, known.id = id, known.lowest = -1;
         memset(known.sums(), 0, width * sizeof(int64_t));
     }
-    for (int64_t block = known.slots; block < slots; block += BLOCK) {
+    for (int64_t block = earlier; block < slots; block += BLOCK) {
         const int64_t count = std::min(BLOCK, slots - block);
-        measure<T>(read(block, count, true), count, width, position + block, lengths + block,
-                   known);
+        measure<T>(read(block, count, true), count, width, all.position + block,
+                   keys + block, known);
     }
     known.slots = slots;
-    float size = 0;
-    for (int64_t i = 0; i < width; ++i) {
-        mean[i] = (float)((double)known.sums()[i] / ONE / (double)std::max<int64_t>(1, known.live));
-        size += mean[i] * mean[i];
+    known.moved = turn(known, all.width, memory.lacking) * 1.0001f + NOISE / 1024;
+    for (int64_t i = 0; i < earlier; ++i) {
+        const float least = keys[i].least - known.moved;
+        out[i] = keys[i].least = least < -1 - NOISE ? -1 - NOISE : least;  // NaN stays NaN
     }
-    size = std::max(std::sqrt(size), 1e-8f);
-    if (all.centre) Mean(all).project(mean, lacking, factors);
-    auto dots_of = dots(all.centre ? lacking : mean);
-    const auto each = [&](auto share_of) __attribute__((always_inline)) {
-        for (int64_t block = 0; block < slots; block += BLOCK) {
-            const int64_t count = std::min(BLOCK, slots - block);
-            const auto& dot = dots_of(block, count);
-            const auto pass = [&](int64_t width) __attribute__((always_inline)) {
-                cosines(dot, count, width, size, lengths + block, share_of(position + block),
-                        out + block);
-            };
-            if (width == 64) pass(64);
-            else if (width == 128) pass(128);
-            else pass(width);
-        }
-    };
-    if (!all.centre) return each([](const int32_t*) { return [](int64_t) { return vf{}; }; });
-    const Mean centre(all);
-    each([&](const int32_t* place) {
-        return [&centre, factors, place](int64_t j) { return centre.product(factors, place[j]); };
-    });
+    if (all.centre) Mean(all).project(known.mean(all.width), memory.lacking, memory.factors);
+    int32_t some[BLOCK];
+    for (int64_t block = earlier; block < slots; block += BLOCK) {
+        const int64_t count = std::min(BLOCK, slots - block);
+        for (int64_t i = 0; i < count; ++i) some[i] = (int32_t)(block + i);
+        score(all, dots, some, count, known, scratch, out + block);
+    }
 }
 
 // Calls f(type, read, dots), where read(slot, count, whole) returns the Keys of a block: where they
 // lie, or decoded to `wide`. If they are to be whole, the centre, if there is one, completes them.
-// `dots`: see `rank`.
+// `dots`: see `score`.
 template <class F>
 void reading(const KvKeys& all, float* wide, F f) {
     const KvEncoded& keys = all.slots;
@@ -299,8 +331,8 @@ void reading(const KvKeys& all, float* wide, F f) {
     const auto with_keys = [&](auto type, auto read) {
         using T = decltype(type);
         f(type, read, [read](const float* mean) {
-            return [=](int64_t slot, int64_t count) {
-                return Product<T>{read(slot, count, false), mean};
+            return [=](int64_t slot, int64_t width, vf a) KV_LAMBDA {
+                return product<T>(read(slot, 1, false).first, mean, width, a);
             };
         });
     };
@@ -349,9 +381,8 @@ void reading(const KvKeys& all, float* wide, F f) {
         if (!CodedProduct<BITS>::fits(keys, width)) return with_keys(F32{}, read);
         f(F32{}, read, [&](const float* mean) {
             return [product = CodedProduct<BITS>(all, mean), codes](
-                       int64_t slot, int64_t count) mutable -> const CodedProduct<BITS>& {
-                product.go(codes(slot, count), slot, count);
-                return product;
+                       int64_t slot, int64_t width, vf a) KV_LAMBDA {
+                return product(codes(slot, 1).first, slot, width, a);
             };
         });
     };
@@ -369,19 +400,29 @@ void reading(const KvKeys& all, float* wide, F f) {
     }
 }
 
-// Where a block is decoded, behind the scratch memory of `rank`.
-float* behind(const KvKeys& keys, float* scratch) { return scratch + 3 * kv_padded(keys.width + 2); }
+// Where a block is decoded, behind the scratch memory of `bound`.
+float* behind(const KvKeys& keys, float* scratch) {
+    return scratch + 2 * kv_padded(keys.width + 2);
+}
 
-void rank_head(const KvKeys& keys, int64_t slots, KvDirections& known, float* scratch, float* out) {
+void bound_head(const KvKeys& keys, int64_t slots, KvDirections& known, float* scratch,
+                float* out) {
     reading(keys, behind(keys, scratch), [&](auto type, auto read, auto dots) {
-        rank<decltype(type)>(keys, read, dots, slots, known, scratch, out);
+        bound<decltype(type)>(keys, read, dots, slots, known, scratch, out);
+    });
+}
+
+void score_slots(const KvKeys& keys, const int32_t* slots, int64_t count, KvDirections& known,
+                 float* scratch, float* out) {
+    reading(keys, behind(keys, scratch), [&](auto, auto, auto dots) {
+        score(keys, dots, slots, count, known, scratch, out);
     });
 }
 
 void forget(const KvKeys& keys, int64_t slot, KvDirections& known, float* scratch) {
     reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
         add<decltype(type)>(read(slot, 1, true), 1, padded(keys.width), keys.position + slot,
-                            known.lengths(keys.width) + slot, -1, known);
+                            known.keys(keys.width) + slot, -1, known);
     });
 }
 
@@ -392,17 +433,14 @@ float widened(typename T::Element x, T) {
     return T::widen1(x);
 }
 
-void decode_head(const KvKeys& keys, int64_t slots, float* scratch, float* out) {
+void decode_slots(const KvKeys& keys, int64_t slot, int64_t count, float* scratch, float* out) {
     reading(keys, behind(keys, scratch), [&](auto type, auto read, auto) {
-        for (int64_t block = 0; block < slots; block += BLOCK) {
-            const int64_t count = std::min(BLOCK, slots - block);
-            const auto own = read(block, count, true);
-            for (int64_t j = 0; j < count; ++j, out += keys.width) {
-                const auto* x = own.at(j);
-                const float scale = own.scales ? F16::widen1(own.scales[j * own.scale_stride]) : 1;
-                for (int64_t i = 0; i < keys.width; ++i) out[i] = widened(x[i], type) * scale;
-                if (keys.slots.rotated && !keys.centre) rotate(out, keys.width);
-            }
+        const auto own = read(slot, count, true);
+        for (int64_t j = 0; j < count; ++j, out += keys.width) {
+            const auto* x = own.at(j);
+            const float scale = own.scales ? F16::widen1(own.scales[j * own.scale_stride]) : 1;
+            for (int64_t i = 0; i < keys.width; ++i) out[i] = widened(x[i], type) * scale;
+            if (keys.slots.rotated && !keys.centre) rotate(out, keys.width);
         }
     });
 }
@@ -410,4 +448,4 @@ void decode_head(const KvKeys& keys, int64_t slots, float* scratch, float* out) 
 }  // namespace
 
 extern const KvCosineKernel KV_COSINES;
-const KvCosineKernel KV_COSINES{rank_head, forget, decode_head};
+const KvCosineKernel KV_COSINES{bound_head, score_slots, forget, decode_slots};

@@ -43,40 +43,55 @@ void multiply(const float* rows, int64_t stride, int64_t width, const float* col
         column_tile<MT, 2>(given, width, columns + j, BLOCK, false, s + j, BLOCK);
 }
 
-void run(const KvExpected& call, float* scratch) {
-    const int64_t width = call.width, stride = padded(width), group = call.group;
-    float *const folded = scratch, *const sums = folded + group * stride * stride;
-    float *const columns = sums + group * stride, *const s = columns + BLOCK * stride;
-    for (int64_t g = 0; g < group; ++g) {
-        fold(call.products + g * width * width, width, stride, folded + g * stride * stride);
-        memcpy(sums + g * stride, call.sums + g * width, width * sizeof *sums);
+// The parts of `memory`.
+struct Memory {
+    float *folded, *sums, *columns, *s;
+
+    Memory(const KvExpected& call, float* memory) {
+        const int64_t stride = padded(call.width);
+        folded = memory, sums = folded + call.group * stride * stride;
+        columns = sums + call.group * stride, s = columns + BLOCK * stride;
     }
+};
+
+void load_queries(const KvExpected& call, float* memory) {
+    const int64_t width = call.width, stride = padded(width);
+    const Memory to(call, memory);
+    for (int64_t g = 0; g < call.group; ++g) {
+        fold(call.products + g * width * width, width, stride, to.folded + g * stride * stride);
+        memcpy(to.sums + g * stride, call.sums + g * width, width * sizeof *to.sums);
+    }
+}
+
+void logits(const KvExpected& call, const float* keys, int64_t count, float* memory, float* out,
+            int64_t out_stride) {
+    const int64_t width = call.width, stride = padded(width);
+    const Memory own(call, memory);
     const float inverse = 1 / std::max(call.count, 1.0f), scale = call.scale;
-    const Rows keys{(const char*)call.keys, width * 4, width * 4};
-    for (int64_t slot = 0; slot < call.slots; slot += BLOCK) {
-        const int64_t count = std::min(BLOCK, call.slots - slot);
-        const Rows block{keys.at(slot), keys.stride, keys.bytes};
-        transpose(block, count, width, columns);
-        turn_back(call, columns);
-        for (int64_t g = 0; g < group; ++g) {
-            vf square[BLOCK / W] = {};
-            for_tiles<MOST_SUMS>(width, [&](int64_t from, auto tile) {
-                multiply<tile.size>(folded + (g * stride + from) * stride + from, stride,
-                                    width - from, columns + from * BLOCK, s);
+    const int64_t bytes = width * (int64_t)sizeof *keys;
+    transpose(Rows{(const char*)keys, bytes, bytes}, count, width, own.columns);
+    turn_back(call, own.columns);
+    for (int64_t g = 0; g < call.group; ++g) {
+        vf square[BLOCK / W] = {};
+        for_tiles<MOST_SUMS>(width, [&](int64_t from, auto tile) {
+            multiply<tile.size>(own.folded + (g * stride + from) * stride + from, stride,
+                                width - from, own.columns + from * BLOCK, own.s);
+            for (int64_t j = 0; j < BLOCK / W; ++j) {
+                vf added{};
 #pragma GCC unroll 8
                 for (int m = 0; m < tile.size; ++m)
-                    for (int64_t j = 0; j < BLOCK / W; ++j)
-                        square[j] += load<vf>(columns + (from + m) * BLOCK + j * W) *
-                                     load<vf>(s + m * BLOCK + j * W);
-            });
-            multiply<1>(sums + g * stride, stride, width, columns, s);
-            for (int64_t j = 0; j < BLOCK / W; ++j) {
-                const vf mean = load<vf>(s + j * W) * inverse;
-                const vf variance = square[j] * inverse - mean * mean;
-                store(s + j * W, mean * scale + variance * (scale * scale / 2));
+                    added += load<vf>(own.columns + (from + m) * BLOCK + j * W) *
+                             load<vf>(own.s + m * BLOCK + j * W);
+                square[j] += added;
             }
-            memcpy(call.out + g * call.slots + slot, s, count * sizeof *s);
+        });
+        multiply<1>(own.sums + g * stride, stride, width, own.columns, own.s);
+        for (int64_t j = 0; j < BLOCK / W; ++j) {
+            const vf mean = load<vf>(own.s + j * W) * inverse;
+            const vf variance = square[j] * inverse - mean * mean;
+            store(own.s + j * W, mean * scale + variance * (scale * scale / 2));
         }
+        memcpy(out + g * out_stride, own.s, count * sizeof *out);
     }
 }
 
@@ -90,8 +105,12 @@ float norm(const float* x, int64_t width) {
     return std::sqrt(sums[0]);
 }
 
+void norms(const float* values, int64_t count, int64_t width, float* out) {
+    for (int64_t i = 0; i < count; ++i) out[i] = norm(values + i * width, width);
+}
+
 void scores(const float* logits, int64_t group, const int32_t* position, int64_t sinks,
-            const float* values, int64_t width, int64_t slots, float* out) {
+            const float* norms, int64_t slots, float* out) {
     constexpr float NONE = -std::numeric_limits<float>::infinity();
     std::vector<float> own(slots + W), sum(slots);
     for (int64_t g = 0; g < group; ++g, logits += slots) {
@@ -113,10 +132,10 @@ void scores(const float* logits, int64_t group, const int32_t* position, int64_t
         for (int64_t i = 0; i < slots; ++i) sum[i] += own[i] * share;
     }
     for (int64_t i = 0; i < slots; ++i)
-        out[i] = position[i] < sinks ? 0 : sum[i] * norm(values + i * width, width);
+        out[i] = position[i] < sinks ? 0 : sum[i] * norms[i];
 }
 
 }  // namespace
 
 extern const KvExpectedKernel KV_EXPECTED;
-const KvExpectedKernel KV_EXPECTED{run, scores};
+const KvExpectedKernel KV_EXPECTED{load_queries, logits, norms, scores};

@@ -57,15 +57,22 @@ static inline int64_t kv_turns(const KvCentre& centre, int64_t width) {
     return 2 * (centre.pairs + (2 * centre.pairs < width));
 }
 
-// Positions whose shares of a centre are held: a power of 2, at least two blocks.
-static inline int64_t kv_shares(int64_t records) { return KV_BLOCK * (records < 16 ? 64 : 4); }
+// Positions whose shares of a centre are held: a power of 2, at least two blocks. Few queries hold
+// those of most texts, since slots of a policy's choice are in any order.
+constexpr int64_t KV_MOST_SHARES = 512 * KV_BLOCK;
+static inline int64_t kv_shares(const KvCall& call, int64_t records) {
+    if (records >= 16) return 4 * KV_BLOCK;
+    int64_t shares = 2 * KV_BLOCK;
+    while (shares < call.centre->positions && shares < KV_MOST_SHARES) shares *= 2;
+    return shares;
+}
 
 // Floats of scratch memory for a centre: coefficients of queries, the same turned, a row, shares, a
 // block's rows of the table, and which shares are held.
 static inline int64_t kv_centred(const KvCall& call, int64_t records) {
     if (!call.centre) return 0;
     const int64_t width = kv_padded(kv_turns(*call.centre, call.key_width));
-    const int64_t shares = kv_shares(records);
+    const int64_t shares = kv_shares(call, records);
     return (2 * records + 1 + KV_BLOCK) * width + records * shares + shares / KV_BLOCK;
 }
 

@@ -261,8 +261,7 @@ const float* load_groups(const Work& work, const KvEncoded& x, int64_t groups, f
     if (!x.zero.data) return nullptr;
     float* zero = scale + groups * BLOCK;
     load_scales(x.zero, run.row0, run.head, work.at(), work.count, groups, zero);
-    const float offset = (float)kv_zero_offset(x.plane.type);
-    for (int64_t i = 0; i < groups * BLOCK; ++i) zero[i] += offset * scale[i];
+    count_from_middle(x, scale, groups * BLOCK, zero);
     return zero;
 }
 

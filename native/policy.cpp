@@ -65,15 +65,16 @@ float* cosine_scratch(const KvStep& s) {
     return memory;
 }
 
-// The numbers to rank for one head, stored in `made` unless they are the scores themselves.
+// The numbers to rank for one head, stored in `made` unless they are the scores themselves. If the
+// policy ranks by keys, they are not more than the scores.
 const float* ranked(const KvSequence& step, int64_t row, int64_t head, const int32_t* position,
                     int64_t newest, int64_t slots, std::vector<float>& made) {
     const KvStep& s = *step.step;
     const KvRule& rule = s.rule;
     if (rule.by_keys) {
-        made.resize(kv_cosine_slots(slots));
-        instructions().cosines->rank(keys_of(step, row, head, position), slots,
-                                     directions(s, row, head), cosine_scratch(s), made.data());
+        made.resize(slots);
+        instructions().cosines->bound(keys_of(step, row, head, position), slots,
+                                      directions(s, row, head), cosine_scratch(s), made.data());
         return made.data();
     }
     if (!rule.count) return nullptr;
@@ -101,6 +102,52 @@ KvRanking after(const KvSequence& step, int64_t slots) {
     return ranking;
 }
 
+// Replaces the worths of slots ranked by keys, after `ranked`, by those of their scores, until the
+// `count` lowest are of scores.
+void score_lowest(const KvSequence& step, int64_t row, int64_t head, const KvRanking& ranking,
+                  int64_t newest, int64_t count, float* worth) {
+    constexpr float MOST = std::numeric_limits<float>::infinity();
+    static thread_local std::vector<int32_t> some, places;
+    static thread_local std::vector<float> scores, worths;
+    const KvStep& s = *step.step;
+    const Instructions& kernels = instructions();
+    const int32_t* position = positions_of(ranking, row, head);
+    const KvKeys keys = keys_of(step, row, head, position);
+    KvDirections& known = directions(s, row, head);
+    float* memory = cosine_scratch(s);
+    for (std::vector<int32_t>* x : {&some, &places}) x->resize(ranking.slots + 1);
+    for (std::vector<float>* x : {&scores, &worths}) x->resize(ranking.slots + 1);
+    KvRanking few = ranking;
+    // Worths change little from step to step, so there is a likely range of the lowest.
+    float wider = std::max(known.moved / 4, 1.0f / 4096);
+    float from = -MOST, to = known.lowest + wider, lowest = MOST;
+    for (int64_t found = 0; found < count && from < 2; from = to, to += wider, wider *= 2) {
+        few.slots = kernels.ranking->within(worth, ranking.slots, from, to, some.data());
+        for (int64_t i = 0; i < few.slots; ++i) places[i] = position[some[i]];
+        kernels.cosines->score(keys, some.data(), few.slots, known, memory, scores.data());
+        kernels.ranking->worth(few, scores.data(), places.data(), (int32_t)newest, worths.data());
+        for (int64_t i = 0; i < few.slots; ++i) {
+            const float own = worth[some[i]] = worths[i];
+            found += own < to;
+            if (own > -MOST) lowest = std::min(lowest, own);
+        }
+    }
+    known.lowest = std::min(lowest, 1.0f);
+}
+
+// Stores the worths of one head's slots in `worth`. The `count` lowest are exact.
+void rank(const KvSequence& step, int64_t row, int64_t head, const KvRanking& ranking,
+          int64_t count, std::vector<float>& worth) {
+    static thread_local std::vector<float> made;
+    const int32_t* position = positions_of(ranking, row, head);
+    const int64_t newest = kv_position(step, row);
+    const float* score = ranked(step, row, head, position, newest, ranking.slots, made);
+    worth.resize(ranking.slots);
+    instructions().ranking->worth(ranking, score, position, (int32_t)newest, worth.data());
+    if (step.step->rule.by_keys)
+        score_lowest(step, row, head, ranking, newest, count, worth.data());
+}
+
 // Frees `count` of `slots` slots of each row and head.
 int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t heads,
           int64_t count, int64_t slots) {
@@ -119,7 +166,8 @@ int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t 
         known.slots -= count;
     }
     std::vector<KvSlots> planes(step.planes, step.planes + step.plane_count);
-    planes.push_back({directions(s, 0, 0).lengths(width), s.call.heads * bytes, bytes, 4, heads});
+    planes.push_back({directions(s, 0, 0).keys(width), s.call.heads * bytes, bytes,
+                      sizeof(KvDirected), heads});
     return kv_evict(planes.data(), (int64_t)planes.size(), rows, victims, rows, heads, count, slots,
                     nullptr, 0);
 }
@@ -191,22 +239,22 @@ int kv_free(const KvSequence& step, int64_t slots) {
     const KvStep& s = *step.step;
     const KvRanking ranking = after(step, slots);
     const int64_t count = step.evicts, all = ranking.rows * ranking.heads;
-    // Reading all keys is worth threads.
-    const int64_t bytes = s.rule.by_keys ? all * slots * s.key.width * 2 : 0;
+    // Reading the keys that are not known yet is worth threads.
+    int64_t unknown = 0;
+    if (s.rule.by_keys)
+        for (int64_t i = 0; i < all; ++i)
+            unknown += slots - directions(s, i / ranking.heads, i % ranking.heads).slots;
     std::atomic<bool> failed{false};
     try {
         std::vector<int64_t> victims(all * count);
-        share(threads_for(bytes, s.call.threads), all, [&](int64_t i) {
+        share(threads_for(unknown * s.key.width * 2, s.call.threads), all, [&](int64_t i) {
             try {
-                static thread_local std::vector<float> worth, made;
+                static thread_local std::vector<float> worth;
                 static thread_local std::vector<int32_t> order;
                 const int64_t row = i / ranking.heads, head = i % ranking.heads;
-                worth.resize(slots);
-                const int32_t* position = positions_of(ranking, row, head);
-                const int64_t newest = kv_position(step, row);
-                const float* score = ranked(step, row, head, position, newest, slots, made);
-                instructions().ranking->worth(ranking, score, position, (int32_t)newest, worth.data());
-                kv_order(worth.data(), position, slots, count, order, victims.data() + i * count);
+                rank(step, row, head, ranking, count, worth);
+                kv_order(worth.data(), positions_of(ranking, row, head), slots, count, order,
+                         victims.data() + i * count);
             } catch (const std::bad_alloc&) {
                 failed = true;
             }
@@ -232,19 +280,16 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
         }
     };
     const int64_t all = steps[0]->evicts;
-    const KvRankingKernel& rank = *instructions().ranking;
+    const KvRankingKernel& kernel = *instructions().ranking;
     try {
         std::vector<Slot> found, lowest;  // evictable slots of all heads; of one head
-        std::vector<float> made, worth;
+        std::vector<float> worth;
         for (int64_t head = 0; head < count; ++head) {
             const KvSequence& step = *steps[head];
             const int64_t slots = *step.step->left;
             const KvRanking ranking = after(step, slots);
             const int32_t* position = positions_of(ranking, 0, 0);
-            const int64_t newest = kv_position(step, 0);
-            const float* score = ranked(step, 0, 0, position, newest, slots, made);
-            worth.resize(slots);
-            rank.worth(ranking, score, position, (int32_t)newest, worth.data());
+            rank(step, 0, 0, ranking, all, worth);
             const size_t first = found.size();
             constexpr float MOST = std::numeric_limits<float>::infinity();
             const int64_t open = std::max<int64_t>(0, slots - step.safe);
@@ -256,8 +301,8 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             if (open > all) {
                 lowest.clear();
                 const auto next = [&](int64_t slot) {
-                    const bool full = (int64_t)lowest.size() == all;
-                    return full ? rank.next(worth.data(), slot, slots, lowest.front().worth) : slot;
+                    if ((int64_t)lowest.size() < all) return slot;
+                    return kernel.next(worth.data(), slot, slots, lowest.front().worth);
                 };
                 for (int64_t slot = 0; slot < slots; slot = next(slot + 1)) {
                     lowest.push_back(slot_at(slot));

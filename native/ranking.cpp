@@ -99,6 +99,15 @@ int64_t least(const float* worth, const int32_t* position, int64_t slots) {
     return slot;
 }
 
+int64_t within(const float* worth, int64_t slots, float from, float to, int32_t* out) {
+    int64_t count = 0;
+    for (int64_t slot = 0; slot < slots; ++slot) {
+        out[count] = (int32_t)slot;
+        count += (worth[slot] >= from) & (worth[slot] < to);
+    }
+    return count;
+}
+
 void weigh(float* score, const float* mass, const float* other, int64_t slots) {
     // A value may be NaN, even in an empty slot.
     const auto moved = [=](int64_t i) __attribute__((always_inline)) {
@@ -150,4 +159,4 @@ void mix(float* score, const float* error, const int32_t* position, float mix, i
 }  // namespace
 
 extern const KvRankingKernel KV_RANKING;
-const KvRankingKernel KV_RANKING{worth, least, next, weigh, add, divide, mix};
+const KvRankingKernel KV_RANKING{worth, least, next, within, weigh, add, divide, mix};

@@ -11,6 +11,9 @@ struct KvRankingKernel {
     int64_t (*least)(const float* worth, const int32_t* position, int64_t slots);
     // The first slot from `first` on whose worth is at most `most`; `slots` if there is none.
     int64_t (*next)(const float* worth, int64_t first, int64_t slots, float most);
+    // Stores the slots whose worth is at least `from` and less than `to`, and returns their number.
+    // `out`: for slots + 1.
+    int64_t (*within)(const float* worth, int64_t slots, float from, float to, int32_t* out);
     // score += mass * other / sum(mass * other): KV_LEARN_WEIGHTED.
     void (*weigh)(float* score, const float* mass, const float* other, int64_t slots);
     // score * kept + mass * added: KV_LEARN_SUM and KV_LEARN_FADE.

@@ -72,10 +72,16 @@ void add_query(const KvSequence& step, const KvPlane& q, int64_t row, int64_t he
     }
 }
 
-float* scratch_of(int64_t floats) {
-    float* memory = scratch(0, floats);
+float* scratch_of(int piece, int64_t floats) {
+    float* memory = scratch(piece, floats);
     if (!memory) throw std::bad_alloc();
     return memory;
+}
+
+// Decodes the keys of `count` slots.
+void decode(const KvKeys& keys, int64_t slot, int64_t count, float* out) {
+    float* memory = scratch_of(0, kv_cosine_scratch(keys.width));
+    instructions().cosines->decode(keys, slot, count, memory, out);
 }
 
 // Renews the scores of one row and head, which has `own` slots that are not behind it.
@@ -84,36 +90,41 @@ void renew(const KvSequence& step, int64_t row, int64_t head, int64_t own, const
     const KvQueries& known = *step.queries;
     const int64_t width = s.call.key_width, value_width = s.call.value_width, group = s.call.group;
     const int64_t behind = step.behind ? slots_behind(step) : 0, slots = behind + own;
-    std::vector<float> keys(slots * width), values(slots * value_width);
-    std::vector<float> logits(slots * group), scores(slots);
+    std::vector<float> logits(slots * group), norms(slots), scores(slots);
     std::vector<int32_t> position(slots);
     const auto each = [&](auto f) {
         if (step.behind) f(*step.behind->step, *step.behind, 0, behind);
         f(s, step, behind, own);
     };
+    const int64_t index = row * known.heads + head * group;
+    const KvExpected call{
+        known.sums + index * width, known.products + index * width * width, ahead.cosines.data(),
+        ahead.sines.data(), group, width, known.pairs, known.first, known.interleaved,
+        known.counts[row], (float)s.call.scale};
+    const KvExpectedKernel& kernel = *instructions().expected;
+    const int64_t most = kv_expected_memory(call);
+    float* const memory = scratch_of(1, most + KV_BLOCK * (width + value_width));
+    float *const keys = memory + most, *const values = keys + KV_BLOCK * width;
+    kernel.load(call, memory);
     each([&](const KvStep& part, const KvSequence& sequence, int64_t at, int64_t count) {
         const KvSegment& segment = sequence.segments[part.call.segment_count - 1];
         const int32_t* place = part.ranking.position + row * part.ranking.position_row +
                                head * part.ranking.position_head;
         std::copy_n(place, count, position.begin() + at);
-        const auto decode = [&](const KvKeys& x, float* out) {
-            float* memory = scratch_of(kv_cosine_scratch(x.width));
-            instructions().cosines->decode(x, count, memory, out + at * x.width);
-        };
-        decode({segment.k, s.call.centre, place, width, row, head}, keys.data());
         KvEncoded value = segment.v;
         value.rotated = 0;  // which changes no norm
-        decode({value, nullptr, place, value_width, row, head}, values.data());
+        const KvKeys from{segment.k, s.call.centre, place, width, row, head};
+        const KvKeys values_from{value, nullptr, place, value_width, row, head};
+        for (int64_t block = 0; block < count; block += KV_BLOCK, at += KV_BLOCK) {
+            const int64_t some = std::min(KV_BLOCK, count - block);
+            decode(from, block, some, keys);
+            decode(values_from, block, some, values);
+            kernel.logits(call, keys, some, memory, logits.data() + at, slots);
+            kernel.norms(values, some, value_width, norms.data() + at);
+        }
     });
-    const int64_t index = row * known.heads + head * group;
-    const KvExpected call{
-        keys.data(), known.sums + index * width, known.products + index * width * width,
-        ahead.cosines.data(), ahead.sines.data(), logits.data(), slots, group, width,
-        known.pairs, known.first, known.interleaved, known.counts[row], (float)s.call.scale};
-    const KvExpectedKernel& kernel = *instructions().expected;
-    kernel.run(call, scratch_of(kv_expected_scratch(call)));
-    kernel.scores(logits.data(), group, position.data(), s.ranking.sinks, values.data(), value_width,
-                  slots, scores.data());
+    kernel.scores(logits.data(), group, position.data(), s.ranking.sinks, norms.data(), slots,
+                  scores.data());
     each([&](const KvStep& part, const KvSequence&, int64_t at, int64_t count) {
         const KvScores& plane = part.rule.planes[0];
         std::copy_n(scores.begin() + at, count, plane.data + row * plane.row + head * plane.head);

@@ -163,8 +163,17 @@ class Blocked(Codec):
     decode = Plain.decode
 
 
+class Uncut(Blocked):
+    """A codec that keeps the newest tokens plain, and cannot keep fewer."""
+
+    name: ClassVar[str] = "uncut"
+    rewritable: ClassVar[bool] = True
+    tail: ClassVar[int] = 8  # type: ignore[assignment, misc]
+
+
 ILLEGAL = {
     "a ring smaller than its window": (Window(8, 2), Plain(), Fixed(9), "10 slots.*holds 9"),
+    "a tail longer than half of a window": (Window(8), Uncut(), Growing(), "with_tail"),
     "single slots of a block codec": (Window(8), Blocked(), Growing(), "window.*blocked"),
 }
 

@@ -80,6 +80,7 @@ class Pair:
         self.layers = [CacheSpec.parse(spec).layer(capacity=64, **own) for _ in range(2)]
         self.layers[1].plans = False
         self.random = torch.Generator().manual_seed(0)
+        self.mean = torch.zeros(2, 32)  # of keys
 
     def each(self, change) -> None:
         for layer in self.layers:
@@ -93,6 +94,7 @@ class Pair:
             .transpose(1, 2)
             for heads in (6, 2, 2)
         )
+        k = (k.transpose(1, 2) + self.mean).to(self.dtype).transpose(1, 2)
         outs = [layer.step(q, k, v, position, scale=0.2) for layer in self.layers]
         # Parts of a layer are one call together, whose sums may be rounded otherwise.
         torch.testing.assert_close(
@@ -400,6 +402,30 @@ def test_what_was_learned_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> 
             pair.layers[0].step(q, k, v, scale=0.2)
     with pytest.raises(StateError, match="unknown"):
         pair.layers[0].step(q, k, v, scale=0.2)
+
+
+@pytest.mark.filterwarnings("ignore::kvkeep.errors.PrecisionWarning")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "keydiff:96,recent=8",
+        "keydiff:25%,least=40,recent=8+int8",
+        "adakv(keydiff:96)",
+        "keydiff:96,recent=8+int4:group=16/int8@fixed",
+        "adakv(keydiff:96)+int3:recent=8,hadamard=0",
+    ],
+)
+def test_keys_whose_mean_direction_moves(spec: str, calls: list[int]) -> None:
+    """Only the keys that may be the nearest to the mean are multiplied by it."""
+    pair = Pair(spec)
+    pair.mean = 2 * torch.randn(2, 32, generator=pair.random)
+    pair.feed(150)
+    for column in range(120):
+        pair.mean += 0.2 * torch.randn(2, 32, generator=pair.random)
+        if column == 60:
+            pair.mean = -pair.mean
+        pair.feed()
+    assert len(calls) > 110
 
 
 def test_steps_in_and_outside_inference_mode():

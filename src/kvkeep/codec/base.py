@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.context import within
-from kvkeep.errors import PrecisionWarning
+from kvkeep.errors import PrecisionWarning, SpecError
 from kvkeep.packing import KernelLayout
 from kvkeep.planes import Planes, PlaneSpec
 from kvkeep.renamed import Renamed, require_new_names
@@ -109,7 +109,17 @@ class Codec(ABC):
 
     def with_tail(self, recent: int, sinks: int) -> Codec:
         """The codec with at most `recent` newest and `sinks` first tokens plain. A codec with a
-        `tail` or `sinks` that encodes single tokens must override it."""
+        `tail` or `sinks` that encodes single tokens must override it.
+
+        Raises:
+            SpecError: the codec keeps more tokens plain, and does not override this method.
+        """
+        if self.block == 1 and (self.tail > recent or self.sinks > sinks):
+            raise SpecError(
+                f"codec {self.name} keeps the newest {self.tail} and the first {self.sinks} tokens "
+                f"plain, but a policy that sees few tokens allows only {recent} and {sinks}; "
+                "override Codec.with_tail in its class, so that it returns a codec with fewer"
+            )
         return self
 
     def waiting(self, plain: Codec) -> Codec:

@@ -65,6 +65,30 @@ class Traced(Protocol):
         """Like `LayerCache.read`."""
 
 
+class TicketLayer(Protocol):
+    """A layer that can have a ticket: a `LayerCache`, or one layer of several sequences."""
+
+    @property
+    def fed(self) -> int | Tensor:
+        """Columns fed, padding included."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether any row has had padding."""
+
+    def next_positions(self, n: int, device: torch.device, real: Tensor | None = None) -> Tensor:
+        """See `LayerCache.next_positions`."""
+
+    def prepare(self) -> PreparedStep | None:
+        """Prepare the next decode step; None: only `run` can make it."""
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.run`."""
+
+    def read(self, inputs: StepInputs) -> Tensor:
+        """See `LayerCache.read`."""
+
+
 _tickets: WeakValueDictionary[int, Ticket] = WeakValueDictionary()
 _numbers = count(1)
 _TICKET = Struct("=8q")  # KvTicket of native/abi.h
@@ -76,8 +100,6 @@ class Ticket:
 
     Args:
         find: returns the layer, such as a weak reference to it; None: the layer no longer exists.
-            A layer is a `LayerCache`, or has its `fed`, `padded`, `next_positions`, `prepare`,
-            `run` and `read`, such as one layer of several sequences.
         readers: how many layers read this one after each step.
         reads: the ticket's step is a reading of the layer.
 
@@ -88,7 +110,9 @@ class Ticket:
 
     on_device = False
 
-    def __init__(self, find: Callable[[], Any], readers: int = 0, reads: bool = False) -> None:
+    def __init__(
+        self, find: Callable[[], TicketLayer | None], readers: int = 0, reads: bool = False
+    ) -> None:
         self._find, self._number, self.readers, self._reads = find, next(_numbers), readers, reads
         self.readings = [Ticket(find, reads=True)] if readers else []
         _tickets[self._number] = self
@@ -115,7 +139,7 @@ class Ticket:
     def make(self, inputs: StepInputs) -> Tensor:
         """Run the layer's step, or its reading."""
         layer = self.layer
-        return cast(Tensor, layer.read(inputs)) if self._reads else run(layer, inputs)
+        return layer.read(inputs) if self._reads else run(layer, inputs)
 
     def clear(self, fed: int) -> None:
         """Set the number of columns fed; no step is prepared."""
@@ -128,7 +152,7 @@ class Ticket:
         return int.from_bytes(self._memory[-8:], sys.byteorder, signed=True)
 
     @property
-    def layer(self) -> Any:
+    def layer(self) -> TicketLayer:
         """The layer.
 
         Raises:
@@ -213,7 +237,7 @@ def _fake_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.d
 def next_positions(ticket: Tensor, n: int, real: Tensor | None, device: torch.device) -> Tensor:
     """The operator for `Ticket.next_positions`."""
     layer = ticket_of(ticket).layer
-    position: Tensor = layer.next_positions(n, device, None if real is None or real.all() else real)
+    position = layer.next_positions(n, device, None if real is None or real.all() else real)
     return (position.view(-1, n) if real is None else position.expand(real.shape)).clone()
 
 
@@ -235,10 +259,10 @@ def step(ticket: Tensor, *inputs: Any) -> Tensor:
     return ticket_of(ticket).make(given).contiguous()
 
 
-def run(layer: Any, inputs: StepInputs) -> Tensor:
+def run(layer: TicketLayer, inputs: StepInputs) -> Tensor:
     """Run a layer's step with positions (1, n) or (B, n)."""
     position = inputs.position
     assert position is not None
     if not layer.padded and int(position if position.numel() == 1 else position.min()) >= 0:
         inputs = inputs._replace(position=position[0])  # the same positions for all rows
-    return cast(Tensor, layer.run(inputs))
+    return layer.run(inputs)

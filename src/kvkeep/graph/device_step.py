@@ -150,6 +150,9 @@ class DeviceStep:
             after = after - self._pads[:, None]
         return after.view(-1, n).to(torch.int32)
 
+    def prepare(self) -> None:
+        """No step is prepared for the native library."""
+
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, for one token per row, with position int32 (1|B, 1)."""
         if torch.compiler.is_compiling():

@@ -124,7 +124,7 @@ class StepPlan:
         """Pack the records of parts whose slots have moved."""
         old: Sequence[PartRecords | None] = self.parts or [None] * len(parts)
         held = [
-            self._records.of(index, part) if one is None or one.moved else one
+            self._records.of(index, part, one) if one is None or one.moved else one
             for index, (part, one) in enumerate(zip(parts, old, strict=True))
         ]
         capacities = {one.part.storage: one.capacity for one in held}

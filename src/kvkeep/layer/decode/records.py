@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.attention import Centre, Options
+from kvkeep.attention import Centre, Options, Segment
 from kvkeep.attention.native import CALL, REACH, call_of_step, pack_centre, pack_segments
 from kvkeep.codec.groups import ENCODING, encoding
 from kvkeep.layer.decode.parts import StepPart
@@ -67,6 +67,8 @@ class PartRecords(NamedTuple):
     addresses: tuple[int, int, int, int]
     """The first fields of a KvSequence."""
     kept: tuple[object, ...]
+    """The memory of the records, without the segments."""
+    segments: tuple[bytes, list[Tensor]]
     memory: Tensor | None
     """The memory (B, H, n) of a KvRule that ranks by keys; None: the rule does not, or the part is
     a tail. If a head's first number is 0, its slots must be read again."""
@@ -99,36 +101,47 @@ class LayerRecords(NamedTuple):
     left: Tensor
     like: StepInputs
 
-    def of(self, index: int, part: StepPart) -> PartRecords:
-        """Pack the records of the part with this index."""
+    def of(self, index: int, part: StepPart, old: PartRecords | None = None) -> PartRecords:
+        """Pack the records of the part with this index. `old`: those before its slots moved."""
         q, k, v = (part.of(x, self.like.k.shape[1]) for x in self.like[:3])
         inputs = self.like._replace(q=q, k=k, v=v)
         tensors: list[Tensor] = []
         planes = part.planes
+        used = (*part.before, Segment(planes, *part.codecs))
         behind, centre = None, self.centre
         if centre is not None:
             rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
             heads = slice(None) if part.head is None else slice(part.head, part.head + 1)
             centre = centre._replace(held=centre.held[rows, heads])
         if part.behind is not None:  # it takes its tokens from the tail
-            k, v = (planes[name].narrow(2, 0, 1) for name in ("k", part.segments()[-1].value_name))
+            k, v = (planes[name].narrow(2, 0, 1) for name in ("k", used[-1].value_name))
             index_behind = index + len(self.left) // 2
             own = self._replace(centre=centre, like=inputs._replace(k=k, v=v))
-            behind = own.of(index_behind, part.behind)
+            behind = own.of(index_behind, part.behind, None if old is None else old.behind)
             k = inputs.k
-        segments = pack_segments(part.segments(), q, tensors)
+        segments = pack_segments(used, q, tensors)
+        described = part.storage.described()
+        if old is not None and old.described is described:  # only the slots behind have moved
+            addresses = old.addresses[0], address_of(segments), *old.addresses[2:]
+            return old._replace(
+                part=part, addresses=addresses, segments=(segments, tensors), behind=behind
+            )
         # Only the slots behind a tail are ranked.
-        memory = None if behind is not None else self._memory(planes, k.shape[3])
-        packed = None if centre is None else pack_centre(centre, q, tensors)
-        step = self._step(index, part, inputs, memory, packed)
-        described = slots_record(planes)
-        first, second, third = map(address_of, (step, segments, described))
+        memory = None
+        if self.rule.by_keys and behind is None:
+            memory = _memory(planes, k.shape[3], None if old is None else old.memory)
+        held: list[Tensor] = []
+        packed = None if centre is None else pack_centre(centre, q, held)
+        step = self._step(index, part, planes, inputs, memory, packed)
+        slots = slots_record(planes)
+        first, second, third = map(address_of, (step, segments, slots))
         return PartRecords(
             part,
-            part.storage.described(),
+            described,
             planes[POSITION].shape[2],
             (first, second, third, len(planes)),
-            (step, segments, described, packed, tensors, self.pads, self.slopes, self.left),
+            (step, slots, packed, held, self.pads, self.slopes, self.left),
+            (segments, tensors),
             memory,
             behind,
         )
@@ -153,26 +166,18 @@ class LayerRecords(NamedTuple):
         ]
         return held, b"".join(packed)
 
-    def _memory(self, planes: Planes, key_width: int) -> Tensor | None:
-        """The memory of a KvRule that ranks by keys; None: the rule does not."""
-        if not self.rule.by_keys:
-            return None
-        rows, heads, capacity = planes["k"].shape[:3]
-        width = key_width + -key_width % 32
-        with torch.inference_mode(False):  # so that it can be changed outside inference mode too
-            return torch.zeros((rows, heads, 3 + width + capacity // 2 + 33), dtype=torch.int64)
-
     def _step(
         self,
         index: int,
         part: StepPart,
+        planes: Planes,
         inputs: StepInputs,
         memory: Tensor | None,
         centre: bytes | None,
     ) -> bytes:
         """A KvStep."""
         q, k, v = inputs[:3]
-        planes, policy = part.planes, self.policy
+        policy = self.policy
         heads = planes["k"].shape[1]
         keys, values = part.codecs.key.layout, part.codecs.value.layout
         assert keys is not None  # `possible` has checked it
@@ -227,6 +232,19 @@ class LayerRecords(NamedTuple):
         numbers = len(scores), rule.learn, rule.by_query, by_keys, mixes, rule.seed
         kept = (0, 0) if memory is None else (memory.data_ptr(), memory.shape[2])
         return b"".join([*planes, _RULE.pack(*numbers, rule.fade, rule.mix or 0.0, *kept)])
+
+
+def _memory(planes: Planes, key_width: int, old: Tensor | None) -> Tensor:
+    """The memory of a KvRule that ranks by keys, with what was known before the slots moved."""
+    rows, heads, capacity = planes["k"].shape[:3]
+    width = key_width + -key_width % 32
+    numbers = 4 + width + width // 2 + capacity
+    with torch.inference_mode(False):  # so that it can be changed outside inference mode too
+        memory = torch.zeros((rows, heads, numbers), dtype=torch.int64)
+    if old is not None:
+        known = min(numbers, old.shape[2])
+        memory[:, :, :known] = old[:, :, :known]
+    return memory
 
 
 def step_tokens(inputs: StepInputs, out: Tensor) -> bytes:
