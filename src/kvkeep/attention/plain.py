@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
+from kvkeep.attention.native import new_output
 from kvkeep.attention.options import Options
 from kvkeep.attention.view import View
 from kvkeep.checks import wants_gradients
@@ -58,19 +59,15 @@ def attend_plain(q: Tensor, view: View, options: Options, *, measured: bool) -> 
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or wants_gradients(q, k, v):
         return None
-    rows, heads, n, width = q.shape
     if measured:
+        _, heads, n, width = q.shape
         held = k.shape[2] if slots < 0 else slots
         sizes = rounded(n), rounded(held), heads // max(1, k.shape[1]), width
         if torch_is_faster("attention", q.dtype, *sizes):
             return None
-    # As (B, n, Hq, Dv), the layout that models read next; for one token both layouts agree.
-    shape = rows, *((heads, n) if n == 1 else (n, heads)), v.shape[3]
-    out = q.new_empty(shape)
+    out = new_output(q, v.shape[3])
     tensors = q._cdata, k._cdata, v._cdata, place._cdata, position._cdata, out.data_ptr()
     result = LIBRARY.kv_attend_plain(CALL.pack(*tensors, slots, options.scale))
     if result == _FAILED:
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
-    if result:
-        return None
-    return out if n == 1 else out.transpose(1, 2)
+    return None if result else out
