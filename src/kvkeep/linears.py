@@ -247,7 +247,11 @@ class Weights:
         first = weights[0].weight
         number = id(first)
         cached = cls._of_graphs.get(number)
-        if cached is None or cached._dtype is not dtype or not cached.are(_in_line(weights, biases)):
+        if (
+            cached is None
+            or cached._dtype is not dtype
+            or not cached.are(_in_line(weights, biases))
+        ):
             cached = cls._of_graphs[number] = cls(weights, biases, dtype)
             finalize(first, cls._of_graphs.pop, number, None)
         return cached
@@ -311,9 +315,7 @@ class Weights:
         self._threads, self._records = threads, b"".join(records)
 
 
-def _in_line(
-    weights: Sequence[Stored], biases: Sequence[Tensor | None]
-) -> list[Tensor | None]:
+def _in_line(weights: Sequence[Stored], biases: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The weights, bias and scale of each layer, one after the other."""
     layers = zip(weights, biases, strict=True)
     return [x for (weight, scale), bias in layers for x in (weight, bias, scale)]

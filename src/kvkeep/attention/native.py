@@ -136,8 +136,8 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def new_output(q: Tensor, width: int) -> Tensor:
-    """An empty tensor (B, Hq, n, width) for queries (B, Hq, n, Dk), stored as (B, n, Hq, width), the
-    layout that models read next."""
+    """An empty tensor (B, Hq, n, width) for queries (B, Hq, n, Dk), stored as (B, n, Hq, width),
+    the layout that models read next."""
     rows, heads, n, _ = q.shape
     token = heads * width
     return q.new_empty_strided((rows, heads, n, width), (n * token, width, token, 1))

@@ -1,5 +1,5 @@
-"""Short calls of the native backend: one plain segment, of which each query sees all slots but those
-after its own.
+"""Short calls of the native backend: one plain segment, of which each query sees all slots but
+those after its own.
 
 The library reads shapes, strides and addresses from torch's tensors and checks them, since in
 Python that takes longer than attention over a few hundred slots.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from struct import Struct
 
-import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
