@@ -172,6 +172,26 @@ KV_PUBLIC int kv_encode(const KvEncoding* encoding);
 // Computes attention. Returns 0, or 1 if scratch memory cannot be allocated.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
 
+// Attention over one plain segment, of which each query sees all slots but those after its own. Tensors are torch's:
+// addresses of their at::TensorImpl (`Tensor._cdata`).
+struct KvPlainCall {
+    void *q, *k, *v;    // (rows, heads * group, queries, width), (rows or 1, heads, slots, width)
+    void* place;        // int32 (rows or 1, heads or 1, slots)
+    void* position;     // int32 (queries) or (rows, queries)
+    void* out;          // its data: (rows, queries, heads * group, value width), contiguous
+    int64_t slots;      // in use of the planes; -1: all
+    double scale;
+};
+
+enum KvPlainResult : int {
+    KV_PLAIN_DONE = 0,
+    KV_PLAIN_FAILED = 1,  // scratch memory cannot be allocated
+    KV_PLAIN_OTHER = 2,   // nothing is computed: a tensor has another form, or exceeds its memory
+};
+
+// Needs kv_use_torch.
+KV_PUBLIC int kv_attend_plain(const KvPlainCall* call);
+
 // Initial value of a policy's plane for a new token.
 enum KvEnter : int64_t {
     KV_ENTER_ZERO = 0,
@@ -342,6 +362,10 @@ struct KvTorch {
     int32_t (*drop)(KvAtenTensor*);
     int32_t (*mm_out)(KvAtenTensor* out, KvAtenTensor*, KvAtenTensor*);
     int32_t (*threads)(uint32_t*);
+    int32_t (*device)(KvAtenTensor*, int32_t*);
+    int32_t (*layout)(KvAtenTensor*, int32_t*);
+    int32_t (*offset)(KvAtenTensor*, int64_t*);  // of the first element in its storage, in elements
+    int32_t (*held)(KvAtenTensor*, int64_t*);    // bytes of its storage
     int32_t (*step)(const struct KvTracedStep*);  // makes an unprepared step in Python; any result
                                                   // but KV_MADE means that it raised
 };

@@ -230,10 +230,12 @@ struct Job {
     int64_t record_floats = call.value_width + 2;
     std::unique_ptr<float[]> large;  // scratch memory too large to keep between calls
     std::vector<Softmax> softmax;  // (row, query head, token of the range), for the mass
-    std::atomic<int64_t> next{0};
+    std::unique_ptr<std::atomic<int64_t>[]> next;  // of each thread's share of the runs
     std::atomic<bool> failed{false};
 
     Job(const KvCall& call, Range range) : call(call), plan(call, range) {
+        next.reset(new std::atomic<int64_t>[plan.threads]);
+        for (int64_t i = 0; i < plan.threads; ++i) next[i] = first_of(i);
         if (plan.alone && !range.mass) return;
         if (!plan.alone && range.mass)
             softmax.resize(call.rows * call.heads * call.group * (range.end - range.first));
@@ -281,9 +283,19 @@ struct Job {
 
     static int64_t slots(const KvRun& run) { return run.slot1 - run.slot0; }
 
-    // Each thread takes runs until none are left.
-    void work() {
-        for (int64_t i; (i = next++) < (int64_t)plan.runs.size();) {
+    // The first run of a thread's share.
+    int64_t first_of(int64_t thread) const {
+        return (int64_t)plan.runs.size() * thread / plan.threads;
+    }
+
+    // A thread takes the runs of its share, in the next call too if that is alike, as its caches then
+    // hold some of the slots; then those of other shares.
+    void work(int64_t thread) {
+        for (int64_t i = 0; i < plan.threads && !failed; ++i) work_on((thread + i) % plan.threads);
+    }
+
+    void work_on(int64_t share) {
+        for (int64_t i; (i = next[share]++) < first_of(share + 1);) {
             KvRun run = plan.runs[i];
             const int64_t records = kv_records(call, run);
             const int64_t own = kv_scratch(call, records);
@@ -412,7 +424,7 @@ bool attend(const KvCall& call, Range range) {
     Job job(call, range);
     const int64_t threads = job.plan.threads, heads = call.heads * call.group;
     const int64_t records = call.rows * heads * (range.end - range.first);
-    share(threads, threads, [&](int64_t) { job.work(); });
+    by_threads(threads, [&](int64_t thread) { job.work(thread); });
     // For few elements a parallel loop costs more than it saves.
     if (!job.plan.alone && !job.failed)
         share(records * call.value_width < (1 << 15) ? 1 : threads, call.rows * heads,

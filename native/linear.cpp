@@ -7,7 +7,9 @@
 
 namespace {
 
-constexpr int64_t TOGETHER = KV_LINEAR_OUTPUTS, ROWS = KV_LINEAR_ROWS;
+constexpr int64_t ROWS = KV_LINEAR_ROWS;
+constexpr int64_t TOGETHER = 16;  // outputs of a tile; threads get whole tiles
+constexpr int64_t TILES = KV_LINEAR_OUTPUTS / TOGETHER;  // of a block
 constexpr int64_t MOST_COPIED = 1 << 20;  // floats of x that are copied at once, if ROWS rows fit
 
 int64_t tiles_of(const KvLinear& linear) { return (linear.outputs + TOGETHER - 1) / TOGETHER; }
@@ -41,9 +43,9 @@ int kv_linear(const KvLinear* linears, int64_t count, const void* x, int64_t x_r
             for (int64_t l = 0; l < count && end > 0; ++l) {
                 const KvLinear& linear = linears[l];
                 const int64_t own = tiles_of(linear), last = std::min(end, own);
-                // All groups of rows read a tile's weights before the next tile is read.
+                // All groups of rows read a block's weights before the next block is read.
                 for (int64_t at = first, next; at < last; at = next) {
-                    next = groups > 1 ? at + 1 : last;
+                    next = groups > 1 ? std::min(at + TILES, last) : last;
                     for (int64_t g = 0; g < groups; ++g)
                         kernel.run(linear, loaded + g * ROWS * stride, group_of(g), at * TOGETHER,
                                    std::min(next * TOGETHER, linear.outputs),

@@ -25,7 +25,7 @@ extern const KvLinearKernel kv_linear_portable, kv_linear_avx2, kv_linear_avx512
 // Python needs between two steps. Faster on AMD's processors; Intel's have too few buffers for it.
 extern const bool kv_bypasses_cache;
 
-constexpr int64_t KV_LINEAR_OUTPUTS = 48;  // outputs of a block; threads get whole blocks
+constexpr int64_t KV_LINEAR_OUTPUTS = 48;  // outputs of a block
 constexpr int64_t KV_LINEAR_STEP = 32;  // largest STEP of any instruction set
 
 // Row stride of the copy of x, in elements.

@@ -7,6 +7,9 @@
 #include "kernel.h"
 #include "linear.h"
 #include "ranking.h"
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 struct Instructions {
     const char* name;
@@ -30,6 +33,21 @@ int64_t threads_for(int64_t bytes, int64_t most);
 
 // A thread's scratch memory, in three pieces, kept for its next call. Null if allocation fails.
 float* scratch(int piece, int64_t floats);
+
+// Calls f(index of the thread) on each of at most `threads` threads.
+template <class F>
+void by_threads(int64_t threads, F f) {
+#if defined(_OPENMP)
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        f(omp_get_thread_num());
+        return;
+    }
+#else
+    (void)threads;
+#endif
+    f(0);
+}
 
 // Calls f(0), ..., f(count - 1), distributed over threads.
 template <class F>

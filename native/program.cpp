@@ -5,45 +5,11 @@
 #include <new>
 #include <vector>
 
-#include "abi.h"
+#include "tensors.h"
 
 namespace {
 
-KvTorch torch;
-
 constexpr int32_t DONE = 0, FAILED = 1;  // results in torch's interface
-constexpr int32_t CPU = 0, FLOAT16 = 5, FLOAT32 = 6, FLOAT64 = 7, BFLOAT16 = 15, INT32 = 3, INT64 = 4;
-
-// The KvType of a ScalarType; -1 if there is none.
-int64_t type_of(int64_t type) {
-    switch (type) {
-        case FLOAT32: return KV_F32;
-        case BFLOAT16: return KV_BF16;
-        case FLOAT16: return KV_F16;
-        default: return -1;
-    }
-}
-
-// The bytes of an element; 0 for types that no layer has.
-int64_t size_of(int64_t type) {
-    switch (type) {
-        case FLOAT64: return 8;
-        case FLOAT32: return 4;
-        case BFLOAT16:
-        case FLOAT16: return 2;
-        default: return 0;
-    }
-}
-
-bool describe(KvAtenTensor* given, KvTensor& x) {
-    int32_t type = 0;
-    int64_t *sizes = nullptr, *strides = nullptr;
-    if (torch.data(given, &x.data) || torch.dim(given, &x.dim) || torch.sizes(given, &sizes) ||
-        torch.strides(given, &strides) || torch.type(given, &type))
-        return false;
-    x.sizes = sizes, x.strides = strides, x.type = type;
-    return true;
-}
 
 bool describe_optional(KvAtenTensor** given, KvTensor& x) {
     x = {};
@@ -168,8 +134,6 @@ int run_prepared(const KvTracedStep& step, KvTicket& ticket) {
 }
 
 }  // namespace
-
-void kv_use_torch(const KvTorch* given) { torch = *given; }
 
 void kv_drop(KvAtenTensor** made, int64_t count) {
     for (int64_t i = 0; i < count; ++i)

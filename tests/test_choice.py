@@ -14,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from kvkeep import choice, linears, native_library
-from kvkeep.attention import Segment, View, attend, native
+from kvkeep.attention import Segment, View, attend, native, plain
 from kvkeep.choice import torch_is_faster
 from kvkeep.cli import measure
 from kvkeep.cli.app import app
@@ -130,7 +130,8 @@ needs_library = pytest.mark.skipif(not native_library.available, reason=native_l
 @torch.no_grad()
 def test_attention_is_computed_in_the_way_that_the_table_says(path, monkeypatch):
     ran = []
-    monkeypatch.setattr(native, "CALL", Counted(native.CALL, ran))
+    for module in (native, plain):
+        monkeypatch.setattr(module, "CALL", Counted(module.CALL, ran))
     q, (k, v) = torch.randn(1, 4, 3, 64), torch.randn(2, 1, 2, 40, 64)
     position = torch.arange(40, dtype=torch.int32)
     segment = Segment({"k": k, "v": v, POSITION: position.view(1, 1, -1)}, Plain(), Plain())

@@ -122,8 +122,8 @@ _SLOW = [
 
 
 def rounded(x: int) -> int:
-    """The smallest power of two >= x, a size that is measured."""
-    return 1 << max(0, x - 1).bit_length()
+    """The smallest power of two >= x, for x > 0: a size that is measured."""
+    return 1 << (x - 1).bit_length()
 
 
 @lru_cache(maxsize=4096)

@@ -223,18 +223,12 @@ class Weights:
         self, weights: Sequence[Stored], biases: Sequence[Tensor | None], dtype: torch.dtype
     ) -> None:
         # Weak references, so that a model's weights are freed with the model.
-        self._given = [
-            tuple(None if x is None else ref(x) for x in (weight, bias, scale))
-            for (weight, scale), bias in zip(weights, biases, strict=True)
-        ]
+        tensors = _in_line(weights, biases)
+        self._given = [None if x is None else ref(x) for x in tensors]
+        self._pointers = [None if x is None else x.data_ptr() for x in tensors]
         first, scales = weights[0]
         self._dtype, self._inputs = dtype, first.shape[-1]
         self._outputs = sum(layer.weight.shape[0] for layer in weights)
-        self._pointers = [
-            None if x is None else x.data_ptr()
-            for (weight, scale), bias in zip(weights, biases, strict=True)
-            for x in (weight, bias, scale)
-        ]
         self._threads, self._records = 0, b""
         if not all(
             _is_plain(layer.weight, bias, layer.scale)
@@ -253,24 +247,26 @@ class Weights:
         first = weights[0].weight
         number = id(first)
         cached = cls._of_graphs.get(number)
-        if cached is None or cached._dtype is not dtype or not cached.are(weights, biases):
+        if (
+            cached is None
+            or cached._dtype is not dtype
+            or not cached.are(_in_line(weights, biases))
+        ):
             cached = cls._of_graphs[number] = cls(weights, biases, dtype)
             finalize(first, cls._of_graphs.pop, number, None)
         return cached
 
-    def are(self, weights: Sequence[Stored], biases: Sequence[Tensor | None]) -> bool:
-        """Whether the tensors are the object's, at the same addresses."""
-        if len(weights) != len(self._given):
+    def are(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether the tensors, each layer's weights, bias and scale, are the object's, at the same
+        addresses."""
+        if len(tensors) != len(self._given):
             return False
-        pointers = iter(self._pointers)
-        for (weight, scale), bias, given in zip(weights, biases, self._given, strict=True):
-            for x, held in zip((weight, bias, scale), given, strict=True):
-                pointer = next(pointers)
-                if x is None or held is None:
-                    if x is not None or held is not None:
-                        return False
-                elif held() is not x or x.data_ptr() != pointer:
+        for x, held, pointer in zip(tensors, self._given, self._pointers, strict=True):
+            if x is None or held is None:
+                if x is not held:
                     return False
+            elif held() is not x or x.data_ptr() != pointer:
+                return False
         return True
 
     def product(self, x: Tensor) -> Tensor | None:
@@ -300,14 +296,15 @@ class Weights:
     def _arguments(self, x: Tensor, out: Tensor) -> Arguments:
         if self._threads != torch.get_num_threads():
             self._describe(torch.get_num_threads())
-        inputs, count = self._inputs, len(self._given)
+        inputs, count = self._inputs, len(self._given) // 3
         rows = x.numel() // inputs
         return self._records, count, x.data_ptr(), inputs, rows, out.data_ptr()
 
     def _describe(self, threads: int) -> None:
         records = []
-        for parts in self._given:
-            weight, bias, scale = (None if x is None else x() for x in parts)
+        tensors = [None if x is None else x() for x in self._given]
+        for at in range(0, len(tensors), 3):
+            weight, bias, scale = tensors[at : at + 3]
             assert weight is not None  # `are` has compared it with a tensor
             outputs, inputs = weight.shape
             others = (0 if x is None else x.data_ptr() for x in (bias, scale))
@@ -316,6 +313,12 @@ class Weights:
                 _LINEAR.pack(weight.data_ptr(), *others, kind, inputs, outputs, row, threads)
             )
         self._threads, self._records = threads, b"".join(records)
+
+
+def _in_line(weights: Sequence[Stored], biases: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The weights, bias and scale of each layer, one after the other."""
+    layers = zip(weights, biases, strict=True)
+    return [x for (weight, scale), bias in layers for x in (weight, bias, scale)]
 
 
 class _Routed:
@@ -336,22 +339,25 @@ class _Routed:
         module = self._module
         if is_compiling() or torch._C._get_tracing_state():  # sizes are not numbers
             return nn.Linear.forward(module, input)
+        parameters = module._parameters
+        weight = parameters.get("weight")
+        if weight is None or "bias" not in parameters:  # they were replaced
+            return nn.Linear.forward(module, input)
+        bias = parameters["bias"]
         rows = input.numel() // module.in_features
-        if self._faster[max(0, rows - 1).bit_length()] and not self._is_watched(input):
-            weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-            weights = None if weight is None else self._read(weight, bias)
-            if weights is not None:
-                out = weights.product(input)
-                if out is not None:
-                    return out
-        return nn.Linear.forward(module, input)
+        if self._faster[(rows - 1).bit_length()] and not self._is_watched(input):
+            weights = self._read(weight, bias)
+            out = None if weights is None else weights.product(input)
+            if out is not None:
+                return out
+        # As the module's own forward, which takes longer to find the parameters.
+        return nn.functional.linear(input, weight, bias)
 
     def _read(self, weight: Tensor, bias: Tensor | None) -> Weights | None:
-        weights = self._weights
-        own = Stored(weight)
+        weights, tensors = self._weights, (weight, bias, None)
         if type(weight) is not nn.Parameter:  # torchao's int8 weights
-            own = Stored(getattr(weight, "qdata", weight), getattr(weight, "scale", None))
-        if weights is None or not weights.are((own,), (bias,)):
+            tensors = getattr(weight, "qdata", weight), bias, getattr(weight, "scale", None)
+        if weights is None or not weights.are(tensors):
             found = stored(weight)
             if found is None:
                 return None

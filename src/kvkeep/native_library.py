@@ -12,6 +12,7 @@ from contextlib import suppress
 from ctypes import c_char_p, c_int, c_int64, c_void_p
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from struct import Struct
 
 import torch
 
@@ -55,6 +56,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         if library.kv_abi() != _ABI:
             return None, f"{path} was built for another version of kvkeep: install kvkeep again"
         library.kv_attend.argtypes = (c_char_p, c_char_p, c_char_p)
+        library.kv_attend_plain.argtypes = (c_char_p,)
         library.kv_encode.argtypes = (c_char_p,)
         library.kv_linear.argtypes = (c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
         library.kv_lowest.argtypes = (c_char_p,)
@@ -69,6 +71,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
         library.kv_use_instructions.restype = c_int
+        use_torch(library)
     except OSError as error:
         return None, f"cannot be loaded: {error}"
     except AttributeError:
@@ -81,6 +84,37 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             f"set; unset the variable to use {best}, or give one of {', '.join(INSTRUCTION_SETS)}"
         )
     return library, library.kv_instructions().decode()
+
+
+_FUNCTIONS = (
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+    "aoti_torch_get_dtype",
+    "aoti_torch_empty_strided",
+    "aoti_torch_create_tensor_from_blob",
+    "aoti_torch_delete_tensor_object",
+    "aoti_torch_cpu_mm_out",
+    "torch_get_num_threads",
+    "aoti_torch_get_device_type",
+    "aoti_torch_get_layout",
+    "aoti_torch_get_storage_offset",
+    "aoti_torch_get_storage_size",
+)
+"""The torch functions in KvTorch of native/abi.h."""
+_TORCH = Struct("=15q")
+
+
+def use_torch(library: ctypes.CDLL, step: int = 0) -> None:
+    """Give the library torch's functions, with which it reads tensors.
+
+    Args:
+        step: the address of KvTorch.step; 0: none.
+    """
+    own = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    addresses = [ctypes.cast(getattr(own, name), c_void_p).value for name in _FUNCTIONS]
+    library.kv_use_torch(_TORCH.pack(*addresses, step))
 
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "portable")

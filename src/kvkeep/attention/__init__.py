@@ -14,6 +14,7 @@ from kvkeep.attention import native, reference, sdpa, triton, triton_packed
 from kvkeep.attention.centre import Centre as Centre
 from kvkeep.attention.fitting import check_call, in_memory
 from kvkeep.attention.options import Options
+from kvkeep.attention.plain import attend_plain
 from kvkeep.attention.rotation import Rotation as Rotation
 from kvkeep.attention.view import Held as Held
 from kvkeep.attention.view import Segment, View, joined_parts, unbounded
@@ -191,8 +192,11 @@ def attend(
     if window is not None:
         view = view._replace(reaches=(*view.reaches, Reach(window)))
     options = Options(scale, softcap, sinks, need_mass, observed, peak, slopes, centre, bias)
+    out = _short(q, view, options, backend)
+    if out is not None:
+        return out, None
     check_call(q, view, options)
-    return dispatch(*in_memory(q, view, options), backend)
+    return _dispatch(*in_memory(q, view, options), backend)
 
 
 def dispatch(
@@ -206,6 +210,27 @@ def dispatch(
     """`attend` without `check_call`, for views that a layer made of its own slots and for queries
     that were checked with their chunk. `differentiable`: use only backends with gradients, even if
     no input requires gradients now."""
+    out = None if differentiable else _short(q, view, options, backend)
+    if out is not None:
+        return out, None
+    return _dispatch(q, view, options, backend, differentiable)
+
+
+def _short(q: Tensor, view: View, options: Options, backend: str | None) -> Tensor | None:
+    """The result if the native backend is the first to try and `attend_plain` computes the call."""
+    if backend not in (None, "native") or _TABLE[0].run is not native.run:
+        return None
+    return attend_plain(q, view, options, measured=backend is None)
+
+
+def _dispatch(
+    q: Tensor,
+    view: View,
+    options: Options,
+    backend: str | None,
+    differentiable: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`dispatch` to the first backend that supports the call."""
     if view.in_parts:
         return _each_part(q, view, options, backend, differentiable)
     for candidate in _TABLE:

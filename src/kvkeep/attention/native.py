@@ -95,14 +95,10 @@ def reads(q: Tensor, segment: Segment) -> bool:
 def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attention of q (B, Hq, n, Dk) over the view, in q's dtype; sums are float32."""
     assert LIBRARY is not None
-    rows, query_heads, n, _ = q.shape
+    rows, _, n, _ = q.shape
     last = view.segments[-1]
     heads, value_width = unsliced(last.planes)["k"].shape[1], last.value_width
-    # Stored as (B, n, Hq, Dv), the layout that models read next; for one token both layouts agree.
-    if n == 1:
-        out = q.new_empty((rows, query_heads, n, value_width))
-    else:
-        out = q.new_empty((rows, n, query_heads, value_width)).transpose(1, 2)
+    out = new_output(q, value_width)
     mass = observed = None
     if options.need_mass:
         mass = torch.zeros(rows, heads, view.slots, dtype=torch.float32)
@@ -141,6 +137,14 @@ def run(q: Tensor, view: View, options: Options) -> tuple[Tensor, Tensor | None]
     if LIBRARY.kv_attend(call, segments, reaches):
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
     return out, mass
+
+
+def new_output(q: Tensor, width: int) -> Tensor:
+    """An empty tensor (B, Hq, n, width) for queries (B, Hq, n, Dk), stored as (B, n, Hq, width),
+    the layout that models read next."""
+    rows, heads, n, _ = q.shape
+    token = heads * width
+    return q.new_empty_strided((rows, heads, n, width), (n * token, width, token, 1))
 
 
 def _at(x: Tensor | None) -> int:

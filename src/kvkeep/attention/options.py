@@ -31,3 +31,9 @@ class Options(NamedTuple):
     slopes: Tensor | None = None
     centre: Centre | None = None
     bias: Tensor | None = None
+
+    @property
+    def only_scales(self) -> bool:
+        """Whether scores are only scaled, and the mass is not needed."""
+        _, softcap, sinks, need_mass, _, _, slopes, centre, bias = self
+        return not need_mass and softcap is sinks is slopes is centre is bias is None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int32, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 from struct import Struct
 from threading import local
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from kvkeep.graph import custom_ops
 from kvkeep.graph.linear_op import grouped, linears
 from kvkeep.layer.step import StepInputs
-from kvkeep.native_library import LIBRARY
+from kvkeep.native_library import LIBRARY, use_torch
 
 _ARGUMENTS = {
     "Tensor": "AtenTensorHandle {}",
@@ -41,20 +40,6 @@ _OPERATORS = (custom_ops.fed, custom_ops.next_positions, custom_ops.step, linear
 SHIMS = {operator: [_declared(operator)] for operator in _OPERATORS}
 """C declarations of the functions that compute operators, for AOTInductor."""
 
-_FUNCTIONS = (
-    "aoti_torch_get_data_ptr",
-    "aoti_torch_get_dim",
-    "aoti_torch_get_sizes",
-    "aoti_torch_get_strides",
-    "aoti_torch_get_dtype",
-    "aoti_torch_empty_strided",
-    "aoti_torch_create_tensor_from_blob",
-    "aoti_torch_delete_tensor_object",
-    "aoti_torch_cpu_mm_out",
-    "torch_get_num_threads",
-)
-"""The torch functions in KvTorch of native/abi.h."""
-
 DTYPES = {
     **{0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64},
     **{5: torch.float16, 6: torch.float32, 7: torch.float64, 11: torch.bool, 15: torch.bfloat16},
@@ -62,18 +47,15 @@ DTYPES = {
 """Tensor dtypes of a program's inputs and results, by torch's ScalarType."""
 _MADE = 1  # KV_MADE of native/abi.h
 TENSOR = Struct("=5q")  # KvTensor of native/abi.h
-_TORCH, _TRACED = Struct("=11q"), Struct("=q320s2d")
+_TRACED = Struct("=q320s2d")
 _raised = local()
 
 
 @cache
 def connect() -> None:
-    """Give the native library torch's functions, and a callback that runs steps in Python."""
+    """Give the native library a callback that runs steps in Python."""
     assert LIBRARY is not None
-    own = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-    addresses = [ctypes.cast(getattr(own, name), c_void_p).value for name in _FUNCTIONS]
-    step = ctypes.cast(_called_step, c_void_p).value
-    LIBRARY.kv_use_torch(_TORCH.pack(*addresses, step))
+    use_torch(LIBRARY, ctypes.cast(_called_step, c_void_p).value or 0)
 
 
 def raised() -> BaseException | None:
