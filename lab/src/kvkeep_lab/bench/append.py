@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
-from kvkeep_lab.bench.device import Limits, because, device_named, with_values
+from kvkeep_lab.bench.device import Limits, device_named, with_values
 from kvkeep_lab.bench.options import Append
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.timing import Timer, interleaved, median_ratio, timer_for
@@ -72,15 +73,11 @@ class _Case:
 
     def row(self, layouts: Sequence[str], turns: int, limits: Limits, work: Work) -> dict[str, Any]:
         """The measurements, or the reason why the case was skipped."""
-        try:
-            slots = 2 * self.batch * self.held * HEADS * DIM * _like(self.device)[0].itemsize
-            # Slots of each layout, spare slots, and the copies that concatenation and growth make.
-            skipped = limits.refuse((len(layouts) + 2) * slots)
-            return {"skipped": skipped} if skipped else self._figures(layouts, turns, work)
-        except Exception as error:
-            if self.device.type == "cpu":
-                raise
-            return {"skipped": because(error)}
+        slots = 2 * self.batch * self.held * HEADS * DIM * _like(self.device)[0].itemsize
+        # Slots of each layout, spare slots, and the copies that concatenation and growth make.
+        case = partial(self._figures, layouts, turns, work)
+        found, skipped = limits.attempt(case, (len(layouts) + 2) * slots)
+        return found or {"skipped": skipped}
 
     def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
         row: dict[str, Any] = {}

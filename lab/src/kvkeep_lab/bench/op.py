@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     longest = (256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072)
     lengths = asked.lengths or longest
     codecs = asked.codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
-    masses = (False, True) if asked.both_masses or not on_cpu else (False,)
+    masses = (False,) if on_cpu else (False, True)
     if asked.mass is not None:
         masses = (asked.mass,)
     against = asked.against
@@ -210,16 +211,10 @@ class _Case:
         """The measurements of each system at a shape."""
         # Keys and values as given, copied for other libraries, encoded, and during encoding.
         held = shape.rows * shape.kv_heads * shape.length * shape.dim
-        reason = self.limits.refuse(12 * held * self.dtype.itemsize)
-        try:
-            if reason is None:
-                self._measure(shape, turns, work)
-                return self._found
-        except Exception as error:
-            if self.device.type == "cpu":
-                raise
-            # After an error the device may be unusable: report it for the whole case and go on.
-            reason = because(error)
+        case = partial(self._measure, shape, turns, work)
+        _, reason = self.limits.attempt(case, 12 * held * self.dtype.itemsize)
+        if reason is None:
+            return self._found
         return {system: _Found(skipped=reason) for system in self.systems}
 
     def _measure(self, shape: _Shape, turns: int, work: Work) -> None:

@@ -176,8 +176,6 @@ class Op(Benchmark):
         "default: the first three, on CUDA all; with --latent torch-folded and torch-math.",
     )
     turns: int = _count(10)
-    both_masses: bool = False
-    """Measure with the mass and without, on the CPU too."""
     seconds: float | None = None
     """Time limit: cases that have not started by then are skipped."""
 
