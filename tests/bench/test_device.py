@@ -140,13 +140,11 @@ def test_op_in_graphs(monkeypatch):
         return call
 
     monkeypatch.setattr(op, "captured", capture)
-    case = op._Case(Limits(torch.device("cuda")), {}, (), torch.float32)
     calls = {"a": list, "b": dict}
-    case._found = {name: op._Found(error=0.0) for name in calls}
+    case = op._Case(Limits(torch.device("cuda")), {}, calls, torch.float32)
     assert case._replays(calls) == {"a": list}
-    assert case._found["b"].skipped == "in a CUDA graph: RuntimeError: not in a stream"
-    found = op._Found(called=(4e-6, 2e-6, 3e-6), replayed=(2e-6, 1e-6, 1e-6), error=0.0)
-    figures = op._figures(found, 5000, 8000)
+    assert case.rows["b"]["skipped"] == "in a CUDA graph: RuntimeError: not in a stream"
+    figures = op._figures([4e-6, 2e-6, 3e-6], [2e-6, 1e-6, 1e-6], 5000, 8000)
     assert figures["median_us"] == pytest.approx(3)
     assert figures["graph_us"] == pytest.approx(1)
     assert figures["gb_per_s"] == pytest.approx(5)

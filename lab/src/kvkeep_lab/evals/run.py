@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kvkeep.store.beginning import begin, settle
 from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.bench.timing import medians_of
 from kvkeep_lab.evals.answers import Answer, answered
-from kvkeep_lab.evals.figures import Measured, in_figures
+from kvkeep_lab.evals.figures import Measured
 from kvkeep_lab.evals.forward import (
     STEP_COST,
     fill,
@@ -29,23 +29,20 @@ from kvkeep_lab.evals.forward import (
     reads_exactly,
     require_positions,
 )
-from kvkeep_lab.evals.kvpress import Kvpress
-from kvkeep_lab.evals.llama_cpp import LlamaCpp
 from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
-from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of, written
 from kvkeep_lab.evals.tasks import chosen, prompts
 from kvkeep_lab.evals.tasks import cost as cost_of_task
+
+if TYPE_CHECKING:
+    from kvkeep_lab.evals.kvpress import Kvpress
+    from kvkeep_lab.evals.llama_cpp import LlamaCpp
 
 BASELINE = "keep_all"
 _Spec = CacheSpec | PerType
 
 _TURNS, _BURST = 4, 3
-_COLUMNS = (
-    *("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval", "bytes"),
-    *("allocated", "tokens_per_s", "retrieval_by_depth", "kl_95", "tasks"),
-)
 TIMED_STEPS = (_TURNS + 1) * _BURST
 """Steps that are run to time a cache."""
 
@@ -139,7 +136,6 @@ def evaluate(
     distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
     for name, spec in parsed.items():
         distinct.setdefault(spec, name)
-    chosen(asked.tasks)
     if against is not None:
         asked = replace(asked, late_question=asked.late_question or against.late)
         if against.late and asked.chunk is not None:
@@ -167,8 +163,8 @@ def evaluate(
             measured = Measured(model, tokenizer, text, context, some, record)
             read = _Context(host, measured, asked, work, read_once and asked.chunk is None)
             found = read.rows(distinct)
-            baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
-            rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
+            baseline.append(found[parse_specs(BASELINE)])
+            rows += [{**found[parsed[spec]], "spec": spec} for spec in specs]
             if against is not None:
                 others += against.rows(measured, progress)
     settings = ("continuation", "windows", "chunk", "late_question", "samples")
@@ -231,17 +227,13 @@ class _Context:
     def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
         """Each spec's figures; the first is the full cache, the baseline of the comparison. Samples
         are recorded under the specs' names."""
-        found: dict[_Spec, dict[str, Any]] = {}
-        for spec, name in specs.items():
-            found[spec] = self._quality(spec) | self._tasks(spec, name)
-        speed = self._speed()
-        full = found[next(iter(specs))]["perplexity"]
-        for spec, row in found.items():
-            row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
-            found[spec] = {name: row[name] for name in _COLUMNS}
+        found = {spec: self._row(spec, name) for spec, name in specs.items()}
+        for spec, speed in self._speed().items():
+            found[spec]["tokens_per_s"] = speed
         return found
 
-    def _quality(self, spec: _Spec) -> dict[str, Any]:
+    def _row(self, spec: _Spec, name: str) -> dict[str, Any]:
+        answers = self._answers(spec, name)
         rows, length = self.ids.shape
         self._begin(spec, "text", _text_cost(rows, self.context, length))
         cache = _cache(self.host, spec, self.context, length)
@@ -259,7 +251,7 @@ class _Context:
             if self.read_once and cache.rollback_limit >= length - 1:
                 cache.crop(1 - length)
                 self._full = cache, first
-        return {"context": self.context} | held | vars(compare(logits, full, self.ids))
+        return self.asked.row(name, logits, answers, **held)
 
     def _read(self, cache: ModelCache) -> Tensor:
         """Feed the context to a cache, unless it can begin with the full cache's slots. Returns the
@@ -271,7 +263,7 @@ class _Context:
         self.work.tick(self.past.numel())
         return self._full[1]
 
-    def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
+    def _answers(self, spec: _Spec, name: str) -> dict[str, list[Answer]]:
         answers: dict[str, list[Answer]] = {}
         for task, some in self.asked.prompts.items():
             self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
@@ -280,7 +272,7 @@ class _Context:
                 answer = self._answered(spec, prompt)
                 self.asked.record(row_of(name, self.context, task, sample, prompt, answer))
                 answers[task].append(answer)
-        return in_figures(self.asked.prompts, answers)
+        return answers
 
     def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
         cache = _cache(self.host, spec, self.context, prompt.steps)
