@@ -82,10 +82,6 @@ class _Case:
     def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
         row: dict[str, Any] = {}
         timers = {"": timer_for(self.device)}
-
-        def tick(share: float) -> None:
-            work.part(share / (2 * len(timers)))
-
         if self.device.type == "cuda":
             timers["_device"] = timer_for(self.device, queued=True)
         growth = self._growth(timers[""]) if "growing" in layouts else 0.0
@@ -93,8 +89,8 @@ class _Case:
         for what in ("update", "step"):
             for how, timer in timers.items():
                 calls = {n: self._call(what, layer) for n, layer in layers.items()}
-                options: dict[str, Any] = {"turns": turns, "burst": _BURST, "tick": tick}
-                found = interleaved(calls, timer=timer, **options)
+                found = interleaved(calls, turns=turns, burst=_BURST, timer=timer)
+                work.part(1 / (2 * len(timers)))
                 for layer in layers.values():
                     layer.crop(self.held - layer.fed)
                 for name in layouts:

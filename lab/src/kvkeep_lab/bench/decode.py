@@ -100,8 +100,8 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
 
 def _prepared(model: Any, asked: Decode, directory: Path) -> BaseSystems:
     """The systems to measure, with the weights of a model, which are quantised first."""
-    ways, against, weights = asked.ways or (), asked.against or (), asked.weights
-    if LLAMA_CPP in against:
+    weights = asked.weights
+    if LLAMA_CPP in (asked.against or ()):
         llama_cpp = import_module("kvkeep_lab.bench.llama_cpp")
         llama_cpp.require(model)
         if weights is not None:
@@ -110,9 +110,9 @@ def _prepared(model: Any, asked: Decode, directory: Path) -> BaseSystems:
         quantise(model, weights)
     if asked.host == LITGPT:
         litgpt_systems = import_module("kvkeep_lab.bench.litgpt_systems")
-        found: BaseSystems = litgpt_systems.LitGPTSystems(model, asked.specs, ways, against)
+        found: BaseSystems = litgpt_systems.LitGPTSystems(model, asked)
         return found
-    return Systems(model, asked.specs, ways, against, directory)
+    return Systems(model, asked, directory)
 
 
 class _Table:

@@ -214,16 +214,11 @@ class _Case:
         q, k = torch.randn(queries, **there), torch.randn(held, **there)
         v = k[..., : shape.latent] if shape.latent else torch.randn(held, **there)
         calls = self._calls(q, k, v)
-        once = 1 if self.device.type == "cpu" else 0.5  # elsewhere graphs follow
         # Many calls of a fast operation for a stable median, few of a slow one.
         options = {"turns": turns, "burst": max(2, min(20, 200_000 // (shape.length * shape.new)))}
-
-        def tick(share: float) -> None:
-            work.part(once * share)
-
-        called = interleaved(calls, timer=timer_for(self.device), tick=tick, **options)
+        called = interleaved(calls, timer=timer_for(self.device), tick=work.part, **options)
         queued = timer_for(self.device, queued=True)
-        replayed = interleaved(self._replays(calls), timer=queued, tick=tick, **options)
+        replayed = interleaved(self._replays(calls), timer=queued, **options)
         for system, seconds in called.items():
             given = (seconds, replayed.get(system), self.sizes[system.codec], shape.operations)
             self.rows[system] = {**_figures(*given), **self.rows[system]}

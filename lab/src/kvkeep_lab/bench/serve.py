@@ -17,9 +17,8 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep_lab.bench.contenders import (
-    ALONE,
+    AGAINST,
     COMPILED,
-    CONTINUOUS,
     PADDED,
     SERVER,
     UNIFIED,
@@ -43,7 +42,6 @@ from kvkeep_lab.bench.workload import (
 )
 from kvkeep_lab.checks import require_known
 
-AGAINST = (ALONE, COMPILED, PADDED, CONTINUOUS)
 ARRIVALS = AT_ONCE, POISSON = "at once", "poisson"
 
 _WARM = 32  # tokens of each prompt of a warm-up

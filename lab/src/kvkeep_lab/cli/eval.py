@@ -83,10 +83,8 @@ class Eval(EvalOptions, ModelOptions):
             from kvkeep_lab.evals.llama_cpp import LlamaCpp
 
             other = LlamaCpp()
-        named = ("adapter", "specs", "dtype", "samples_file", "overwrite")
-        given = {
-            name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))
-        }
+        given = self.some(*(one.name for one in fields(EvalOptions)))
+        given |= self.some("adapter", "specs", "dtype", "samples_file", "overwrite")
         given |= {"model": self.named, "context": given.pop("contexts")}
         return given | {"tasks": tasks, "against": other}
 

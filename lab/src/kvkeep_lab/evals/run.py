@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -22,18 +22,11 @@ from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.bench.timing import medians_of
 from kvkeep_lab.evals.answers import Answer, answered
 from kvkeep_lab.evals.figures import Measured
-from kvkeep_lab.evals.forward import (
-    STEP_COST,
-    fill,
-    follow,
-    reads_exactly,
-    require_positions,
-)
+from kvkeep_lab.evals.forward import fill, follow, reads_exactly, require_positions
 from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
 from kvkeep_lab.evals.samples import Record, row_of, written
 from kvkeep_lab.evals.tasks import chosen, prompts
-from kvkeep_lab.evals.tasks import cost as cost_of_task
 
 if TYPE_CHECKING:
     from kvkeep_lab.evals.kvpress import Kvpress
@@ -156,8 +149,8 @@ def evaluate(
         most = max(asked.contexts)
         _cache(host, spec, most, _steps(asked)).admit(most + _steps(asked))
     rows, baseline, others = [], [], list[dict[str, Any]]()
-    costs = sum(_cost(asked, *one) for one in zip(asked.contexts, each, strict=True))
-    work = Work(progress, costs * len(distinct))
+    read = sum(asked.windows + sum(map(len, some.values())) for some in each)
+    work = Work(progress, read * len(distinct))
     with host.attach(BASELINE):
         for context, text, some in zip(asked.contexts, texts, each, strict=True):
             measured = Measured(model, tokenizer, text, context, some, record)
@@ -203,14 +196,6 @@ def _prompts(
     return found, skipped
 
 
-def _cost(asked: EvalOptions, context: int, tasks: Iterable[str]) -> int:
-    """The cost of a spec at one context, in tokens of a prefill."""
-    each = asked.windows * asked.samples
-    answers = sum(cost_of_task(task, context, STEP_COST, each) for task in tasks)
-    text = _text_cost(asked.windows, context, asked.continuation)
-    return text + answers + TIMED_STEPS * STEP_COST
-
-
 class _Context:
     """All specs at one context."""
 
@@ -235,15 +220,15 @@ class _Context:
     def _row(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers = self._answers(spec, name)
         rows, length = self.ids.shape
-        self._begin(spec, "text", _text_cost(rows, self.context, length))
+        self._begin(spec, "text", rows)
         cache = _cache(self.host, spec, self.context, length)
         first = self._read(cache)
         if compresses(cache):
-            compress(self.host, cache, self.past, tick=self.work.tick)
+            compress(self.host, cache, self.past)
         held = {"bytes": cache.live_bytes // rows, "allocated": cache.nbytes // rows}
         self._held[spec] = deepcopy(cache)
         self._held[spec].select([0])
-        logits = follow(self.host, cache, first, self.ids, self.work.tick)
+        logits = follow(self.host, cache, first, self.ids)
         full = self.asked.full
         if not full:
             full += [x.cpu() for x in logits]
@@ -257,37 +242,30 @@ class _Context:
         """Feed the context to a cache, unless it can begin with the full cache's slots. Returns the
         logits (B, V) after it."""
         if self._full is None or not reads_exactly(cache):
-            return fill(self.host, cache, self.past, self.chunk, self.work.tick)
+            return fill(self.host, cache, self.past, self.chunk)
         begin(cache, self._full[0])
         settle(cache)
-        self.work.tick(self.past.numel())
         return self._full[1]
 
     def _answers(self, spec: _Spec, name: str) -> dict[str, list[Answer]]:
         answers: dict[str, list[Answer]] = {}
         for task, some in self.asked.prompts.items():
-            self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
+            self._begin(spec, task, len(some))
             answers[task] = []
             for sample, prompt in enumerate(some):
-                answer = self._answered(spec, prompt)
+                cache = _cache(self.host, spec, self.context, prompt.steps)
+                given = (self.host.model, self.asked.tokenizer, cache, prompt, self.chunk)
+                answer = answered(*given, late=self.late)
                 self.asked.record(row_of(name, self.context, task, sample, prompt, answer))
                 answers[task].append(answer)
+                self.work.tick(1)
         return answers
-
-    def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
-        cache = _cache(self.host, spec, self.context, prompt.steps)
-        given = (self.host.model, self.asked.tokenizer, cache, prompt, self.chunk)
-        return answered(*given, self.work.tick, late=self.late)
 
     def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, with the specs interleaved."""
-        self.work.stage("timing", len(self._held) * TIMED_STEPS * STEP_COST)
+        self.work.stage("timing", 0)
         token = self.ids[:1, :1]
-
-        def step(cache: ModelCache) -> None:
-            fill(self.host, cache, token, None, self.work.tick)
-
-        steps = {spec: partial(step, cache) for spec, cache in self._held.items()}
+        steps = {s: partial(fill, self.host, cache, token) for s, cache in self._held.items()}
         medians = medians_of(steps, turns=_TURNS, burst=_BURST)
         return {spec: 1 / seconds for spec, seconds in medians.items()}
 
@@ -309,7 +287,3 @@ def _parsed(specs: Sequence[str]) -> dict[str, _Spec]:
     if not specs:
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
     return {spec: parse_specs(spec) for spec in specs}
-
-
-def _text_cost(rows: int, context: int, continuation: int) -> int:
-    return rows * context + (continuation - 1) * max(STEP_COST, rows)

@@ -59,8 +59,3 @@ def chosen(asked: Iterable[str]) -> list[str]:
             )
         found |= dict.fromkeys(GROUPS.get(name, (name,)))
     return list(found)
-
-
-def cost(task: str, length: int, step: int, samples: int) -> int:
-    """The highest cost of all prompts of a task, where a step costs as much as `step` tokens."""
-    return samples * (length + TASKS[task].steps * step)
