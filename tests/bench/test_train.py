@@ -70,8 +70,11 @@ def require_complete(rows):
         assert list(row) == COLUMNS
         assert row["peak_bytes"] > 0
         assert row["seconds"] > 0
-        assert 0 <= row["grad_rel_error"] < 1e-5
-        assert (row["offloaded_bytes"] > 0) == (row["method"] == "kvkeep")
+        if row["method"] == "kvkeep":
+            assert 0 <= row["grad_rel_error"] < 1e-5
+            assert row["offloaded_bytes"] > 0
+        else:
+            assert (row["grad_rel_error"], row["offloaded_bytes"]) == (None, 0)
 
 
 def require_null(row):
@@ -108,14 +111,6 @@ def test_rows_of_litgpt(model):
     require_complete(result["rows"])
     with pytest.raises(kvkeep.SpecError, match="no host 'jax'"):
         train.run(Train(model, host="jax", **options))
-
-
-@pytest.mark.usefixtures("_here")
-@pytest.mark.parametrize("method", ["backprop", "checkpointing"])
-def test_nothing_to_compare_with(model, method):
-    (row,) = train.run(Train(model, tokens=(48,), methods=[method]))["rows"]
-    assert row["grad_rel_error"] is None
-    assert row["seconds"] > 0
 
 
 @pytest.mark.slow

@@ -366,7 +366,7 @@ class Train(Benchmark):
     cache: str = option("h2o:1024", "kvkeep's cache spec.", complete="specs")
     chunk: int = _count(1024, "Tokens in each of kvkeep's chunks.")
     methods: Sequence[str] = names(METHODS, "Methods, comma-separated.", values=METHODS)
-    check: bool = option(True, "Compare the gradients too.")
+    check: bool = option(True, "Compare kvkeep's gradients with plain autograd's.")
     processes: Sequence[int] = numbers(
         (1,), "Numbers of processes that share kvkeep's text, comma-separated."
     )

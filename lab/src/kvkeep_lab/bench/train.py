@@ -42,7 +42,7 @@ from kvkeep_lab.bench.systems import LITGPT
 from kvkeep_lab.bench.text import tokens_of_text
 from kvkeep_lab.checks import require_known
 
-KVKEEP, BACKPROP, CHECKPOINTING = METHODS
+KVKEEP, _, CHECKPOINTING = METHODS
 
 _WARM_UP = 64
 _MEASURED = ("peak_bytes", "seconds", "offloaded_bytes")
@@ -56,11 +56,11 @@ def run(asked: Train, progress: Progress = silent) -> dict[str, Any]:
     Returns:
         `rows`: for each length, method and number of processes `peak_bytes`, the peak of resident
         memory above the model during the computation, in the process where it is greatest;
-        `seconds`; and `grad_rel_error`, the norm of the difference from the reference divided by
-        the reference's. A value is None if the method or its reference did not fit in memory.
-        Backprop and checkpointing are each other's reference; kvkeep's is plain autograd through
-        the same cache with the same evictions. `offloaded_bytes` are kvkeep's layer inputs, which
-        are kept in a file and not counted in the peak; of the process with the most.
+        `seconds`; and kvkeep's `grad_rel_error`, the norm of the difference from plain autograd's
+        gradients through the same cache with the same evictions, divided by the norm of these. A
+        value is None if the method, or plain autograd, did not fit in memory. `offloaded_bytes` are
+        kvkeep's layer inputs, which are kept in a file and not counted in the peak; of the process
+        with the most.
 
     Raises:
         SpecError: a method, host or cache does not exist.
@@ -95,8 +95,9 @@ class _Job(NamedTuple):
     folder: str
     """Directory for the gradients."""
 
-    def gradients(self, method: str, processes: int = 1) -> Path:
-        return Path(self.folder) / f"{method}-{processes}.safetensors"
+    def gradients(self, processes: int) -> Path:
+        """The file of kvkeep's gradients; of 0 processes: the reference's."""
+        return Path(self.folder) / f"gradients-of-{processes}.safetensors"
 
     def decisions(self, rank: int, processes: int) -> Path:
         return Path(self.folder) / f"decisions-{rank}-of-{processes}.safetensors"
@@ -109,18 +110,16 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
         work.stage(f"{method}, {job.tokens} tokens{several}", job.tokens)
         calls = [partial(_measure, method, job, rank, processes) for rank in range(processes)]
         found[method, processes] = _if_they_fit(calls)
-    fits = {way for way, measured in found.items() if measured is not None}
-    references = {BACKPROP: CHECKPOINTING, CHECKPOINTING: BACKPROP, KVKEEP: "unrolled"}
-    recorded = min((processes for method, processes in fits if method == KVKEEP), default=0)
-    if job.asked.check and recorded:
+    ours = [n for (method, n), measured in found.items() if method == KVKEEP and measured]
+    compared = False
+    if job.asked.check and ours:
         work.stage(f"reference, {job.tokens} tokens", job.tokens)
-        if _if_they_fit([partial(_reference, job, recorded)]):
-            fits.add(("unrolled", 1))
+        compared = _if_they_fit([partial(_reference, job, min(ours))]) is not None
     rows = []
     for (method, processes), measured in found.items():
-        error, reference = None, references.get(method, "")
-        if job.asked.check and {(method, processes), (reference, 1)} <= fits:
-            error = _relative_error(job.gradients(method, processes), job.gradients(reference))
+        error = None
+        if compared and method == KVKEEP and measured:
+            error = _relative_error(job.gradients(processes), job.gradients(0))
         most = {x: measured and max(one[x] for one in measured) for x in _MEASURED}
         offloaded = most.pop("offloaded_bytes") if method == KVKEEP else 0
         about = {"method": method, "processes": processes, "tokens": job.tokens}
@@ -161,12 +160,11 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
             os._exit(1)  # or the others would wait for this process
         return None
     most = peak() - before
-    if job.asked.check:
+    if job.asked.check and method == KVKEEP:
+        calls = {f"{i}.{n}": x for i, one in enumerate(decisions) for n, x in enumerate(one)}
+        save_file(calls, job.decisions(rank, processes))
         if not rank:
-            _save(model, job.gradients(method, processes))
-        if method == KVKEEP:
-            calls = {f"{i}.{n}": x for i, one in enumerate(decisions) for n, x in enumerate(one)}
-            save_file(calls, job.decisions(rank, processes))
+            _save(model, job.gradients(processes))
     return {"peak_bytes": most, "seconds": seconds, "offloaded_bytes": offloaded}
 
 
@@ -193,7 +191,7 @@ def _reference(job: _Job, processes: int) -> bool:
             _unrolled(model, ids, job.asked.cache, job.chunk, decisions)
     except MemoryError:
         return False
-    _save(model, job.gradients("unrolled"))
+    _save(model, job.gradients(0))
     return True
 
 
