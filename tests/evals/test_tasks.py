@@ -153,7 +153,7 @@ def test_a_question_about_one_person_has_one_answer_in_the_text():
         (kind,) = (word for word in told if word in question.split("\n\n")[1].split("?")[0] + "?")
         kinds.add(kind)
         assert re.findall(told[kind].format(name, name.split()[0]), life) == list(prompt.answers)
-        names = re.findall(r"(\w+ \w+) was born in", text)
+        names = re.findall(r"(\w+ \w\. \w+) was born in", text)
         assert len(set(names)) == len(names) > 10
         assert names.index(name) / len(names) == pytest.approx(prompt.depth / 100, abs=0.1)
     assert kinds == set(told)
