@@ -213,7 +213,7 @@ def test_gaps(tmp_path, capsys, lengths):
     ("arguments", "says"),
     [
         (("--tokens", "8,x"), "whole numbers"),
-        (("--tokens", "1"), "give at least 2"),
+        (("--tokens", "1"), "whole numbers of at least 2"),
         (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
         (("--methods", ","), "--methods is empty"),
         (("--processes", "1,0"), "whole numbers of at least 1"),

@@ -362,7 +362,7 @@ class Train(Benchmark):
     drawn = ("peak_bytes", "seconds")
     model: str = _model()
     host: str = _host()
-    tokens: Sequence[int] = numbers((2048, 4096, 8192), "Lengths of the text, comma-separated.")
+    tokens: Sequence[int] = numbers((2048, 4096, 8192), "Lengths of the text, comma-separated.", 2)
     cache: str = option("h2o:1024", "kvkeep's cache spec.", complete="specs")
     chunk: int = _count(1024, "Tokens in each of kvkeep's chunks.")
     methods: Sequence[str] = names(METHODS, "Methods, comma-separated.", values=METHODS)
