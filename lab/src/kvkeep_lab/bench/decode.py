@@ -153,11 +153,11 @@ class _Table:
         """Time all steps. Contexts are interleaved too, so that drift does not look like a
         slope."""
         steps = {key: self._steps[key] for key in self.rows if key in self._steps}
-        options = {"turns": self.turns, "burst": self.burst, "tick": work.part}
         timer = timer_for(self.limits.device)
-        timed, reason = self.limits.attempt(
-            partial(interleaved, steps, timer=timer, **options), needed=None
+        measured = partial(
+            interleaved, steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part
         )
+        timed, reason = self.limits.attempt(measured, needed=None)
         for key in steps:
             row = self.rows[key]
             if timed is None:

@@ -215,10 +215,10 @@ class _Case:
         v = k[..., : shape.latent] if shape.latent else torch.randn(held, **there)
         calls = self._calls(q, k, v)
         # Many calls of a fast operation for a stable median, few of a slow one.
-        options = {"turns": turns, "burst": max(2, min(20, 200_000 // (shape.length * shape.new)))}
-        called = interleaved(calls, timer=timer_for(self.device), tick=work.part, **options)
-        queued = timer_for(self.device, queued=True)
-        replayed = interleaved(self._replays(calls), timer=queued, **options)
+        burst = max(2, min(20, 200_000 // (shape.length * shape.new)))
+        timed = partial(interleaved, turns=turns, burst=burst)
+        called = timed(calls, timer=timer_for(self.device), tick=work.part)
+        replayed = timed(self._replays(calls), timer=timer_for(self.device, queued=True))
         for system, seconds in called.items():
             given = (seconds, replayed.get(system), self.sizes[system.codec], shape.operations)
             self.rows[system] = {**_figures(*given), **self.rows[system]}

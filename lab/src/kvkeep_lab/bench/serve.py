@@ -191,8 +191,8 @@ def _cpu_time(asked: Serve, progress: Progress) -> dict[str, Any]:
                     _begin(session, ids, new)
                     steps[name] = session.step
                 work.stage(f"{count} sequences, steps", len(steps) * count)
-                options = {"turns": asked.repeats, "burst": _BURST, "tick": work.part}
-                found = interleaved(steps, timer=processor, **options)
+                timed = partial(interleaved, turns=asked.repeats, burst=_BURST, timer=processor)
+                found = timed(steps, tick=work.part)
                 rows += [
                     {"system": name, "sequences": count, "tokens_held": sum(map(len, ids))}
                     | {"cpu_ms_per_step": 1e3 * statistics.median(seconds)}

@@ -197,9 +197,9 @@ def _unrolled(model: Any, ids: Tensor, cache: str, chunk: int, decisions: Decisi
     host = host_of(model)
     with host.attach():
         held = replaying(model, cache, decisions)
-        pieces = [host.forward(x, held, last=x.shape[1]) for x in ids.split(chunk, dim=1)]
+        pieces = [host.forward(x, held, last=x.shape[1]) for x in torch.split(ids, chunk, dim=1)]
         logits = torch.cat(pieces, dim=1)
-        cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+        torch.autograd.backward(cross_entropy(logits[0, :-1], ids[0, 1:]))
 
 
 def _differentiate(

@@ -149,8 +149,8 @@ def evaluate(
         most = max(asked.contexts)
         _cache(host, spec, most, _steps(asked)).admit(most + _steps(asked))
     rows, baseline, others = [], [], list[dict[str, Any]]()
-    read = sum(asked.windows + sum(map(len, some.values())) for some in each)
-    work = Work(progress, read * len(distinct))
+    reads = sum(asked.windows + sum(map(len, some.values())) for some in each)
+    work = Work(progress, reads * len(distinct))
     with host.attach(BASELINE):
         for context, text, some in zip(asked.contexts, texts, each, strict=True):
             measured = Measured(model, tokenizer, text, context, some, record)
