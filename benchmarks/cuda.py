@@ -30,10 +30,7 @@ FULL: dict[str, dict[str, Any]] = {
     "decode": {"model": "random-1b", "contexts": LENGTHS},
 }
 EVERYTHING: dict[str, dict[str, Any]] = {  # the defaults on CUDA
-    "op": {
-        "both_masses": True,
-        "against": ("torch-sdpa", "torch-folded", "flex"),
-    },
+    "op": {"against": ("torch-sdpa", "torch-folded", "flex")},
     "append": {"layouts": ("concat", "growing", "fixed")},
     "decode": {"ways": ("eager", "graph", "compiled"), "against": ("hf-dynamic", "hf-static")},
 }

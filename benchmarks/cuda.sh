@@ -45,7 +45,7 @@ bench() {
 
 # The conftest.py above tests/ tests the documents and needs more packages, so it is left out.
 pytest=(-m pytest --confcutdir=tests -p no:cacheprovider -q --tb=short)
-tests=(tests/{attention/test_triton,attention/test_triton_packed,test_conformance,test_append,hf/test_graphed}.py
+tests=(tests/{attention/test_triton,attention/test_triton_packed,test_conformance,layer/test_append,hf/test_graphed}.py
   tests/storage/test_{host,growth}.py)
 if [[ -n ${TINY:-} ]]; then
   tests=(tests/bench/test_device.py -k limits)

@@ -62,7 +62,7 @@ class Prompt:
         def feed() -> Any:
             cache = self._host.new_cache(spec)
             with torch.inference_mode():
-                fill(self._host, cache, self._ids, chunk, lambda cost: None)
+                fill(self._host, cache, self._ids, chunk)
             return cache
 
         return feed

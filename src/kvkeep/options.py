@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any
 
 
@@ -22,3 +22,14 @@ def option(default: Any, help: str = "", **more: Any) -> Any:
             `typer.Option`.
     """
     return field(default=default, metadata={"help": help, **more})
+
+
+def require_allowed(options: Any, error: type[Exception]) -> None:
+    """Raise `error` for a number below the `min` of its field, or a value that is not one of its
+    `values`."""
+    for one in fields(options):
+        name, value, told = one.name, getattr(options, one.name), one.metadata
+        if value is not None and not value >= told.get("min", value):
+            raise error(f"{name} is {value}; give at least {told['min']}")
+        if value not in told.get("values", (value,)):
+            raise error(f"{name} is {value!r}; give {' or '.join(told['values'])}")

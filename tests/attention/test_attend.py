@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.pairwise import pairwise
 
 from kvkeep import attention
 from kvkeep.attention import Backend, Rotation, Segment, View, attend, backends, reference, sdpa
@@ -229,10 +230,10 @@ def test_observed_queries(monkeypatch, backend, observed):
         monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 40)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("width", [D, 4])
-@pytest.mark.parametrize("offset", [7, -3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "offset", "width", "interleaved"),
+    pairwise(BACKENDS, [7, -3], [D, 4], [False, True]),
+)
 def test_rotary_offset_equals_rotated_keys(backend, offset, width, interleaved):
     q, k, v = qkv(slots=6, n=3)
     inv_freq = 10000.0 ** -(torch.arange(0, width, 2) / width)
@@ -288,9 +289,7 @@ def test_the_path_of_other_devices(monkeypatch, n, window, ragged):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("n", [1, 5, 40])
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "n", "window"), pairwise(BACKENDS, [1, 5, 40], [None, 7]))
 def test_any_strides(backend, n, window):
     q, k, v = qkv(n=n)
     expected, _ = attend(q, dense(k, v, n), scale=0.4, window=window, backend="reference")

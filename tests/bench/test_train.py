@@ -12,7 +12,6 @@ from kvkeep_lab.bench import train
 from kvkeep_lab.bench.options import Train
 from kvkeep_lab.bench.resident import bounded, is_out_of_memory
 from kvkeep_lab.bench.text import tokens_of_text
-from kvkeep_lab.bench.unrolled import unrolled
 from kvkeep_lab.cli.plot import plot
 from support.short_tokenizer import SIZE, short_tokenizer
 from support.tiny_models import tiny
@@ -22,7 +21,6 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.app import app
 from kvkeep.cli.output import print_table
-from kvkeep.train import backward, replaying
 
 COLUMNS = [
     "method",
@@ -72,8 +70,11 @@ def require_complete(rows):
         assert list(row) == COLUMNS
         assert row["peak_bytes"] > 0
         assert row["seconds"] > 0
-        assert 0 <= row["grad_rel_error"] < 1e-5
-        assert (row["offloaded_bytes"] > 0) == (row["method"] == "kvkeep")
+        if row["method"] == "kvkeep":
+            assert 0 <= row["grad_rel_error"] < 1e-5
+            assert row["offloaded_bytes"] > 0
+        else:
+            assert (row["grad_rel_error"], row["offloaded_bytes"]) == (None, 0)
 
 
 def require_null(row):
@@ -110,30 +111,6 @@ def test_rows_of_litgpt(model):
     require_complete(result["rows"])
     with pytest.raises(kvkeep.SpecError, match="no host 'jax'"):
         train.run(Train(model, host="jax", **options))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_here")
-def test_full_attention_is_compared_with_backprop(model):
-    doing = []
-    options = {"tokens": (96,), "cache": "keep_all@concat", "chunk": 20}
-
-    def progress(what, share):
-        doing.append(what)
-
-    require_complete(train.run(Train(model, **options), progress)["rows"])
-    assert not any("reference" in what for what in doing)
-    (row,) = train.run(Train(model, methods=["kvkeep"], **options), progress)["rows"]
-    require_complete([row])
-    assert "reference, 96 tokens" in doing
-
-
-@pytest.mark.usefixtures("_here")
-@pytest.mark.parametrize("method", ["backprop", "checkpointing"])
-def test_nothing_to_compare_with(model, method):
-    (row,) = train.run(Train(model, tokens=(48,), methods=[method]))["rows"]
-    assert row["grad_rel_error"] is None
-    assert row["seconds"] > 0
 
 
 @pytest.mark.slow
@@ -176,34 +153,6 @@ def test_a_bound():
     assert is_out_of_memory(failure.value)
     assert not is_out_of_memory(RuntimeError("shapes differ"))
     torch.empty(1 << 28)
-
-
-@pytest.mark.parametrize(
-    ("family", "spec"),
-    [
-        ("llama", "keep_all"),
-        ("llama", "h2o:16"),
-        ("gemma2", "h2o:16"),
-        ("gemma2", "window:20,sinks=2+int8"),
-        ("llama", "adakv(h2o:16)"),
-    ],
-)
-def test_the_reference(family, spec, one_thread):
-    model, ids, chunk = tiny(family).double(), torch.randint(2, 96, (1, 44)), 16
-    decisions = []
-    backward(model, ids, ids, cache=spec, chunk=chunk, decisions=decisions)
-    model.zero_grad()
-    loss = unrolled(model, ids, spec, chunk, decisions)
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    model.zero_grad()
-    with kvkeep.attach(model):
-        cache = replaying(model, spec, decisions)
-        pieces = [model(x, past_key_values=cache).logits for x in ids.split(chunk, dim=1)]
-        expected = torch.nn.functional.cross_entropy(torch.cat(pieces, dim=1)[0, :-1], ids[0, 1:])
-        expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow
@@ -264,7 +213,7 @@ def test_gaps(tmp_path, capsys, lengths):
     ("arguments", "says"),
     [
         (("--tokens", "8,x"), "whole numbers"),
-        (("--tokens", "1"), "give at least 2"),
+        (("--tokens", "1"), "whole numbers of at least 2"),
         (("--methods", "kvkeep,adjoint"), "no method 'adjoint'"),
         (("--methods", ","), "--methods is empty"),
         (("--processes", "1,0"), "whole numbers of at least 1"),

@@ -51,7 +51,7 @@ def test_append():
 def test_memory_of_specs_for_types_of_layers(tmp_path, monkeypatch):
     finetune_inputs.model("gemma3").save_pretrained(tmp_path)
     finetune_inputs.tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr("kvkeep_lab.bench.memory.alone", lambda function, *given: function(*given))
+    monkeypatch.setattr("kvkeep_lab.bench.memory.together", lambda calls: [f() for f in calls])
     typed = "full_attention=keep_all;sliding_attention=window:6"
     sizes = ("--tokens", "16", "--prompt", "12", "--chunk", "8", "--model", str(tmp_path))
     rows = last_line(run("memory", "--specs", f"{typed}; hf-dynamic", *sizes, "--json"))["rows"]

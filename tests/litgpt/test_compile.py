@@ -29,6 +29,7 @@ def compiled(gpt, backend="eager"):
 
 
 SLOW_FAMILIES = ["gemma3", "pythia", "deepseek"]
+SLOW_SPECS = ["h2o:8+int8", "window:6,sinks=2@fixed"]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_one_graph(family):
 
 
 @pytest.mark.parametrize(
-    "spec",
-    ["keep_all", "h2o:8+int8", pytest.param("window:6,sinks=2@fixed", marks=pytest.mark.slow)],
+    "spec",  # test_litgpts_own_generate evicts in a graph
+    ["keep_all", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_SPECS)],
 )
 def test_it_computes_what_the_model_does(spec):
     gpt = tiny_gpt()

@@ -6,17 +6,11 @@ calibrate.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvkeep.registry import exports
 
 if TYPE_CHECKING:
     from kvkeep_lab.calibration.run import calibrate as calibrate
 
-__all__ = ["calibrate"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "calibrate":
-        raise AttributeError(f"module 'kvkeep_lab' has no attribute {name!r}")
-    from kvkeep_lab.calibration.run import calibrate  # noqa: PLC0415 - imports torch
-
-    return calibrate
+__getattr__, __all__ = exports(globals(), "", {}, {"calibration.run": ["calibrate"]})

@@ -16,7 +16,6 @@ Compile = Annotated[
         "--compile/--no-compile",
         help="Compile decode steps first, or use no compiled steps; default: use compiled steps, "
         "and compile them once the model has generated enough tokens to save time.",
-        show_default=False,
     ),
 ]
 

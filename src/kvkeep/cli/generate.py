@@ -47,13 +47,11 @@ class Generate(RunOptions):
         "Feed the prompt in chunks of this many tokens; default: 1,024 if the cache has a budget, "
         "otherwise the whole prompt at once.",
         min=1,
-        show_default=False,
     )
     keep_until: str | None = option(
         None,
         "Never evict the prompt up to this text, such as the end of its instructions.",
         metavar="TEXT",
-        show_default=False,
     )
 
 

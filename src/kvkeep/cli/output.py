@@ -21,7 +21,6 @@ ModelName = Annotated[
         "--model",
         help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
         "default: smollm2-135m, or the adapter's base model.",
-        show_default=False,
         autocompletion=models,
     ),
 ]
@@ -42,7 +41,6 @@ ModelWeights = Annotated[
     typer.Option(
         "--weights",
         help="Quantise the weights of linear layers, on the CPU: int8 or int4; default: no.",
-        show_default=False,
         autocompletion=one_of("int8", "int4"),
     ),
 ]

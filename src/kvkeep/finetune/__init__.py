@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvkeep.registry import exports
 
 if TYPE_CHECKING:
     from kvkeep.finetune.rollouts import Rollouts as Rollouts
@@ -11,12 +12,6 @@ if TYPE_CHECKING:
     LongContext: Any
     """See `kvkeep.finetune.long_context.LongContext`."""
 
-__all__ = ["LongContext", "Rollouts"]
+_HOMES = {"long_context": ["LongContext"], "rollouts": ["Rollouts"]}
 
-_FROM = {"LongContext": "kvkeep.finetune.long_context", "Rollouts": "kvkeep.finetune.rollouts"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FROM:
-        raise AttributeError(f"module 'kvkeep.finetune' has no attribute {name!r}")
-    return getattr(import_module(_FROM[name]), name)
+__getattr__, __all__ = exports(globals(), "", {}, _HOMES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from kvkeep.errors import KVKeepError
-from kvkeep.options import option
+from kvkeep.options import option, require_allowed
 
 if TYPE_CHECKING:
     from kvkeep.host import Host
@@ -129,12 +129,7 @@ class Options:
         """
         from kvkeep.spec import parse_specs
 
-        for one in fields(self):
-            name, value, told = one.name, getattr(self, one.name), one.metadata
-            if value is not None and not value >= told.get("min", value):
-                raise OptionError(f"{name} is {value}; give at least {told['min']}")
-            if value not in told.get("values", (value,)):
-                raise OptionError(f"{name} is {value!r}; give {' or '.join(told['values'])}")
+        require_allowed(self, OptionError)
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise OptionError(f"lr is {self.lr}; give a number above 0")
         if self.dropout is not None and not self.dropout < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -31,18 +31,9 @@ from kvkeep.spec import CacheSpec
 if TYPE_CHECKING:
     from kvkeep.host.contract import Host
 
-Tick = Callable[[int], None]
-"""Called with the number of tokens that were read again since the last call."""
-
 
 @torch.inference_mode()
-def compress(
-    host: Host,
-    cache: ModelCache,
-    ids: Tensor,
-    spec: Specs | None = None,
-    tick: Tick = lambda tokens: None,
-) -> None:
+def compress(host: Host, cache: ModelCache, ids: Tensor, spec: Specs | None = None) -> None:
     """Evict a share of a cache's slots, chosen without knowledge of later questions.
 
     The model reads the text once more, in parts; each part attends to the cache's slots of the same
@@ -65,7 +56,7 @@ def compress(
     ids = (ids if ids.dim() > 1 else ids[None]).to(host.device)
     specs = cache.specs if spec is None else per_layer(spec, host.kinds)
     policies = _chosen(cache, specs, host, ids)
-    of_rows = [reread(host, cache, row, ids[row], policies, tick) for row in range(len(ids))]
+    of_rows = [reread(host, cache, row, ids[row], policies) for row in range(len(ids))]
     kept = [_kept(scores, policies, ids.shape[1]) for scores in of_rows]
     masks = {i: torch.cat([one[i] for one in kept]) for i in policies}
     _evict(cache, specs, masks, needed_rotaries(specs, host.rotaries))
@@ -157,12 +148,7 @@ def _chosen(
 
 
 def reread(
-    host: Host,
-    cache: ModelCache,
-    row: int,
-    ids: Tensor,
-    policies: dict[int, Compression],
-    tick: Tick = lambda tokens: None,
+    host: Host, cache: ModelCache, row: int, ids: Tensor, policies: dict[int, Compression]
 ) -> dict[int, Tensor]:
     """The score of each token of one row in the layers to compress, fp32 (1, H, n), on the CPU.
 
@@ -195,7 +181,6 @@ def reread(
             largest = layers[index].largest
             assert largest is not None
             found[index].append(largest[:, :, runs[0][1] :].cpu())
-        tick(end - first)
     return {index: torch.cat(scores, dim=2) for index, scores in found.items()}
 
 

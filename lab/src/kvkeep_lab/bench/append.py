@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.layer.layer import LayerCache
 from kvkeep.spec import CacheSpec
-from kvkeep_lab.bench.device import Limits, because, device_named, with_values
+from kvkeep_lab.bench.device import Limits, device_named, with_values
 from kvkeep_lab.bench.options import Append
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.timing import Timer, interleaved, median_ratio, timer_for
@@ -72,23 +73,15 @@ class _Case:
 
     def row(self, layouts: Sequence[str], turns: int, limits: Limits, work: Work) -> dict[str, Any]:
         """The measurements, or the reason why the case was skipped."""
-        try:
-            slots = 2 * self.batch * self.held * HEADS * DIM * _like(self.device)[0].itemsize
-            # Slots of each layout, spare slots, and the copies that concatenation and growth make.
-            skipped = limits.refuse((len(layouts) + 2) * slots)
-            return {"skipped": skipped} if skipped else self._figures(layouts, turns, work)
-        except Exception as error:
-            if self.device.type == "cpu":
-                raise
-            return {"skipped": because(error)}
+        slots = 2 * self.batch * self.held * HEADS * DIM * _like(self.device)[0].itemsize
+        # Slots of each layout, spare slots, and the copies that concatenation and growth make.
+        case = partial(self._figures, layouts, turns, work)
+        found, skipped = limits.attempt(case, (len(layouts) + 2) * slots)
+        return found or {"skipped": skipped}
 
     def _figures(self, layouts: Sequence[str], turns: int, work: Work) -> dict[str, Any]:
         row: dict[str, Any] = {}
         timers = {"": timer_for(self.device)}
-
-        def tick(share: float) -> None:
-            work.part(share / (2 * len(timers)))
-
         if self.device.type == "cuda":
             timers["_device"] = timer_for(self.device, queued=True)
         growth = self._growth(timers[""]) if "growing" in layouts else 0.0
@@ -96,8 +89,8 @@ class _Case:
         for what in ("update", "step"):
             for how, timer in timers.items():
                 calls = {n: self._call(what, layer) for n, layer in layers.items()}
-                options: dict[str, Any] = {"turns": turns, "burst": _BURST, "tick": tick}
-                found = interleaved(calls, timer=timer, **options)
+                found = interleaved(calls, turns=turns, burst=_BURST, timer=timer)
+                work.part(1 / (2 * len(timers)))
                 for layer in layers.values():
                     layer.crop(self.held - layer.fed)
                 for name in layouts:

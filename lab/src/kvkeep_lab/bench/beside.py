@@ -24,6 +24,7 @@ from kvkeep_lab.bench.random_model import model_named
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import EAGER, FUSED, PLAIN, named, twin
 from kvkeep_lab.bench.text import tokens_of_text
+from kvkeep_lab.bench.timing import using_threads
 from kvkeep_lab.checks import require_known
 
 BATCH = "batch"
@@ -100,16 +101,12 @@ def busy_processes(count: int) -> Iterator[None]:
 @contextmanager
 def _threads(choice: str) -> Iterator[None]:
     """Generate with one thread, with all, or with the number that kvkeep chooses."""
-    before = torch.get_num_threads()
-    with patch.dict(os.environ):
+    count = 1 if choice == ONE else torch.get_num_threads()
+    with patch.dict(os.environ), using_threads(count):
         os.environ.pop(threads.OFF, None)
         if choice != CHOSEN:
             os.environ[threads.OFF] = "fixed"
-        torch.set_num_threads(1 if choice == ONE else before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        yield
 
 
 def _generator(model: Any, way: str, ids: Tensor) -> Callable[[int], float]:

@@ -30,7 +30,9 @@ from kvkeep_lab.checks import require_known
 ALONE, COMPILED = "kvkeep alone", "kvkeep compiled"
 PADDED, CONTINUOUS = "transformers padded", "transformers generate_batch"
 UNIFIED = f"{LLAMA_CPP} unified"  # with one buffer for all sequences
-OTHERS = (ALONE, COMPILED, PADDED, CONTINUOUS, LLAMA_CPP, UNIFIED)
+AGAINST = (ALONE, COMPILED, PADDED, CONTINUOUS)
+"""The systems to measure by default."""
+OTHERS = (*AGAINST, LLAMA_CPP, UNIFIED)
 SERVER = "kvkeep serve"
 
 Prefix = tuple[Tensor, ModelCache]

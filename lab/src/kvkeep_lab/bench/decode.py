@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvkeep.hf.quantised import quantise
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep_lab.bench import beside
 from kvkeep_lab.bench.decode_loop import bytes_per_token
-from kvkeep_lab.bench.device import Limits, bandwidth, because, device_named, with_values
+from kvkeep_lab.bench.device import Limits, bandwidth, device_named, with_values
 from kvkeep_lab.bench.options import Decode
 from kvkeep_lab.bench.random_model import RANDOM, model_named
 from kvkeep_lab.bench.record import result
@@ -84,7 +83,7 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
             table.prepare(systems, context, ids)
         work.stage("steps", sum(contexts))
         table.measure(work)
-    if table.alive:
+    if not limits.failed:
         rates.append(bandwidth(place))
     rate = statistics.median(rate for _, rate in rates)
     found = with_values([*table.rows.values()])
@@ -101,8 +100,8 @@ def run(asked: Decode, progress: Progress = silent) -> dict[str, Any]:
 
 def _prepared(model: Any, asked: Decode, directory: Path) -> BaseSystems:
     """The systems to measure, with the weights of a model, which are quantised first."""
-    ways, against, weights = asked.ways or (), asked.against or (), asked.weights
-    if LLAMA_CPP in against:
+    weights = asked.weights
+    if LLAMA_CPP in (asked.against or ()):
         llama_cpp = import_module("kvkeep_lab.bench.llama_cpp")
         llama_cpp.require(model)
         if weights is not None:
@@ -111,9 +110,9 @@ def _prepared(model: Any, asked: Decode, directory: Path) -> BaseSystems:
         quantise(model, weights)
     if asked.host == LITGPT:
         litgpt_systems = import_module("kvkeep_lab.bench.litgpt_systems")
-        found: BaseSystems = litgpt_systems.LitGPTSystems(model, asked.specs, ways, against)
+        found: BaseSystems = litgpt_systems.LitGPTSystems(model, asked)
         return found
-    return Systems(model, asked.specs, ways, against, directory)
+    return Systems(model, asked, directory)
 
 
 class _Table:
@@ -121,7 +120,6 @@ class _Table:
 
     def __init__(self, limits: Limits, turns: int, burst: int) -> None:
         self.limits, self.turns, self.burst = limits, turns, burst
-        self.alive = True
         self._steps: dict[tuple[str, int], Callable[[], object]] = {}
         self.rows: dict[tuple[str, int], dict[str, Any]] = {}  # by system and context
 
@@ -133,16 +131,19 @@ class _Table:
         logits: dict[str, list[Tensor]] = {}
         for name in systems.names:
             row = self.rows[name, context] = {**labels(name), "context": context, **_EMPTY}
-            if self._allows(row, systems.bytes_of(context)):
-                with self._failing(row):
-                    feeds[name] = systems.feed(name)
+            made = partial(systems.feed, name)
+            feed, row["skipped"] = self.limits.attempt(made, systems.bytes_of(context))
+            if feed is not None:
+                feeds[name] = feed
         first = systems.lead  # it picks the tokens
         for name in sorted(feeds, key=lambda name: name != first):
             row = self.rows[name, context]
-            if self._allows(row, seconds=systems.seconds_of(name)):
-                with self._failing(row):
-                    logits[name] = followed(feeds[name], tokens, lead=name == first)
-                    self._steps[name, context] = partial(feeds[name], token)
+            steps = partial(followed, feeds[name], tokens, lead=name == first)
+            seconds = systems.seconds_of(name)
+            own, row["skipped"] = self.limits.attempt(steps, seconds=seconds)
+            if own is not None:
+                logits[name] = own
+                self._steps[name, context] = partial(feeds[name], token)
         for name, mine in logits.items():
             if mine and first in logits:
                 row = self.rows[name, context]
@@ -152,37 +153,18 @@ class _Table:
         """Time all steps. Contexts are interleaved too, so that drift does not look like a
         slope."""
         steps = {key: self._steps[key] for key in self.rows if key in self._steps}
-        timed: dict[tuple[str, int], list[float]] = {}
-        with self._failing(*(self.rows[key] for key in steps)):
-            timer = timer_for(self.limits.device)
-            timed = interleaved(
-                steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part
-            )
-        for key, seconds in timed.items():
-            self.rows[key]["median_ms"] = statistics.median(seconds) * 1e3
-            self.rows[key]["spread_ms"] = spread(seconds) * 1e3
-
-    def _allows(self, row: dict[str, Any], needed: int = 0, seconds: float = 0.0) -> bool:
-        """Whether to measure a row; if not, the row gets the reason."""
-        failed = None if self.alive else "the device has failed"
-        row["skipped"] = failed or self.limits.refuse(needed, seconds)
-        return row["skipped"] is None
-
-    @contextmanager
-    def _failing(self, *rows: dict[str, Any]) -> Iterator[None]:
-        """Record an error in the rows as the reason why they are skipped, and check whether the
-        device still works. On the CPU only missing packages are treated so; other errors raise."""
-        try:
-            yield
-        except Exception as error:
-            if self.limits.device.type == "cpu" and not isinstance(error, ImportError):
-                raise
-            for row in rows:
-                row["skipped"] = because(error)
-            try:
-                torch.zeros(1, device=self.limits.device).item()
-            except Exception:
-                self.alive = False
+        timer = timer_for(self.limits.device)
+        measured = partial(
+            interleaved, steps, turns=self.turns, burst=self.burst, timer=timer, tick=work.part
+        )
+        timed, reason = self.limits.attempt(measured, needed=None)
+        for key in steps:
+            row = self.rows[key]
+            if timed is None:
+                row["skipped"] = reason
+            else:
+                row["median_ms"] = statistics.median(timed[key]) * 1e3
+                row["spread_ms"] = spread(timed[key]) * 1e3
 
 
 def followed(feed: Feed, tokens: list[Tensor], *, lead: bool) -> list[Tensor]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from kvkeep.host import placement
 from kvkeep.storage.allocate import free_bytes
 from kvkeep_lab.bench.timing import Call, interleaved, timer_for
+
+_Result = TypeVar("_Result")
 
 READ_MEBIBYTES = 512
 """The size of the tensor that `bandwidth` reads on a CPU."""
@@ -29,19 +31,21 @@ def device_named(name: str | None = None) -> torch.device:
 
 
 class Limits:
-    """Limits of time and memory for a run, checked before each case; a refused case is reported as
-    skipped.
+    """Limits of a run, checked before each case: time, memory, and whether the device still works.
+    A case that is refused or fails is reported as skipped.
 
     Args:
         seconds: time limit from now on; None: none.
     """
 
     def __init__(self, device: torch.device, seconds: float | None = None) -> None:
-        self.device, self.seconds = device, seconds
+        self.device, self.seconds, self.failed = device, seconds, False
         self._start = time.monotonic()
 
     def refuse(self, needed: int = 0, seconds: float = 0.0) -> str | None:
         """The reason to skip a case that needs `needed` bytes and about `seconds`; None: run it."""
+        if self.failed:
+            return "the device has failed"
         if self.seconds is not None:
             left = max(0.0, self.seconds - (time.monotonic() - self._start))
             if left <= seconds:
@@ -51,6 +55,29 @@ class Limits:
         if free is not None and needed > free // 2:
             return f"needs {needed} bytes, more than half of the {free} that are free"
         return None
+
+    def attempt(
+        self, case: Callable[[], _Result], needed: int | None = 0, seconds: float = 0.0
+    ) -> tuple[_Result | None, str | None]:
+        """The result of a case, or the reason why it was refused or failed. On the CPU only missing
+        packages are a reason; other errors raise.
+
+        Args:
+            needed, seconds: see `refuse`; `needed` None: the case has started and is not refused.
+        """
+        reason = None if needed is None else self.refuse(needed, seconds)
+        if reason is not None:
+            return None, reason
+        try:
+            return case(), None
+        except Exception as error:
+            if self.device.type == "cpu" and not isinstance(error, ImportError):
+                raise
+            try:
+                torch.zeros(1, device=self.device).item()
+            except Exception:
+                self.failed = True
+            return None, because(error)
 
 
 def because(error: Exception) -> str:

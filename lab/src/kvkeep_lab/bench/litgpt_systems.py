@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.config import changing_ropes
 from kvkeep.host import host_of
 from kvkeep_lab.bench.decode_loop import bytes_per_token
+from kvkeep_lab.bench.options import Decode
 from kvkeep_lab.bench.systems import EAGER, LITGPT, BaseSystems, Feed, twin
 
 _CHUNK = 1024  # tokens of a prompt fed at once
@@ -83,18 +83,16 @@ class LitGPTSystems(BaseSystems):
 
     Args:
         model: of transformers, from which the LitGPT model is made.
-        ways: "default" and "eager", or one of them.
-        against: `LITGPT`, or nothing.
+        asked: its ways are "default" and "eager", or one of them; it is against `LITGPT`, or
+            nothing.
     """
 
     lead = LITGPT
 
-    def __init__(
-        self, model: Any, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]
-    ) -> None:
-        super().__init__(specs, ways, against)
+    def __init__(self, model: Any, asked: Decode) -> None:
+        super().__init__(asked)
         self._plain, self._token_bytes = converted(model), bytes_per_token(model)
-        self._hosts = {way: host_of(twin(self._plain)) for way in ways}
+        self._hosts = {way: host_of(twin(self._plain)) for way in self._ways}
         for way, host in self._hosts.items():
             host.attach(linears=way != EAGER)
 

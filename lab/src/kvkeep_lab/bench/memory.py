@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from kvkeep.hf.attach import attach
@@ -13,7 +14,14 @@ from kvkeep.spec import parse_specs
 from kvkeep_lab.bench.decode_loop import allocated_bytes, buffers, decode, live_bytes, new_cache
 from kvkeep_lab.bench.options import DYNAMIC, Memory
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.resident import alone, in_core, peak, require_counters, reset_peak, resident
+from kvkeep_lab.bench.resident import (
+    in_core,
+    peak,
+    require_counters,
+    reset_peak,
+    resident,
+    together,
+)
 from kvkeep_lab.bench.text import tokens_of_text
 
 
@@ -42,7 +50,7 @@ def run(asked: Memory, progress: Progress = silent) -> dict[str, Any]:
         for size in (asked.prompt, asked.chunk):
             chunked = ", chunked" if size < asked.prompt else ""
             work.stage(f"{spec}, {asked.tokens} tokens{chunked}")
-            rows.append(alone(_measure, spec, asked, size))
+            rows += together([partial(_measure, spec, asked, size)])
     return result("memory", rows, **asked.some("model", "dtype", "prompt", "chunk"))
 
 

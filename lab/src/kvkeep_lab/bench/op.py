@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from kvkeep_lab.bench.rivals import OF_LATENTS, ON_CPU, RIVALS, torch_folded
 from kvkeep_lab.bench.timing import Call, captured, interleaved, spread, timer_for
 from kvkeep_lab.checks import require_known
 
+_Row = dict[str, Any]
+
 
 class _System(NamedTuple):
     backend: str
@@ -57,15 +60,6 @@ class _Shape(NamedTuple):
         """Multiplications and additions of both products, for the tokens that each query sees."""
         seen = self.new * self.length - self.new * (self.new - 1) // 2
         return 2 * self.rows * self.heads * seen * (self.dim + (self.latent or self.dim))
-
-
-class _Found(NamedTuple):
-    """Measurements of one system, in seconds; `skipped` is the reason if some are missing."""
-
-    called: Sequence[float] = ()
-    replayed: Sequence[float] = ()
-    error: float | None = None
-    skipped: str | None = None
 
 
 def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
@@ -98,7 +92,7 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
     longest = (256, 2048, 8192, 32768) if on_cpu else (2048, 8192, 32768, 131072)
     lengths = asked.lengths or longest
     codecs = asked.codecs or ((Plain.name,) if on_cpu else (Plain.name, "int8", "int4", "fp8"))
-    masses = (False, True) if asked.both_masses or not on_cpu else (False,)
+    masses = (False,) if on_cpu else (False, True)
     if asked.mass is not None:
         masses = (asked.mass,)
     against = asked.against
@@ -116,7 +110,7 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
                 f"{spec.key_codec.name} alone"
             )
     systems = list(_systems(place, codecs, masses, against))
-    limits, table = Limits(place, asked.seconds), list[dict[str, Any]]()
+    limits, table = Limits(place, asked.seconds), list[_Row]()
     rates, products = [bandwidth(place)], [arithmetic(place, dtype)]
     cases = [
         _Shape(rows, heads, asked.kv_heads, length, asked.head_dim, n, latent)
@@ -130,44 +124,41 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
         for shape in cases:
             work.stage(f"{shape.new} of {shape.length} tokens", shape.length)
             case = _Case(limits, specs, systems, dtype)
-            measured = case.measured(shape, asked.turns, work)
-            if any(found.called for found in measured.values()):
+            rows_of = case.measured(shape, asked.turns, work)
+            if any("median_us" in row for row in rows_of.values()):
                 rates.append(bandwidth(place))
                 products.append(arithmetic(place, dtype))
-            for system, found in measured.items():
-                size = case.sizes.get(system.codec, 0)
-                row: dict[str, Any] = {"backend": system.backend, "codec": system.codec}
-                row |= {"mass": system.mass} if any(masses) else {}
-                row |= {"heads": shape.heads} if len(asked.heads) > 1 else {}
-                row |= {"queries": shape.new} if len(queries) > 1 else {}
-                row |= {"length": shape.length}
-                table.append(row | _figures(found, size, shape.operations))
+            for system, row in rows_of.items():
+                about: _Row = {"backend": system.backend, "codec": system.codec}
+                about["mass"] = system.mass if any(masses) else None
+                about["heads"] = shape.heads if len(asked.heads) > 1 else None
+                about["queries"] = shape.new if len(queries) > 1 else None
+                table.append({**about, "length": shape.length, **row})
     name, rate = rates[0][0], statistics.median(rate for _, rate in rates)
     product = statistics.median(products)
     for row in table:
-        reads, computes = row["gb_per_s"], row["gflop_per_s"]
-        row["of_copy"] = None if on_cpu else reads and reads / rate
-        row["of_bound"] = reads and max(reads / rate, computes / product)
+        if "median_us" in row:
+            read = row["gb_per_s"] / rate
+            row["of_copy"] = None if on_cpu else read
+            row["of_bound"] = max(read, row["gflop_per_s"] / product)
     sizes: dict[str, Any] = {"B": rows, "Hq": _listed(asked.heads), "H": asked.kv_heads}
     sizes |= {"D": asked.head_dim} | ({"latent": latent} if latent else {})
-    about = {"dtype": str(dtype).removeprefix("torch."), **sizes, "n": _listed(queries)}
+    shape_of = {"dtype": str(dtype).removeprefix("torch."), **sizes, "n": _listed(queries)}
     speeds = {name: rate, "product_gflop_per_s": product}
-    return result("op", with_values(table), shape=about, **speeds)
+    return result("op", with_values(table), shape=shape_of, **speeds)
 
 
-def _figures(found: _Found, size: int, operations: int) -> dict[str, Any]:
-    called, replayed = (statistics.median(x) if x else None for x in (found.called, found.replayed))
-    best = replayed or called
+def _figures(called: list[float], replayed: list[float] | None, size: int, operations: int) -> _Row:
+    """The figures of calls and of their CUDA graphs, both in seconds."""
+    median = statistics.median(called)
+    graph = None if replayed is None else statistics.median(replayed)
+    best = graph or median
     return {
-        "median_us": called and called * 1e6,
-        "spread_us": spread(list(found.called)) * 1e6 if found.called else None,
-        "graph_us": replayed and replayed * 1e6,
-        "gb_per_s": best and size / best / 1e9,
-        "gflop_per_s": best and operations / best / 1e9,
-        "of_copy": None,
-        "of_bound": None,
-        "error": found.error,
-        "skipped": found.skipped,
+        "median_us": median * 1e6,
+        "spread_us": spread(called) * 1e6,
+        "graph_us": graph and graph * 1e6,
+        "gb_per_s": size / best / 1e9,
+        "gflop_per_s": operations / best / 1e9,
     }
 
 
@@ -202,25 +193,19 @@ class _Case:
         dtype: torch.dtype,
     ) -> None:
         self.device, self.limits, self.dtype = limits.device, limits, dtype
-        self.specs, self.systems = specs, systems
+        self.specs = specs
         self.sizes: dict[str, int] = {}
-        self._found: dict[_System, _Found] = {}
+        self.rows: dict[_System, _Row] = {system: {} for system in systems}
 
-    def measured(self, shape: _Shape, turns: int, work: Work) -> dict[_System, _Found]:
-        """The measurements of each system at a shape."""
+    def measured(self, shape: _Shape, turns: int, work: Work) -> dict[_System, _Row]:
+        """The figures of each system at a shape."""
         # Keys and values as given, copied for other libraries, encoded, and during encoding.
         held = shape.rows * shape.kv_heads * shape.length * shape.dim
-        reason = self.limits.refuse(12 * held * self.dtype.itemsize)
-        try:
-            if reason is None:
-                self._measure(shape, turns, work)
-                return self._found
-        except Exception as error:
-            if self.device.type == "cpu":
-                raise
-            # After an error the device may be unusable: report it for the whole case and go on.
-            reason = because(error)
-        return {system: _Found(skipped=reason) for system in self.systems}
+        case = partial(self._measure, shape, turns, work)
+        _, reason = self.limits.attempt(case, 12 * held * self.dtype.itemsize)
+        if reason is not None:
+            self.rows = {system: {"skipped": reason} for system in self.rows}
+        return self.rows
 
     def _measure(self, shape: _Shape, turns: int, work: Work) -> None:
         there: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
@@ -229,21 +214,14 @@ class _Case:
         q, k = torch.randn(queries, **there), torch.randn(held, **there)
         v = k[..., : shape.latent] if shape.latent else torch.randn(held, **there)
         calls = self._calls(q, k, v)
-        once = 1 if self.device.type == "cpu" else 0.5  # elsewhere graphs follow
         # Many calls of a fast operation for a stable median, few of a slow one.
-        options = {"turns": turns, "burst": max(2, min(20, 200_000 // (shape.length * shape.new)))}
-
-        def tick(share: float) -> None:
-            work.part(once * share)
-
-        called = interleaved(calls, timer=timer_for(self.device), tick=tick, **options)
-        queued = timer_for(self.device, queued=True)
-        replayed = interleaved(self._replays(calls), timer=queued, tick=tick, **options)
+        burst = max(2, min(20, 200_000 // (shape.length * shape.new)))
+        timed = partial(interleaved, turns=turns, burst=burst)
+        called = timed(calls, timer=timer_for(self.device), tick=work.part)
+        replayed = timed(self._replays(calls), timer=timer_for(self.device, queued=True))
         for system, seconds in called.items():
-            self._add(system, called=seconds, replayed=replayed.get(system, ()))
-
-    def _add(self, system: _System, **found: Any) -> None:
-        self._found[system] = self._found.get(system, _Found())._replace(**found)
+            given = (seconds, replayed.get(system), self.sizes[system.codec], shape.operations)
+            self.rows[system] = {**_figures(*given), **self.rows[system]}
 
     def _calls(self, q: Tensor, k: Tensor, v: Tensor) -> dict[_System, Call]:
         """The calls of all systems whose first call succeeded; records their errors."""
@@ -261,16 +239,15 @@ class _Case:
             )
             held = view.in_order(q.dtype, q.dtype, moved=False, centre=centres[codec])
             reference[codec] = torch_folded(q, held.keys, held.values)()
-        for system in self.systems:
-            reason = self.limits.refuse()
+        for system, row in self.rows.items():
+            row["skipped"] = self.limits.refuse()
             try:
-                if reason is None:
+                if row["skipped"] is None:
                     call = _call(system, q, k, v, views[system.codec], centres[system.codec])
-                    self._add(system, error=_difference(call(), reference[system.codec]))
+                    row["error"] = _difference(call(), reference[system.codec])
                     calls[system] = call
             except Exception as error:  # any error: the other systems are still measured
-                reason = because(error)
-            self._add(system, skipped=reason)
+                row["skipped"] = because(error)
         return calls
 
     def _replays(self, calls: dict[_System, Call]) -> dict[_System, Call]:
@@ -280,7 +257,7 @@ class _Case:
             try:
                 replays[system] = captured(call)
             except Exception as error:
-                self._add(system, skipped=f"in a CUDA graph: {because(error)}")
+                self.rows[system]["skipped"] = f"in a CUDA graph: {because(error)}"
         return replays
 
 

@@ -150,7 +150,7 @@ class Op(Benchmark):
     example = "op --lengths 2048,32768 --codecs plain,int8"
     device: str | None = _device()
     dtype: str = _dtype("bfloat16")
-    rows: int | None = _count(None, "Batch size; default: 1, on CUDA 8.", show_default=False)
+    rows: int | None = _count(None, "Batch size; default: 1, on CUDA 8.")
     heads: Sequence[int] = numbers((32,), "Numbers of query heads, comma-separated.")
     kv_heads: int = _count(8, "Key-value heads.")
     head_dim: int = _count(128, "Width of a head.")
@@ -158,7 +158,6 @@ class Op(Benchmark):
         None,
         "Values are this many first elements of their keys, as in latent attention: --heads 128 "
         "--kv-heads 1 --head-dim 576 --latent 512 is a layer of DeepSeek V3.",
-        show_default=False,
     )
     queries: Sequence[int] = numbers((1,), "New tokens of a call, comma-separated.")
     lengths: Sequence[int] | None = numbers(
@@ -176,8 +175,6 @@ class Op(Benchmark):
         "default: the first three, on CUDA all; with --latent torch-folded and torch-math.",
     )
     turns: int = _count(10)
-    both_masses: bool = False
-    """Measure with the mass and without, on the CPU too."""
     seconds: float | None = None
     """Time limit: cases that have not started by then are skipped."""
 
@@ -231,7 +228,6 @@ class Decode(Benchmark):
     weights: str | None = option(
         None,
         "Quantise the weights of linear layers, on the CPU: int8 or int4; default: no.",
-        show_default=False,
         values=("int8", "int4"),
     )
     contexts: Sequence[int] | None = numbers(
@@ -366,11 +362,11 @@ class Train(Benchmark):
     drawn = ("peak_bytes", "seconds")
     model: str = _model()
     host: str = _host()
-    tokens: Sequence[int] = numbers((2048, 4096, 8192), "Lengths of the text, comma-separated.")
+    tokens: Sequence[int] = numbers((2048, 4096, 8192), "Lengths of the text, comma-separated.", 2)
     cache: str = option("h2o:1024", "kvkeep's cache spec.", complete="specs")
     chunk: int = _count(1024, "Tokens in each of kvkeep's chunks.")
     methods: Sequence[str] = names(METHODS, "Methods, comma-separated.", values=METHODS)
-    check: bool = option(True, "Compare the gradients too.")
+    check: bool = option(True, "Compare kvkeep's gradients with plain autograd's.")
     processes: Sequence[int] = numbers(
         (1,), "Numbers of processes that share kvkeep's text, comma-separated."
     )
@@ -408,7 +404,6 @@ class Serve(Benchmark):
     sequences: Sequence[int] = numbers(
         None,
         "Numbers of sequences, comma-separated; default: 1,4,16,64, or 1,16.",
-        show_default=False,
     )
     specs: Sequence[str] = spec_list((SPEC,))
     against: Sequence[str] | None = names(
@@ -416,21 +411,18 @@ class Serve(Benchmark):
         "Of kvkeep alone (one after the other), kvkeep compiled, transformers padded, transformers "
         "generate_batch (its continuous batching), llama.cpp, and llama.cpp unified (one buffer), "
         "comma-separated; default: all but llama.cpp, and none in other measurements.",
-        show_default=False,
     )
     http: bool = option(False, "Measure `kvkeep serve` too, through HTTP streams.", flag=True)
     new_tokens: int = _count(None, "Tokens of each answer; default: 64, or 128.")
     arrivals: Sequence[str] = names(
         None,
         "How prompts arrive, comma-separated; default: at once,poisson, or at once.",
-        show_default=False,
     )
     rate: float | None = option(
         None,
         "Prompts per second that arrive in poisson; default: as many as kvkeep completes per "
         "second when they come at once.",
         min=1e-3,
-        show_default=False,
     )
     shortest: int = _count(None, f"Tokens of the shortest prompt; default: {SHORTEST}, or 32.")
     longest: int = _count(None, f"Tokens of the longest prompt; default: {LONGEST}, or 160.")

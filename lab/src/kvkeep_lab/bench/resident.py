@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -27,7 +26,6 @@ with needed_by("Measuring memory", "cli"):
 SPARED = 1 << 30
 """Bytes of available memory that a measurement leaves to other processes."""
 
-_Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
@@ -37,17 +35,6 @@ def require_counters() -> None:
         raise UnsupportedError(
             f"resident memory is read from Linux's counters, which {sys.platform} does not have"
         )
-
-
-def alone(
-    function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
-) -> _Result:
-    """Call a module's function in a new process.
-
-    Raises:
-        BrokenProcessPool: the process died.
-    """
-    return together([partial(function, *args, **kwargs)])[0]
 
 
 def together(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:

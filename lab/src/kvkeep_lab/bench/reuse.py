@@ -21,16 +21,15 @@ from kvkeep.blocks import prefill
 from kvkeep.blocks.join import windowed
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
-from kvkeep.hf.models import load
 from kvkeep.host import ModelCache, host_of
-from kvkeep.host.placement import device_named, dtype_named
+from kvkeep.host.placement import device_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
 from kvkeep_lab.bench.contenders import read
 from kvkeep_lab.bench.options import Reuse
-from kvkeep_lab.bench.random_model import RANDOM, random_model
+from kvkeep_lab.bench.random_model import model_named
 from kvkeep_lab.bench.record import result
-from kvkeep_lab.bench.text import tokens_of_text
+from kvkeep_lab.bench.workload import prompts
 
 BLOCKS = "blocks:"
 MODES = (
@@ -61,16 +60,11 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     """
     draw = random.Random(0)
     lengths = [draw.randint(asked.shortest, asked.longest) for _ in range(asked.documents)]
-    if asked.model in RANDOM:
-        loaded = random_model(asked.model, dtype_named(asked.dtype), device_named(None))
-        text = torch.randint(loaded.config.vocab_size, (sum(lengths) + _ASKED,))
-        text, question = torch.split(text, [sum(lengths), _ASKED])
-    else:
-        loaded, tokenizer = load(asked.model, asked.dtype, progress=progress)
-        text = tokens_of_text(tokenizer, sum(lengths))[0]
+    loaded, tokenizer = model_named(asked.model, asked.dtype, device_named(None))
+    *texts, question = prompts(tokenizer, loaded.config.vocab_size, [*lengths, _ASKED])
+    if tokenizer is not None:
         question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
     attach(loaded)
-    texts = list(torch.split(text, lengths))
     blocks = PrefixStore()
     prefill(loaded, texts, store=blocks)
     with ExitStack() as during:

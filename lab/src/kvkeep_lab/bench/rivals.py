@@ -33,9 +33,7 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 def torch_folded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """torch's attention with the queries of a group folded into the query axis. Its fused kernels
     need values as wide as keys, so values within keys are the keys, and the result is narrowed."""
-    folded, group = q.reshape(len(q), k.shape[1], -1, q.shape[3]), q.shape[1] // k.shape[1]
-    mask = _mask(q, k)
-    mask = None if mask is None else mask.repeat(group, 1)
+    folded, mask = _folded(q, k)
     width, values = v.shape[3], k if v.shape[3] < k.shape[3] else v
     return lambda: _attention(folded, k, values, attn_mask=mask).view(q.shape)[..., :width]
 
@@ -52,9 +50,7 @@ def torch_expanded(q: Tensor, k: Tensor, v: Tensor) -> Attention:
 
 def torch_math(q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """torch's attention by two products of matrices, with queries folded as in `torch_folded`."""
-    folded, group = q.reshape(len(q), k.shape[1], -1, q.shape[3]), q.shape[1] // k.shape[1]
-    mask = _mask(q, k)
-    mask = None if mask is None else mask.repeat(group, 1)
+    folded, mask = _folded(q, k)
 
     def by_math() -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
@@ -99,6 +95,13 @@ ON_CPU = (TORCH, "torch-folded", "torch-expanded")
 OF_LATENTS = ("torch-folded", "torch-math")
 """Measured by default where values are elements of their keys: those that do not copy the keys for
 each query head."""
+
+
+def _folded(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The queries of each kv head in one axis, (B, H, group * n, Dk), and their causal mask."""
+    mask = _mask(q, k)
+    folded = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+    return folded, None if mask is None else mask.repeat(q.shape[1] // k.shape[1], 1)
 
 
 def _mask(q: Tensor, k: Tensor) -> Tensor | None:

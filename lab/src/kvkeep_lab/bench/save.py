@@ -35,7 +35,7 @@ def run(asked: Save, progress: Progress = silent) -> dict[str, Any]:
     loaded, tokenizer = load_model(asked.model, asked.dtype, progress=progress)
     attach(loaded)
     ids = tokens_of_text(tokenizer, asked.tokens + 1)
-    rows, work = [], Work(progress, len(asked.specs))
+    rows, work = [], Work(progress, 3 * len(asked.specs))
     for spec in asked.specs:
         work.stage(f"{spec}, {asked.tokens} tokens")
         with TemporaryDirectory(dir=asked.directory) as folder, torch.inference_mode():
@@ -63,11 +63,10 @@ def _figures(
         "first token": lambda: step(load(path, model), ids[:, -1:]),
     }
 
-    def half(share: float) -> None:
-        work.part(share / 2)
-
-    seconds = medians_of(writing, turns=2 * turns, burst=1, tick=half)
-    seconds |= medians_of(reading, turns=turns, burst=1, tick=half)
+    work.stage(f"{spec}, saving")
+    seconds = medians_of(writing, turns=2 * turns, burst=1, tick=work.part)
+    work.stage(f"{spec}, loading")
+    seconds |= medians_of(reading, turns=turns, burst=1, tick=work.part)
     size = path.stat().st_size
     return {
         "prefill_s": prefill,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 from kvkeep.errors import SpecError
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep_lab.bench.contenders import (
-    ALONE,
+    AGAINST,
     COMPILED,
-    CONTINUOUS,
     PADDED,
     SERVER,
     UNIFIED,
@@ -31,7 +31,7 @@ from kvkeep_lab.bench.device import because, with_values
 from kvkeep_lab.bench.options import Serve
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.systems import KVKEEP, LLAMA_CPP
-from kvkeep_lab.bench.timing import Call, interleaved, on_host, spread
+from kvkeep_lab.bench.timing import Call, interleaved, on_host, spread, using_threads
 from kvkeep_lab.bench.workload import (
     Request,
     Served,
@@ -43,7 +43,6 @@ from kvkeep_lab.bench.workload import (
 )
 from kvkeep_lab.checks import require_known
 
-AGAINST = (ALONE, COMPILED, PADDED, CONTINUOUS)
 ARRIVALS = AT_ONCE, POISSON = "at once", "poisson"
 
 _WARM = 32  # tokens of each prompt of a warm-up
@@ -178,8 +177,8 @@ def _cpu_time(asked: Serve, progress: Progress) -> dict[str, Any]:
     Raises:
         SpecError: a system that cannot be stepped; see also `kvkeep_lab.bench.serve.run`.
     """
-    rows = []
-    with _one_thread(), contenders_of(asked) as (contenders, texts):
+    rows, processor = [], partial(on_host, clock=time.process_time)
+    with using_threads(1), contenders_of(asked) as (contenders, texts):
         work = Work(progress, 2 * len(contenders.names) * sum(texts))
         for count, ids in texts.items():
             with ExitStack() as during:
@@ -192,9 +191,8 @@ def _cpu_time(asked: Serve, progress: Progress) -> dict[str, Any]:
                     _begin(session, ids, new)
                     steps[name] = session.step
                 work.stage(f"{count} sequences, steps", len(steps) * count)
-                found = interleaved(
-                    steps, turns=asked.repeats, burst=_BURST, timer=_processor, tick=work.part
-                )
+                timed = partial(interleaved, turns=asked.repeats, burst=_BURST, timer=processor)
+                found = timed(steps, tick=work.part)
                 rows += [
                     {"system": name, "sequences": count, "tokens_held": sum(map(len, ids))}
                     | {"cpu_ms_per_step": 1e3 * statistics.median(seconds)}
@@ -317,20 +315,3 @@ def _alone(session: Session, prompt: Tensor) -> list[float]:
 def _reading(ids: Sequence[Tensor]) -> int:
     """The most steps that reading these prompts may take."""
     return sum(len(one) // _CHUNK + 2 for one in ids)
-
-
-def _processor(call: Call) -> float:
-    """Seconds of this process's time, in all of its threads."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -101,14 +101,19 @@ def chosen(asked: Decode, place: torch.device) -> Decode:
 
 class BaseSystems(ABC):
     """The systems to measure in one library. `hold` sets the content of all caches created after
-    it."""
+    it.
+
+    Args:
+        asked: the options, as `chosen` returns them.
+    """
 
     lead: str
     """The system whose logits and tokens the others are compared with, where it is measured."""
 
-    def __init__(self, specs: Sequence[str], ways: Sequence[str], against: Sequence[str]) -> None:
-        self._ours = {named(spec, way): (spec, way) for way in ways for spec in specs}
-        self.names = (*self._ours, *against)
+    def __init__(self, asked: Decode) -> None:
+        self._ways = asked.ways or ()
+        self._ours = {named(spec, way): (spec, way) for way in self._ways for spec in asked.specs}
+        self.names = (*self._ours, *(asked.against or ()))
 
     def hold(self, tokens: int, ids: Tensor | None, room: int) -> None:
         """Set the content of the next caches: the first `tokens` of ids (1, tokens + 1), whose last
@@ -140,20 +145,13 @@ class Systems(BaseSystems):
 
     lead = DYNAMIC
 
-    def __init__(
-        self,
-        model: Any,
-        specs: Sequence[str],
-        ways: Sequence[str],
-        against: Sequence[str],
-        directory: Path,
-    ) -> None:
-        super().__init__(specs, ways, against)
+    def __init__(self, model: Any, asked: Decode, directory: Path) -> None:
+        super().__init__(asked)
         plain, static, eager, fused = (twin(model) for _ in range(4))
         attach(model, compile=False)
         attach(eager, linears=False, compile=False)
-        attach(fused, compile=FUSED in ways)
-        self._ways = {PLAIN: model, EAGER: eager, FUSED: fused}
+        attach(fused, compile=FUSED in self._ways)
+        self._models = {PLAIN: model, EAGER: eager, FUSED: fused}
         self.kvkeep, self.directory = model, directory
         # Each context and each system compiles the same function again.
         torch._dynamo.config.recompile_limit = 64
@@ -191,9 +189,9 @@ class Systems(BaseSystems):
                 return _fed(self._transformers[name], fill(cache, self.kvkeep, self._held))
             return _fed(self._transformers[name], filled_from(self._whole(), cache))
         spec, way = self._ours[name]
-        if way in self._ways:
+        if way in self._models:
             first = way == PLAIN and spec == SPEC
-            return _fed(self._ways[way], self._whole() if first else self._filled(spec))
+            return _fed(self._models[way], self._whole() if first else self._filled(spec))
         fixed = f"{spec.partition('@')[0]}@fixed:{self._room}"
         graphed = import_module("kvkeep.hf.steps.cuda_graph").Graphed
         made = graphed(self.kvkeep, self._filled(fixed), compile=way == COMPILED)

@@ -13,15 +13,8 @@ from kvkeep.errors import ShapeError
 
 
 def tokens_of_text(tokenizer: Any, count: int) -> Tensor:
-    """The first `count` tokens (1, count) of the standard library's help texts.
-
-    Raises:
-        ShapeError: the texts have fewer.
-    """
-    ids: Tensor = tokenizer(_text(None), return_tensors="pt", verbose=False).input_ids
-    if ids.shape[1] < count:
-        raise ShapeError(f"{count} tokens of text, but there are {ids.shape[1]}; ask for fewer")
-    return ids[:, :count]
+    """`count` tokens (1, count) of the standard library's help texts; see `windows_of_text`."""
+    return windows_of_text(tokenizer, 1, count)
 
 
 def windows_of_text(tokenizer: Any, count: int, length: int, file: Path | None = None) -> Tensor:

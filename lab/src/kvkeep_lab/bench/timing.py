@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +20,22 @@ _CACHES = 256 << 20  # bytes; more than a device's last-level cache
 _FEWEST_CYCLES, _MOST_CYCLES = 1 << 17, 1 << 24  # cycles of a device's clock: 0.1 to 10 ms
 
 
-def on_host(call: Call) -> float:
-    """Seconds by the host's clock, for calls that are complete when they return."""
-    start = time.perf_counter()
+def on_host(call: Call, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds by a clock of the host, for calls that are complete when they return."""
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Let torch compute with this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Events:

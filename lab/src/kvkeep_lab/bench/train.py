@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from kvkeep.errors import ShapeError
 from kvkeep.files.offload import Offload
@@ -25,8 +25,9 @@ from kvkeep.hf.models import load
 from kvkeep.host import host_of
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.host.registry import require_host
-from kvkeep.spec import CacheSpec, PerType, parse_specs
-from kvkeep.train import backward
+from kvkeep.spec import parse_specs
+from kvkeep.train import backward, replaying
+from kvkeep.train.replay import Decisions
 from kvkeep_lab.bench.options import METHODS, Train
 from kvkeep_lab.bench.record import result
 from kvkeep_lab.bench.resident import (
@@ -39,10 +40,9 @@ from kvkeep_lab.bench.resident import (
 )
 from kvkeep_lab.bench.systems import LITGPT
 from kvkeep_lab.bench.text import tokens_of_text
-from kvkeep_lab.bench.unrolled import unrolled
 from kvkeep_lab.checks import require_known
 
-KVKEEP, BACKPROP, CHECKPOINTING = METHODS
+KVKEEP, _, CHECKPOINTING = METHODS
 
 _WARM_UP = 64
 _MEASURED = ("peak_bytes", "seconds", "offloaded_bytes")
@@ -56,25 +56,20 @@ def run(asked: Train, progress: Progress = silent) -> dict[str, Any]:
     Returns:
         `rows`: for each length, method and number of processes `peak_bytes`, the peak of resident
         memory above the model during the computation, in the process where it is greatest;
-        `seconds`; and `grad_rel_error`, the norm of the difference from the reference divided by
-        the reference's. A value is None if the method did not fit in memory or
-        has no reference. Backprop and checkpointing are each other's reference; kvkeep's is plain
-        autograd through the same cache with the same evictions. `offloaded_bytes` are kvkeep's
-        layer inputs, which are kept in a file and not counted in the peak; of the process with the
-        most.
+        `seconds`; and kvkeep's `grad_rel_error`, the norm of the difference from plain autograd's
+        gradients through the same cache with the same evictions, divided by the norm of these. A
+        value is None if the method, or plain autograd, did not fit in memory. `offloaded_bytes` are
+        kvkeep's layer inputs, which are kept in a file and not counted in the peak; of the process
+        with the most.
 
     Raises:
         SpecError: a method, host or cache does not exist.
-        ShapeError: a text has fewer than two tokens, or no process computes.
+        ShapeError: a text is longer than the standard library's help texts.
         UnsupportedError: the system is not Linux, whose counters this reads, or LitGPT is not
             installed.
     """
     processes, tokens = asked.processes, asked.tokens
     require_known("method", asked.methods, METHODS)
-    if min(tokens) < 2:
-        raise ShapeError(f"a text of {min(tokens)} tokens has no next token; give at least 2")
-    if not processes or min(processes) < 1:
-        raise ShapeError(f"{list(processes)} processes; give numbers of at least 1")
     require_host(asked.host)
     spec = str(parse_specs(asked.cache))
     require_counters()
@@ -96,8 +91,9 @@ class _Job(NamedTuple):
     folder: str
     """Directory for the gradients."""
 
-    def gradients(self, method: str, processes: int = 1) -> Path:
-        return Path(self.folder) / f"{method}-{processes}.safetensors"
+    def gradients(self, processes: int) -> Path:
+        """The file of kvkeep's gradients; of 0 processes: the reference's."""
+        return Path(self.folder) / f"gradients-of-{processes}.safetensors"
 
     def decisions(self, rank: int, processes: int) -> Path:
         return Path(self.folder) / f"decisions-{rank}-of-{processes}.safetensors"
@@ -110,21 +106,16 @@ def _rows(job: _Job, ways: Sequence[tuple[str, int]], work: Work) -> list[dict[s
         work.stage(f"{method}, {job.tokens} tokens{several}", job.tokens)
         calls = [partial(_measure, method, job, rank, processes) for rank in range(processes)]
         found[method, processes] = _if_they_fit(calls)
-    fits = {way for way, measured in found.items() if measured is not None}
-    references = {BACKPROP: CHECKPOINTING, CHECKPOINTING: BACKPROP}
-    recorded = min((processes for method, processes in fits if method == KVKEEP), default=0)
-    if job.asked.check and recorded:
-        references[KVKEEP] = BACKPROP
-        if not (_is_exact(job.asked.cache) and (BACKPROP, 1) in fits):
-            work.stage(f"reference, {job.tokens} tokens", job.tokens)
-            references[KVKEEP] = "unrolled"
-            if _if_they_fit([partial(_reference, job, recorded)]):
-                fits.add(("unrolled", 1))
+    ours = [n for (method, n), measured in found.items() if method == KVKEEP and measured]
+    compared = False
+    if job.asked.check and ours:
+        work.stage(f"reference, {job.tokens} tokens", job.tokens)
+        compared = _if_they_fit([partial(_reference, job, min(ours))]) is not None
     rows = []
     for (method, processes), measured in found.items():
-        error, reference = None, references.get(method, "")
-        if job.asked.check and {(method, processes), (reference, 1)} <= fits:
-            error = _relative_error(job.gradients(method, processes), job.gradients(reference))
+        error = None
+        if compared and method == KVKEEP and measured:
+            error = _relative_error(job.gradients(processes), job.gradients(0))
         most = {x: measured and max(one[x] for one in measured) for x in _MEASURED}
         offloaded = most.pop("offloaded_bytes") if method == KVKEEP else 0
         about = {"method": method, "processes": processes, "tokens": job.tokens}
@@ -165,12 +156,11 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
             os._exit(1)  # or the others would wait for this process
         return None
     most = peak() - before
-    if job.asked.check:
+    if job.asked.check and method == KVKEEP:
+        calls = {f"{i}.{n}": x for i, one in enumerate(decisions) for n, x in enumerate(one)}
+        save_file(calls, job.decisions(rank, processes))
         if not rank:
-            _save(model, job.gradients(method, processes))
-        if method == KVKEEP:
-            calls = {f"{i}.{n}": x for i, one in enumerate(decisions) for n, x in enumerate(one)}
-            save_file(calls, job.decisions(rank, processes))
+            _save(model, job.gradients(processes))
     return {"peak_bytes": most, "seconds": seconds, "offloaded_bytes": offloaded}
 
 
@@ -187,18 +177,29 @@ def _reference(job: _Job, processes: int) -> bool:
     `processes` recorded, whose chunks follow each other; returns whether they fit in memory."""
     model, tokenizer = _loaded(job)
     ids = tokens_of_text(tokenizer, job.tokens)
-    decisions: list[list[Tensor]] = [[] for _ in host_of(model).kinds]
+    decisions: Decisions = [[] for _ in host_of(model).kinds]
     for rank in range(processes):
         calls = load_file(job.decisions(rank, processes))
         for name in sorted(calls, key=lambda name: int(name.partition(".")[2])):
             decisions[int(name.partition(".")[0])].append(calls[name])
     try:
         with bounded(job.asked.memory):
-            unrolled(model, ids, job.asked.cache, job.chunk, decisions)
+            _unrolled(model, ids, job.asked.cache, job.chunk, decisions)
     except MemoryError:
         return False
-    _save(model, job.gradients("unrolled"))
+    _save(model, job.gradients(0))
     return True
+
+
+def _unrolled(model: Any, ids: Tensor, cache: str, chunk: int, decisions: Decisions) -> None:
+    """Accumulate the gradients of the mean next-token loss, in one graph of all chunks' forwards
+    through a cache that repeats evictions."""
+    host = host_of(model)
+    with host.attach():
+        held = replaying(model, cache, decisions)
+        pieces = [host.forward(x, held, last=x.shape[1]) for x in torch.split(ids, chunk, dim=1)]
+        logits = torch.cat(pieces, dim=1)
+        torch.autograd.backward(cross_entropy(logits[0, :-1], ids[0, 1:]))
 
 
 def _differentiate(
@@ -211,7 +212,7 @@ def _differentiate(
         else:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         return 0, []
-    decisions, offload = list[list[Tensor]](), Offload(0)
+    decisions, offload = Decisions(), Offload(0)
     how: dict[str, Any] = {"cache": job.asked.cache, "chunk": job.chunk, "group": group}
     backward(model, ids, ids, decisions=decisions, offload=offload, **how)
     return offload.peak_bytes, decisions
@@ -244,14 +245,6 @@ def _loaded(job: _Job) -> tuple[Any, Any]:
             if "dropout" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
     return model.train(), tokenizer
-
-
-def _is_exact(cache: str) -> bool:
-    """Whether gradients through this cache equal the gradients of full attention."""
-    specs = parse_specs(cache)
-    each = specs.values() if isinstance(specs, PerType) else [specs]
-    exact = CacheSpec.parse("keep_all")
-    return all(spec == replace(exact, storage=spec.storage) for spec in each)
 
 
 def _save(model: nn.Module, file: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import KVKeepError
-from kvkeep.options import option
+from kvkeep.options import option, require_allowed
 from kvkeep_lab.options import text_file
 
 
@@ -36,8 +36,4 @@ class CalibrationOptions:
     steps: int = option(600, "Training steps for each layer.", min=1)
 
     def __post_init__(self) -> None:
-        if self.count < 2 or self.hidden < 1 or self.steps < 1 or self.length < 64:
-            raise CalibrationError(
-                f"{self.count} texts of {self.length} tokens, {self.hidden} units, {self.steps} "
-                "steps: at least 2 texts, 64 tokens, one unit and one step are needed"
-            )
+        require_allowed(self, CalibrationError)

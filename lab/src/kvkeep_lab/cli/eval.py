@@ -74,16 +74,17 @@ class Eval(EvalOptions, ModelOptions):
         tasks = self.tasks if self.retrieval else []
         if self.samples_file is not None and not tasks:
             raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
-        from kvkeep_lab.evals.kvpress import Kvpress
-        from kvkeep_lab.evals.llama_cpp import LlamaCpp
+        other: Any = None
+        if self.kvpress is not None and self.against == "kvpress":
+            from kvkeep_lab.evals.kvpress import Kvpress
 
-        other: Any = LlamaCpp() if self.against else None
-        if self.against == "kvpress" and self.kvpress is not None:
             other = Kvpress(self.kvpress, self.presses, self.kept)
-        named = ("adapter", "specs", "dtype", "samples_file", "overwrite")
-        given = {
-            name: getattr(self, name) for name in (*named, *(x.name for x in fields(EvalOptions)))
-        }
+        elif self.against is not None:
+            from kvkeep_lab.evals.llama_cpp import LlamaCpp
+
+            other = LlamaCpp()
+        given = self.some(*(one.name for one in fields(EvalOptions)))
+        given |= self.some("adapter", "specs", "dtype", "samples_file", "overwrite")
         given |= {"model": self.named, "context": given.pop("contexts")}
         return given | {"tasks": tasks, "against": other}
 

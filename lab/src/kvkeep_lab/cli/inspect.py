@@ -60,8 +60,8 @@ def inspect(
         ids = prompt_ids(loaded, tokenizer, text, asked.context)
         words = TokenTexts(tokenizer).push(ids[0].tolist())
         frames = Frames(words, asked.chunk)
-        after = None if html is None else frames
-        filled = fed(loaded, ids, spec, asked.chunk, after, working.reading)
+        watched = {} if html is None else {"after": frames}
+        filled = fed(loaded, ids, spec, asked.chunk, on_start=working.reading, **watched)
         layers = dict(zip(filled.places, kept(filled), strict=True))
     tokens, name = ids.shape[1], asked.title
     chosen = _chosen(layers, asked.layer, asked.head)

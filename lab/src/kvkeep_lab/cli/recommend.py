@@ -38,7 +38,12 @@ def recommend(
     json: output.JsonFlag = False,
 ) -> None:
     """Try cache specs on a model and a text, and show which lose least for the bytes they hold."""
-    share = _share(budget)
+    from kvkeep.policy import Share
+
+    try:
+        share = Share.parse(budget)
+    except ValueError as error:
+        raise typer.BadParameter(f"--bytes {budget}: give a share such as 25%") from error
     with Working("starting") as working:
         from kvkeep_lab.evals.recommended import recommend as tried
 
@@ -54,16 +59,6 @@ def recommend(
         output.say(f"no spec holds {budget} of the full cache's bytes; give more --bytes", err=True)
     if json:
         output.print_json(result)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / 100
-    except ValueError:
-        share = 0.0
-    if not (text.endswith("%") and 0 < share <= 1):
-        raise typer.BadParameter(f"--bytes {text}: give a share from 1% to 100%, such as 25%")
-    return share
 
 
 def _columns(row: dict[str, Any], full: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kvkeep.generate import Batch, SamplingParams
 from kvkeep.generate.reuse import Given
 from kvkeep.host import ModelCache, host_of
 from kvkeep.host.compress import compress, compresses
-from kvkeep_lab.evals.forward import STEP_COST, Tick, fill
+from kvkeep_lab.evals.forward import fill
 from kvkeep_lab.evals.prompts import Prompt
 
 
@@ -31,7 +31,6 @@ def answered(
     cache: ModelCache,
     prompt: Prompt,
     chunk: int | None,
-    tick: Tick,
     *,
     late: bool = False,
 ) -> Answer:
@@ -40,17 +39,15 @@ def answered(
     host = host_of(model)
     if late or compresses(cache):
         text = prompt.ids[:, : prompt.text].to(host.device)
-        fill(host, cache, text, chunk, tick)
+        fill(host, cache, text, chunk)
         if compresses(cache):
-            compress(host, cache, text, tick=tick)
+            compress(host, cache, text)
     ends = frozenset(host.end_tokens() | {tokenizer.eos_token_id})
     batch = Batch(model, sequences=1, chunk=chunk)
     params = SamplingParams(prompt.steps, end_tokens=ends)
     (answer,) = batch.add(prompt.ids, params, reuse=Given(model, cache))
     while not answer.ended:
-        fed = cache.fed
         found = batch.step()
-        tick(max(STEP_COST, cache.fed - fed))
         if found and prompt.metric.settled(text_of(tokenizer, answer.tokens), prompt.answers):
             answer.cancel()
     if answer.error is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -38,8 +39,13 @@ class Measured:
     record: Record
     full: list[Tensor] = field(default_factory=list)
 
+    @cached_property
+    def full_perplexity(self) -> float:
+        """The full cache's perplexity."""
+        return compare(self.full, self.full, self.text[:, self.context :]).perplexity
+
     def row(
-        self, spec: str, logits: Sequence[Tensor], answers: Answers, **held: Any
+        self, spec: str, logits: Iterable[Tensor], answers: Answers, **held: Any
     ) -> dict[str, Any]:
         """A system's row.
 
@@ -48,14 +54,13 @@ class Measured:
             answers: its answers to the prompts of each task.
             held: further entries, such as `bytes`.
         """
-        ids, name = self.text[:, self.context :], {"spec": spec, "context": self.context}
-        mine = compare(logits, self.full, ids)
-        ratio = mine.perplexity / compare(self.full, self.full, ids).perplexity
-        figures = in_figures(self.prompts, answers)
-        return {**name, **vars(mine), "perplexity_ratio": ratio, **held, **figures}
+        mine = compare(logits, self.full, self.text[:, self.context :])
+        ratio = mine.perplexity / self.full_perplexity
+        figures = {**vars(mine), "perplexity_ratio": ratio, **held}
+        return {"spec": spec, "context": self.context} | figures | _of_tasks(self.prompts, answers)
 
 
-def in_figures(prompts: Mapping[str, Sequence[Prompt]], answers: Answers) -> dict[str, Any]:
+def _of_tasks(prompts: Mapping[str, Sequence[Prompt]], answers: Answers) -> dict[str, Any]:
     """`tasks`, and `retrieval` and `retrieval_by_depth` of `needle`, from the answer to each
     prompt."""
     tasks, depths = {}, dict[str, list[float]]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,33 +12,22 @@ from kvkeep.errors import ShapeError
 from kvkeep.host import Host, ModelCache
 from kvkeep.policy import Need
 
-Tick = Callable[[int], None]
-"""Called after every forward with its cost, in tokens of a prefill."""
 
-STEP_COST = 16
-"""The least cost of a forward, in tokens of a prefill: each forward reads all weights."""
-
-
-def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None, tick: Tick) -> Tensor:
+def fill(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> Tensor:
     """Feed ids (B, n), at once or in chunks of `chunk` tokens; returns the logits (B, V) after the
     last token."""
     *before, last = torch.split(ids, chunk or ids.shape[1], dim=1)
     for piece in before:
         host.feed(piece, cache)
-        tick(max(STEP_COST, piece.numel()))
-    logits = host.forward(last, cache)[:, -1]
-    tick(max(STEP_COST, last.numel()))
-    return logits
+    return host.forward(last, cache)[:, -1]
 
 
-def follow(
-    host: Host, cache: ModelCache, first: Tensor, ids: Tensor, tick: Tick
-) -> Iterator[Tensor]:
+def follow(host: Host, cache: ModelCache, first: Tensor, ids: Tensor) -> Iterator[Tensor]:
     """Yield the logits (B, V) that predict each token of ids (B, N): `first`, then the logits after
     each token but the last. Tokens are fed one at a time, as in generation."""
     yield first
     for token in torch.split(ids[:, :-1], 1, dim=1):
-        yield fill(host, cache, token, None, tick)
+        yield fill(host, cache, token)
 
 
 def reads_exactly(cache: ModelCache) -> bool:

@@ -13,7 +13,7 @@ from kvkeep.host import ModelCache, Specs, host_of
 from kvkeep.host.compress import compress, compresses
 from kvkeep.host.progress import OnStart
 from kvkeep_lab.bench.text import windows_of_text
-from kvkeep_lab.evals.forward import fill, require_positions
+from kvkeep_lab.evals.forward import require_positions
 
 Kept = list[list[list[int]]]
 """Positions kept, ascending: layer -> kv head -> positions."""
@@ -41,7 +41,7 @@ def fed(
     ids: Tensor,
     spec: Specs,
     chunk: int | None = None,
-    after: Callable[[ModelCache], None] | None = None,
+    after: Callable[[ModelCache], None] = lambda cache: None,
     on_start: OnStart = lambda cache, tokens: None,
 ) -> ModelCache:
     """Feed ids (1, n) to a model that is not attached; returns its cache.
@@ -61,11 +61,12 @@ def fed(
     ids = ids.to(host.device)
     on_start(cache, ids.shape[1])
     with host.attach():
-        fill(host, cache, ids, chunk, lambda cost: after and after(cache))
+        for piece in torch.split(ids, chunk or ids.shape[1], dim=1):
+            host.feed(piece, cache)
+            after(cache)
         if compresses(cache):
             compress(host, cache, ids)
-            if after is not None:
-                after(cache)
+            after(cache)
     return cache
 
 

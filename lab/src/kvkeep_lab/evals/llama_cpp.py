@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.host.progress import Progress, silent
+from kvkeep_lab.bench import llama_cpp
 from kvkeep_lab.evals.figures import Measured
 
 _TYPES = {"q8_0": (8, 34), "q5_1": (7, 24), "q4_0": (2, 18)}
@@ -26,25 +27,21 @@ class LlamaCpp:
 
     def require(self, model: Any) -> None:
         """Check that llama.cpp can run the model; see `kvkeep_lab.bench.llama_cpp.require`."""
-        from kvkeep_lab.bench.llama_cpp import require
-
-        require(model)
+        llama_cpp.require(model)
 
     def rows(self, asked: Measured, progress: Progress = silent) -> list[dict[str, Any]]:
         """A row for each type, of the figures that `kvkeep_lab.evals.run.evaluate` has for a
         spec."""
-        from kvkeep_lab.bench.llama_cpp import TYPES, library, opened
-
         model, context, config = asked.model, asked.context, asked.model.config
         own = str(model.dtype).removeprefix("torch.")
-        types = {own: (int(TYPES[model.dtype]), 32 * model.dtype.itemsize), **_TYPES}
+        types = {own: (int(llama_cpp.TYPES[model.dtype]), 32 * model.dtype.itemsize), **_TYPES}
         elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        versions = {"llama-cpp-python": library().__version__}
+        versions = {"llama-cpp-python": llama_cpp.library().__version__}
         found = []
         with tempfile.TemporaryDirectory() as folder:
             for name, (kind, size) in types.items():
                 progress(f"llama.cpp {name}, {context} tokens", None)
-                llama = opened(model, Path(folder), asked.text.shape[1], kind)
+                llama = llama_cpp.opened(model, Path(folder), asked.text.shape[1], kind)
                 logits, seconds = _predicted(llama, asked.text, context)
                 held = {"bytes": context * elements * size // 32, "tokens_per_s": 1 / seconds}
                 row = asked.row(f"llama.cpp {name}", logits, {}, **held, versions=versions)
@@ -55,15 +52,13 @@ class LlamaCpp:
 def _predicted(llama: Any, text: Tensor, context: int) -> tuple[list[Tensor], float]:
     """The N predictions (windows, V) of the tokens after the context, fed one at a time, and the
     median time of a step in seconds."""
-    from kvkeep_lab.bench.llama_cpp import fed
-
     found, times = list[Tensor](), list[float]()
     for window in text.tolist():
         llama.reset()
-        mine = [fed(llama, window[:context])]
+        mine = [llama_cpp.fed(llama, window[:context])]
         for token in window[context:-1]:
             start = time.perf_counter()
-            mine.append(fed(llama, [token]))
+            mine.append(llama_cpp.fed(llama, [token]))
             times.append(time.perf_counter() - start)
         found.append(torch.stack(mine))
     llama.close()

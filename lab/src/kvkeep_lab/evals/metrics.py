@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import partial
 
 _RANKS = 10
 _ARTICLES = ("a", "an", "the")
@@ -94,17 +93,6 @@ def citation_f1(text: str, answers: Sequence[str]) -> float:
     return 2 * len(right) / (len(said) + len(wanted))
 
 
-def _label(labels: Sequence[str], text: str, answers: Sequence[str]) -> float:
-    found = {label for label in labels if re.search(rf"\b{label}\b", text, re.IGNORECASE)}
-    return 1 / len(found) if answers[0] in found else 0.0
-
-
-def _ndcg(grades: Sequence[int], text: str, answers: Sequence[str]) -> float:
-    grade = dict(zip(answers, grades, strict=True))
-    ranked = list(dict.fromkeys(re.findall(r"\d+", text)))
-    return _gain([grade.get(one, 0) for one in ranked]) / _gain(grades)
-
-
 def _gain(grades: Sequence[int]) -> float:
     best = grades[:_RANKS]
     return sum(grade / math.log2(rank + 1) for rank, grade in enumerate(best, 1))
@@ -140,7 +128,12 @@ CODE = Metric(  # not a fence of Markdown, nor a comment
 def label_of(labels: Sequence[str]) -> Metric:
     """The answer is one of these words. The score is 1 divided by the number of them that are
     named, if the right one is among them, as LongBench counts it."""
-    return Metric("accuracy", partial(_label, tuple(labels)))
+
+    def measure(text: str, answers: Sequence[str]) -> float:
+        found = {label for label in labels if re.search(rf"\b{label}\b", text, re.IGNORECASE)}
+        return 1 / len(found) if answers[0] in found else 0.0
+
+    return Metric("accuracy", measure)
 
 
 def ndcg(grades: Sequence[int]) -> Metric:
@@ -154,4 +147,10 @@ def ndcg(grades: Sequence[int]) -> Metric:
     Args:
         grades: how relevant the expected answers are; other passages have grade 0.
     """
-    return Metric(f"NDCG@{_RANKS}", partial(_ndcg, tuple(grades)))
+
+    def measure(text: str, answers: Sequence[str]) -> float:
+        grade = dict(zip(answers, grades, strict=True))
+        ranked = list(dict.fromkeys(re.findall(r"\d+", text)))
+        return _gain([grade.get(one, 0) for one in ranked]) / _gain(grades)
+
+    return Metric(f"NDCG@{_RANKS}", measure)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,31 +21,21 @@ from kvkeep.store.beginning import begin, settle
 from kvkeep_lab.bench.text import windows_of_text
 from kvkeep_lab.bench.timing import medians_of
 from kvkeep_lab.evals.answers import Answer, answered
-from kvkeep_lab.evals.figures import Measured, in_figures
-from kvkeep_lab.evals.forward import (
-    STEP_COST,
-    fill,
-    follow,
-    reads_exactly,
-    require_positions,
-)
-from kvkeep_lab.evals.kvpress import Kvpress
-from kvkeep_lab.evals.llama_cpp import LlamaCpp
+from kvkeep_lab.evals.figures import Measured
+from kvkeep_lab.evals.forward import fill, follow, reads_exactly, require_positions
 from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
-from kvkeep_lab.evals.quality import compare
 from kvkeep_lab.evals.samples import Record, row_of, written
 from kvkeep_lab.evals.tasks import chosen, prompts
-from kvkeep_lab.evals.tasks import cost as cost_of_task
+
+if TYPE_CHECKING:
+    from kvkeep_lab.evals.kvpress import Kvpress
+    from kvkeep_lab.evals.llama_cpp import LlamaCpp
 
 BASELINE = "keep_all"
 _Spec = CacheSpec | PerType
 
 _TURNS, _BURST = 4, 3
-_COLUMNS = (
-    *("context", "perplexity", "perplexity_ratio", "kl", "top1", "retrieval", "bytes"),
-    *("allocated", "tokens_per_s", "retrieval_by_depth", "kl_95", "tasks"),
-)
 TIMED_STEPS = (_TURNS + 1) * _BURST
 """Steps that are run to time a cache."""
 
@@ -139,7 +129,6 @@ def evaluate(
     distinct = {parse_specs(BASELINE): BASELINE}  # each with its first name
     for name, spec in parsed.items():
         distinct.setdefault(spec, name)
-    chosen(asked.tasks)
     if against is not None:
         asked = replace(asked, late_question=asked.late_question or against.late)
         if against.late and asked.chunk is not None:
@@ -160,15 +149,15 @@ def evaluate(
         most = max(asked.contexts)
         _cache(host, spec, most, _steps(asked)).admit(most + _steps(asked))
     rows, baseline, others = [], [], list[dict[str, Any]]()
-    costs = sum(_cost(asked, *one) for one in zip(asked.contexts, each, strict=True))
-    work = Work(progress, costs * len(distinct))
+    reads = sum(asked.windows + sum(map(len, some.values())) for some in each)
+    work = Work(progress, reads * len(distinct))
     with host.attach(BASELINE):
         for context, text, some in zip(asked.contexts, texts, each, strict=True):
             measured = Measured(model, tokenizer, text, context, some, record)
             read = _Context(host, measured, asked, work, read_once and asked.chunk is None)
             found = read.rows(distinct)
-            baseline.append({"spec": BASELINE, **found[parse_specs(BASELINE)]})
-            rows += [{"spec": spec, **found[parsed[spec]]} for spec in specs]
+            baseline.append(found[parse_specs(BASELINE)])
+            rows += [{**found[parsed[spec]], "spec": spec} for spec in specs]
             if against is not None:
                 others += against.rows(measured, progress)
     settings = ("continuation", "windows", "chunk", "late_question", "samples")
@@ -207,14 +196,6 @@ def _prompts(
     return found, skipped
 
 
-def _cost(asked: EvalOptions, context: int, tasks: Iterable[str]) -> int:
-    """The cost of a spec at one context, in tokens of a prefill."""
-    each = asked.windows * asked.samples
-    answers = sum(cost_of_task(task, context, STEP_COST, each) for task in tasks)
-    text = _text_cost(asked.windows, context, asked.continuation)
-    return text + answers + TIMED_STEPS * STEP_COST
-
-
 class _Context:
     """All specs at one context."""
 
@@ -231,27 +212,23 @@ class _Context:
     def rows(self, specs: Mapping[_Spec, str]) -> dict[_Spec, dict[str, Any]]:
         """Each spec's figures; the first is the full cache, the baseline of the comparison. Samples
         are recorded under the specs' names."""
-        found: dict[_Spec, dict[str, Any]] = {}
-        for spec, name in specs.items():
-            found[spec] = self._quality(spec) | self._tasks(spec, name)
-        speed = self._speed()
-        full = found[next(iter(specs))]["perplexity"]
-        for spec, row in found.items():
-            row |= {"perplexity_ratio": row["perplexity"] / full, "tokens_per_s": speed[spec]}
-            found[spec] = {name: row[name] for name in _COLUMNS}
+        found = {spec: self._row(spec, name) for spec, name in specs.items()}
+        for spec, speed in self._speed().items():
+            found[spec]["tokens_per_s"] = speed
         return found
 
-    def _quality(self, spec: _Spec) -> dict[str, Any]:
+    def _row(self, spec: _Spec, name: str) -> dict[str, Any]:
+        answers = self._answers(spec, name)
         rows, length = self.ids.shape
-        self._begin(spec, "text", _text_cost(rows, self.context, length))
+        self._begin(spec, "text", rows)
         cache = _cache(self.host, spec, self.context, length)
         first = self._read(cache)
         if compresses(cache):
-            compress(self.host, cache, self.past, tick=self.work.tick)
+            compress(self.host, cache, self.past)
         held = {"bytes": cache.live_bytes // rows, "allocated": cache.nbytes // rows}
         self._held[spec] = deepcopy(cache)
         self._held[spec].select([0])
-        logits = follow(self.host, cache, first, self.ids, self.work.tick)
+        logits = follow(self.host, cache, first, self.ids)
         full = self.asked.full
         if not full:
             full += [x.cpu() for x in logits]
@@ -259,43 +236,36 @@ class _Context:
             if self.read_once and cache.rollback_limit >= length - 1:
                 cache.crop(1 - length)
                 self._full = cache, first
-        return {"context": self.context} | held | vars(compare(logits, full, self.ids))
+        return self.asked.row(name, logits, answers, **held)
 
     def _read(self, cache: ModelCache) -> Tensor:
         """Feed the context to a cache, unless it can begin with the full cache's slots. Returns the
         logits (B, V) after it."""
         if self._full is None or not reads_exactly(cache):
-            return fill(self.host, cache, self.past, self.chunk, self.work.tick)
+            return fill(self.host, cache, self.past, self.chunk)
         begin(cache, self._full[0])
         settle(cache)
-        self.work.tick(self.past.numel())
         return self._full[1]
 
-    def _tasks(self, spec: _Spec, name: str) -> dict[str, Any]:
+    def _answers(self, spec: _Spec, name: str) -> dict[str, list[Answer]]:
         answers: dict[str, list[Answer]] = {}
         for task, some in self.asked.prompts.items():
-            self._begin(spec, task, cost_of_task(task, self.context, STEP_COST, len(some)))
+            self._begin(spec, task, len(some))
             answers[task] = []
             for sample, prompt in enumerate(some):
-                answer = self._answered(spec, prompt)
+                cache = _cache(self.host, spec, self.context, prompt.steps)
+                given = (self.host.model, self.asked.tokenizer, cache, prompt, self.chunk)
+                answer = answered(*given, late=self.late)
                 self.asked.record(row_of(name, self.context, task, sample, prompt, answer))
                 answers[task].append(answer)
-        return in_figures(self.asked.prompts, answers)
-
-    def _answered(self, spec: _Spec, prompt: Prompt) -> Answer:
-        cache = _cache(self.host, spec, self.context, prompt.steps)
-        given = (self.host.model, self.asked.tokenizer, cache, prompt, self.chunk)
-        return answered(*given, self.work.tick, late=self.late)
+                self.work.tick(1)
+        return answers
 
     def _speed(self) -> dict[_Spec, float]:
         """Tokens per second of single steps after the context, with the specs interleaved."""
-        self.work.stage("timing", len(self._held) * TIMED_STEPS * STEP_COST)
+        self.work.stage("timing", 0)
         token = self.ids[:1, :1]
-
-        def step(cache: ModelCache) -> None:
-            fill(self.host, cache, token, None, self.work.tick)
-
-        steps = {spec: partial(step, cache) for spec, cache in self._held.items()}
+        steps = {s: partial(fill, self.host, cache, token) for s, cache in self._held.items()}
         medians = medians_of(steps, turns=_TURNS, burst=_BURST)
         return {spec: 1 / seconds for spec, seconds in medians.items()}
 
@@ -317,7 +287,3 @@ def _parsed(specs: Sequence[str]) -> dict[str, _Spec]:
     if not specs:
         raise SpecError(f"no spec to evaluate; give one, such as {BASELINE}")
     return {spec: parse_specs(spec) for spec in specs}
-
-
-def _text_cost(rows: int, context: int, continuation: int) -> int:
-    return rows * context + (continuation - 1) * max(STEP_COST, rows)

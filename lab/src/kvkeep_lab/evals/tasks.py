@@ -33,12 +33,9 @@ def prompts(
         seed: determines all random choices: numbers, names, words, examples.
 
     Raises:
-        SpecError: the task does not exist.
         ShapeError: the length leaves no room for it.
         UnsupportedError: `code-completion` finds no source code.
     """
-    if task not in TASKS:
-        raise SpecError(_unknown(task))
     kind = TASKS[task]
     frame = Frame(tokenizer, length, task, kind, seed)
     depths = [10 + round(80 * i / (samples - 1)) if samples > 1 else 50 for i in range(samples)]
@@ -57,15 +54,8 @@ def chosen(asked: Iterable[str]) -> list[str]:
     found = dict[str, None]()
     for name in asked:
         if name not in TASKS | GROUPS:
-            raise SpecError(_unknown(name))
+            raise SpecError(
+                f"no task {name!r}; there is {', '.join(TASKS)}, or all of {', '.join(GROUPS)}"
+            )
         found |= dict.fromkeys(GROUPS.get(name, (name,)))
     return list(found)
-
-
-def cost(task: str, length: int, step: int, samples: int) -> int:
-    """The highest cost of all prompts of a task, where a step costs as much as `step` tokens."""
-    return samples * (length + TASKS[task].steps * step)
-
-
-def _unknown(name: str) -> str:
-    return f"no task {name!r}; there is {', '.join(TASKS)}, or all of {', '.join(GROUPS)}"

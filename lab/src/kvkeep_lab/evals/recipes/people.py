@@ -53,18 +53,13 @@ def life(name: str, draw: random.Random) -> Life:
 
 def lives(draw: random.Random, length: int) -> list[Life]:
     """People of different names, more than fit `length` tokens, or all there are."""
-    names = _long_names()
+    names = _names()
     some = draw.sample(names, min(len(names), 20 + length // _SHORTEST))
     return [life(name, draw) for name in some]
 
 
-def short_names() -> list[str]:
-    """First and last names."""
-    return [f"{first} {last}" for first, last in product(WORDS["first_names"], WORDS["last_names"])]
-
-
 @cache
-def _long_names() -> tuple[str, ...]:
+def _names() -> tuple[str, ...]:
     """First names, initials and last names."""
     every = product(WORDS["first_names"], _INITIALS, WORDS["last_names"])
     return tuple(f"{a} {b}. {c}" for a, b, c in every)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -114,7 +114,8 @@ def _gaps_of(file: Path) -> Iterable[Gap]:
                 continue
             place = statement.lineno - 1
             code, line = _before(function, place, lines), lines[place].strip()
-            used = next((imported[x] for x in _names(statement) if x in imported), None)
+            names = (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
+            used = next((imported[name] for name in names if name in imported), None)
             if used is None or not code or len(line) not in _WIDTH:
                 continue
             definition, importing = used
@@ -140,33 +141,19 @@ def _before(function: ast.FunctionDef | ast.AsyncFunctionDef, place: int, lines:
 
 
 def _imported(file: Path, tree: ast.Module) -> dict[str, tuple[Definition, str]]:
-    """The names under which a module imports definitions from other modules of its package, singly
-    or with their module; each with the definition and the import."""
+    """The names under which a module imports definitions from other modules of its package, each
+    with the definition and the import."""
     found = dict[str, tuple[Definition, str]]()
-    files, package = _definitions(), ".".join(file.parent.parts)
+    files, package = _definitions(), ".".join(file.parent.parts) + "."
     for node in tree.body:
-        if not isinstance(node, ast.ImportFrom) or node.level > 1:
+        if not isinstance(node, ast.ImportFrom) or node.level > 1 or node.module is None:
             continue
-        whole = ".".join(filter(None, (package if node.level else "", node.module)))
-        if not f"{whole}.".startswith(f"{package}."):
+        module = package + node.module if node.level else node.module
+        if not module.startswith(package):
             continue
-        inside = whole.removeprefix(package).removeprefix(".")
+        others = files.get(file.parent / f"{module.removeprefix(package)}.py", {})
         for alias in node.names:
-            mine = alias.asname or alias.name
-            importing = ast.unparse(ast.ImportFrom(node.module, [alias], node.level))
-            others = files.get(file.parent / f"{inside or alias.name}.py", {})
-            for name, one in others.items():
-                if not inside:
-                    found[f"{mine}.{name}"] = one, importing
-                elif name == alias.name:
-                    found[mine] = one, importing
+            if alias.name in others:
+                importing = ast.unparse(ast.ImportFrom(node.module, [alias], node.level))
+                found[alias.asname or alias.name] = others[alias.name], importing
     return found
-
-
-def _names(statement: ast.AST) -> Iterator[str]:
-    """The names in a statement, also names with a module before them."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            yield f"{node.value.id}.{node.attr}"

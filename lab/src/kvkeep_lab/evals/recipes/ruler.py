@@ -12,8 +12,8 @@ from pydoc_data import topics
 
 from torch import Tensor
 
-from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task
-from kvkeep_lab.evals.recipes.people import CITIES, Life, life, short_names
+from kvkeep_lab.evals.prompts import Frame, Prompt, Question, Task, placed
+from kvkeep_lab.evals.recipes.people import CITIES, Life, lives
 
 _NEEDLES = 4  # sentences hidden in a prompt with several
 _HOPS = 4
@@ -118,19 +118,14 @@ def _frequent_words(frame: Frame, text: Tensor, draw: random.Random, depth: int)
 
 def _qa(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
     """A paragraph about a person among paragraphs about others, and a question about it."""
-    names = short_names()
-    draw.shuffle(names)
-    seed = draw.random()
-    one = life(names[0], draw)
+    one, *people = lives(draw, frame.length)
+    others = [other.paragraph for other in people]
     asked = draw.choice(_questions(one))
 
     def told(count: int) -> tuple[str, Question]:
-        other = random.Random(seed)
-        paragraphs = [life(name, other).paragraph for name in names[1:count]]
-        paragraphs.insert(len(paragraphs) * depth // 100, one.paragraph)
-        return "\n".join(paragraphs), asked
+        return "\n".join(placed(one.paragraph, others[: count - 1], depth)[0]), asked
 
-    return frame.filled(told, 2, len(names), depth)
+    return frame.filled(told, 2, 1 + len(others), depth)
 
 
 def _questions(one: Life) -> list[Question]:
