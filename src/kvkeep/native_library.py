@@ -129,7 +129,7 @@ _NOT_BUILT = (
     "not built: install a C++ compiler (GCC or clang), then reinstall kvkeep from source "
     "(with pip's option --no-binary kvkeep)"
 )
-_ABI = 27  # KV_ABI of native/abi.h
+_ABI = 28  # KV_ABI of native/abi.h
 
 LIBRARY, reason = _load()
 available = LIBRARY is not None
