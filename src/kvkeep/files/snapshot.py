@@ -344,8 +344,8 @@ class Saved:
         _require(centre, shape, torch.float32, self.path, f"{index}.centre")
         if not bool(centre.isfinite().all() and (centre[:, :, 1] > 0).all()):
             raise SavedCacheError(
-                f"{self.path}, layer {index}: its centre is not finite, or its scales are not above "
-                "0; save it again"
+                f"{self.path}, layer {index}: its centre is not finite, or its scales are not "
+                "above 0; save it again"
             )
 
     def _check(
