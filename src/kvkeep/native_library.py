@@ -71,7 +71,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.kv_instructions.restype = c_char_p
         library.kv_use_instructions.argtypes = (c_char_p,)
         library.kv_use_instructions.restype = c_int
-        use_torch(library)
     except OSError as error:
         return None, f"cannot be loaded: {error}"
     except AttributeError:
@@ -111,8 +110,13 @@ def use_torch(library: ctypes.CDLL, step: int = 0) -> None:
 
     Args:
         step: the address of KvTorch.step; 0: none.
+
+    Raises:
+        OSError: torch's library is not found.
+        AttributeError: it lacks a function.
     """
-    own = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+    found = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
+    own = ctypes.CDLL(str(next(found, "libtorch_cpu")))
     addresses = [ctypes.cast(getattr(own, name), c_void_p).value for name in _FUNCTIONS]
     library.kv_use_torch(_TORCH.pack(*addresses, step))
 

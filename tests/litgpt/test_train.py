@@ -291,7 +291,7 @@ def test_a_prompt_in_chunks_needs_the_logits_of_its_last():
     host, rows = host_of(gpt), []
     gpt.lm_head.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[1]))
     with kvkeep.attach(gpt):
-        fill(host, host.new_cache(), text, 8, lambda cost: None)
+        fill(host, host.new_cache(), text, 8)
         assert rows == [1]
         list(stream(gpt, text, SamplingParams(3), cache=host.new_cache(), chunk=8))
         assert set(rows) == {1}

@@ -18,12 +18,26 @@ from kvkeep.attention.options import Options
 from kvkeep.attention.view import View
 from kvkeep.checks import wants_gradients
 from kvkeep.choice import rounded, torch_is_faster
-from kvkeep.native_library import LIBRARY
+from kvkeep.native_library import LIBRARY, use_torch
 from kvkeep.packing import PLAIN
 from kvkeep.planes import POSITION, Front
 
 CALL = Struct("=7qd")  # KvPlainCall of native/abi.h
 _FAILED = 1  # KV_PLAIN_FAILED of native/abi.h
+
+
+def _reads_tensors() -> bool:
+    """Whether there is a library, with torch's functions."""
+    if LIBRARY is None:
+        return False
+    try:
+        use_torch(LIBRARY)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+_READS_TENSORS = _reads_tensors()
 
 
 def attend_plain(q: Tensor, view: View, options: Options, *, measured: bool) -> Tensor | None:
@@ -39,7 +53,7 @@ def attend_plain(q: Tensor, view: View, options: Options, *, measured: bool) -> 
         MemoryError: there is no scratch memory.
     """
     segments, position, ragged, reaches, bounds, chosen = view
-    if ragged or reaches or len(segments) != 1 or LIBRARY is None or not options.only_scales:
+    if ragged or reaches or len(segments) != 1 or not _READS_TENSORS or not options.only_scales:
         return None
     planes, key, value, rotation, head, own_rows, part, used = segments[0]
     if key.layout is not PLAIN or value.layout is not PLAIN or value.of_keys or part:
@@ -66,6 +80,7 @@ def attend_plain(q: Tensor, view: View, options: Options, *, measured: bool) -> 
             return None
     out = new_output(q, v.shape[3])
     tensors = q._cdata, k._cdata, v._cdata, place._cdata, position._cdata, out.data_ptr()
+    assert LIBRARY is not None
     result = LIBRARY.kv_attend_plain(CALL.pack(*tensors, slots, options.scale))
     if result == _FAILED:
         raise MemoryError(f"no scratch memory for attention over {view.slots} slots")
