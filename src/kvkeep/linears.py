@@ -263,7 +263,7 @@ class Weights:
             return False
         for x, held, pointer in zip(tensors, self._given, self._pointers, strict=True):
             if x is None or held is None:
-                if x is not held:
+                if x is not None or held is not None:
                     return False
             elif held() is not x or x.data_ptr() != pointer:
                 return False

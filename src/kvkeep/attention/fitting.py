@@ -83,13 +83,13 @@ def check_call(q: Tensor, view: View, options: Options) -> None:
             "kv heads, and at least one kv head"
         )
     if options.centre is not None:
-        held, fits = options.centre.held, (rows, all_heads, 2, width)
-        if tuple(held.shape) != fits or held.dtype is not torch.float32:
+        numbers, fits = options.centre.held, (rows, all_heads, 2, width)
+        if tuple(numbers.shape) != fits or numbers.dtype is not torch.float32:
             raise ShapeError(
-                f"a centre of {tuple(held.shape)} {held.dtype}; give float32 {fits}: rows, kv "
-                "heads, the mean and the scales, and the width of keys"
+                f"a centre of {tuple(numbers.shape)} {numbers.dtype}; give float32 {fits}: rows, "
+                "kv heads, the mean and the scales, and the width of keys"
             )
-        check_memory("centre", held, q.device)
+        check_memory("centre", numbers, q.device)
     value_width = first.value_width
     if value_width < 1:
         shape = tuple(first.planes[first.value_name].shape)

@@ -36,4 +36,5 @@ class Options(NamedTuple):
     def only_scales(self) -> bool:
         """Whether scores are only scaled, and the mass is not needed."""
         _, softcap, sinks, need_mass, _, _, slopes, centre, bias = self
-        return not need_mass and softcap is sinks is slopes is centre is bias is None
+        others = softcap is None and sinks is None and slopes is None
+        return others and centre is None and bias is None and not need_mass

@@ -58,11 +58,13 @@ def attend_plain(q: Tensor, view: View, options: Options, *, measured: bool) -> 
     planes, key, value, rotation, head, own_rows, part, used = segments[0]
     if key.layout is not PLAIN or value.layout is not PLAIN or value.of_keys or part:
         return None
-    if not bounds is chosen is rotation is head is own_rows is used is None or is_compiling():
+    if bounds is not None or chosen is not None or rotation is not None or is_compiling():
+        return None
+    if head is not None or own_rows is not None or used is not None:
         return None
     slots = -1
     if type(planes) is Front:
-        planes, slots = planes.whole, planes.length
+        slots, planes = planes.length, planes.whole
     k, v, place = planes.get("k"), planes.get("v"), planes.get(POSITION)
     if k is None or v is None or place is None:
         return None

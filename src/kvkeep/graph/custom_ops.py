@@ -126,7 +126,7 @@ class Ticket:
     def prepare(self) -> PreparedStep | None:
         """Set the number of columns fed and the step to run, if the layer can prepare it; otherwise
         Python runs it. Return the prepared step."""
-        fed = self.layer.fed
+        fed = int(self.layer.fed)
         step: PreparedStep | None = None if self._reads else self.layer.prepare()
         if step is None:
             self.clear(fed)
