@@ -160,7 +160,8 @@ inline void part_pairs(const float* from, int64_t n, float* even, float* odd) {
     }
 }
 
-// Adds to zero points what the code from which kernels count stands for; see kv_zero_offset.
+// Adds the offset between a code and the number that kernels read to zero points; see
+// kv_zero_offset.
 [[maybe_unused]] void count_from_middle(const KvEncoded& x, const float* scale, int64_t count,
                                         float* zero) {
     const float offset = (float)kv_zero_offset(x.plane.type);

@@ -236,7 +236,7 @@ KV_INLINE void scores_of(const Dot& dot, Share share, const int32_t* slots, int6
     }
 }
 
-// Where `bound` leaves what `score` reads.
+// The memory in which `bound` leaves the numbers that `score` reads.
 struct Scratch {
     float *factors, *lacking;  // see Mean; without a centre, `lacking` is not read
 

@@ -170,7 +170,7 @@ def attend(
             score for a query at position t (ALiBi, linear biases). They get no gradients.
         bias: (B, Hq, n, E): a slot at position p adds bias[..., min(t - p, E - 1)] to its score for
             a query at position t, and bias[..., 0] if it is later than the query.
-        centre: what the slots' keys lack; None: keys are complete.
+        centre: the scales and mean keys that the slots' keys lack; None: keys are complete.
         need_mass: also return the mass.
         observed: the mass counts only the newest `observed` real queries (position >= 0) of each
             row in the chunk; None: all.

@@ -1,4 +1,4 @@
-"""Centres: what is taken out of the keys of each head before they are encoded.
+"""Centres: the scales and the mean that are taken out of a head's keys before they are encoded.
 
 Before the rotary embedding R, the keys of a head are a constant plus a little, and after it they
 are the rotated constant plus a little. The channels of this rest have unequal sizes, and so have
@@ -273,7 +273,8 @@ def _by_pair(x: Tensor, turns: Turns) -> Tensor:
 
 def _balancing(keys: Tensor, queries: Tensor) -> Tensor:
     """The scales, powers of 2, for mean squares of keys and queries, (B, H, Dk) each. Channels
-    below a thousandth of the largest one count as that large; all scales are 1 if all are 0."""
+    smaller than a thousandth of the largest channel count as a thousandth of it. All scales are 1
+    if all channels are 0."""
     keys, queries = (x.clamp(min=x.amax(dim=-1, keepdim=True) * 1e-6) for x in (keys, queries))
     doublings = ((keys / queries).log2() / 4).round().nan_to_num(0.0, 0.0, 0.0)
     return doublings.clamp(-_MOST_DOUBLINGS, _MOST_DOUBLINGS).exp2()

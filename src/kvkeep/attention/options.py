@@ -15,7 +15,7 @@ class Options(NamedTuple):
     follows the query (so a positive slope lowers the scores of older slots); no gradients. `bias`
     (B, Hq, n, E): a query's score of a slot d positions before it increases by bias[..., d], or by
     the last one if d >= E - 1.
-    `centre`: what all slots' keys lack; see `Centre`.
+    `centre`: the scales and mean keys that all slots' keys lack; see `Centre`.
 
     `need_mass`: return the mass. It counts the newest `observed` real queries (position >= 0) of
     each row in the chunk; None: all. With `peak` it is the largest weight from any counted query

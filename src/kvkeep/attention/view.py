@@ -112,7 +112,8 @@ class Segment(NamedTuple):
         """(B|1, H, S, Dk); a view of the planes where the codec allows it.
 
         Args:
-            centre: what the slots' keys lack, for the segment's rows and heads.
+            centre: the scales and mean keys that the slots' keys lack, for the segment's rows and
+                heads.
         """
         if centre is None:
             return self.key_codec.decode(part(self.planes, "k"), dtype)
@@ -351,7 +352,7 @@ class View(NamedTuple):
         """All slots, decoded; sorted by position if slots were `moved` or the view has parts.
 
         Args:
-            centre: what the slots' keys lack.
+            centre: the scales and mean keys that the slots' keys lack.
         """
         held = [
             Held(

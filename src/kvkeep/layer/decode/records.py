@@ -235,7 +235,8 @@ class LayerRecords(NamedTuple):
 
 
 def _memory(planes: Planes, key_width: int, old: Tensor | None) -> Tensor:
-    """The memory of a KvRule that ranks by keys, with what was known before the slots moved."""
+    """The memory of a KvRule that ranks by keys. `old`: its memory before the slots moved, whose
+    numbers are copied."""
     rows, heads, capacity = planes["k"].shape[:3]
     width = key_width + -key_width % 32
     numbers = 4 + width + width // 2 + capacity
