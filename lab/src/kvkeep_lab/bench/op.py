@@ -77,7 +77,7 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
         `of_bound`, the time to read these bytes or to compute, whichever is longer, relative to the
         time. On CUDA also `graph_us`, the time to replay a CUDA graph, from which the figures are
         then computed; `of_copy`, `gb_per_s` relative to the device's copies; and `skipped`, the
-        reason why a case was not measured. And of this machine, measured in this run:
+        reason why a case was not measured. And of this machine, the better of before and after:
         `read_gb_per_s` or `copy_gb_per_s`, its memory's bandwidth, and `product_gflop_per_s`, the
         speed of its products of matrices.
 
@@ -111,7 +111,7 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
             )
     systems = list(_systems(place, codecs, masses, against))
     limits, table = Limits(place, asked.seconds), list[_Row]()
-    rates, products = [bandwidth(place)], [arithmetic(place, dtype)]
+    (name, rate), product_rate = bandwidth(place), arithmetic(place, dtype)
     cases = [
         _Shape(rows, heads, asked.kv_heads, length, asked.head_dim, n, latent)
         for length in lengths
@@ -124,27 +124,23 @@ def run(asked: Op, progress: Progress = silent) -> dict[str, Any]:
         for shape in cases:
             work.stage(f"{shape.new} of {shape.length} tokens", shape.length)
             case = _Case(limits, specs, systems, dtype)
-            rows_of = case.measured(shape, asked.turns, work)
-            if any("median_us" in row for row in rows_of.values()):
-                rates.append(bandwidth(place))
-                products.append(arithmetic(place, dtype))
-            for system, row in rows_of.items():
+            for system, row in case.measured(shape, asked.turns, work).items():
                 about: _Row = {"backend": system.backend, "codec": system.codec}
                 about["mass"] = system.mass if any(masses) else None
                 about["heads"] = shape.heads if len(asked.heads) > 1 else None
                 about["queries"] = shape.new if len(queries) > 1 else None
                 table.append({**about, "length": shape.length, **row})
-    name, rate = rates[0][0], statistics.median(rate for _, rate in rates)
-    product = statistics.median(products)
+    rate = max(rate, bandwidth(place)[1])
+    product_rate = max(product_rate, arithmetic(place, dtype))
     for row in table:
         if "median_us" in row:
             read = row["gb_per_s"] / rate
             row["of_copy"] = None if on_cpu else read
-            row["of_bound"] = max(read, row["gflop_per_s"] / product)
+            row["of_bound"] = max(read, row["gflop_per_s"] / product_rate)
     sizes: dict[str, Any] = {"B": rows, "Hq": _listed(asked.heads), "H": asked.kv_heads}
     sizes |= {"D": asked.head_dim} | ({"latent": latent} if latent else {})
     shape_of = {"dtype": str(dtype).removeprefix("torch."), **sizes, "n": _listed(queries)}
-    speeds = {name: rate, "product_gflop_per_s": product}
+    speeds = {name: rate, "product_gflop_per_s": product_rate}
     return result("op", with_values(table), shape=shape_of, **speeds)
 
 
