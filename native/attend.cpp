@@ -16,6 +16,8 @@ namespace {
 
 constexpr int64_t FEWEST_SLOTS = 256;        // slots per run of a tile that is split
 constexpr int64_t FEWEST_TOKENS = 64;         // per tile, in a chunk with as many
+constexpr int64_t MANY = 16;                  // queries worth a thread: both are smaller
+constexpr int64_t FEWEST_OF_MANY = 128;       // where threads had no tile otherwise
 constexpr int64_t MOST_WEIGHTS = 1 << 24;      // stored for the mass, unless one query has more
 
 // The division of a chain into runs.
@@ -61,8 +63,12 @@ struct Plan {
     bool alone = true;      // each tile is one run, so nothing is merged
 
     Plan(const KvCall& call, Range range) : range(range) {
-        const int64_t queries = range.end - range.first;
+        const int64_t queries = range.end - range.first, heads = call.rows * call.heads;
+        const int64_t width = (call.key_width + call.value_width) * 2;
+        const int64_t tiles = threads_for(heads * slots_of(call) * width, call.threads) / heads;
         tokens = std::min(tokens_of_tile(call), queries);
+        if (tiles > 1)
+            tokens = std::min(tokens, std::max(MANY, (queries / tiles + 15) / 16 * 16));
         token_tiles = (queries + tokens - 1) / tokens;
         int64_t work = 0;  // slots to read, over all tiles
         for (int64_t i = 0; i < call.segment_count; ++i) {
@@ -84,10 +90,10 @@ struct Plan {
             slots += segment.slots;
             work += plan.row_tiles * call.heads * token_tiles * segment.slots;
         }
-        const int64_t bytes = work * (call.key_width + call.value_width) * 2;
-        threads = threads_for(bytes, call.threads);
-        const int64_t share =
-            threads == 1 ? INT64_MAX : std::max(FEWEST_SLOTS, work / (8 * threads));
+        threads = threads_for(work * width, call.threads);
+        const bool many = heads * token_tiles < threads && call.group * tokens >= MANY;
+        const int64_t fewest = many ? FEWEST_OF_MANY : FEWEST_SLOTS;
+        const int64_t share = threads == 1 ? INT64_MAX : std::max(fewest, work / (8 * threads));
         for (ChainPlan& chain : chains) add_runs(call, chain, share);
         find_chains(call.rows);
         for (ChainPlan& chain : chains) {
