@@ -302,8 +302,9 @@ struct KvSequence {
 };
 
 // Slots behind a tail are the last segment but one. Their policy's planes and numbers are those of
-// the tail, but for `slots`, `drops`, `evicts`, `contest` and `safe`: the tail frees none itself, and
-// they take no token but the one that leaves it. x of their encodings gives the type of the tail's keys and values.
+// the tail, but for `slots`, `drops`, `evicts`, `contest` and `safe`: the tail frees none itself,
+// and they take only the token that leaves the tail. x of their encodings gives the type of the
+// tail's keys and values.
 
 enum KvStepResult : int {
     KV_STEP_DONE = 0,

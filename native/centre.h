@@ -65,8 +65,8 @@ KV_INLINE vf reversed(vf x) {
 #endif
 }
 
-// Shares s (MT rows, `s_stride` apart) of the BLOCK positions around the one that the coefficients q
-// are turned to. Cosines are alike on both sides of it, and sines opposite.
+// Shares s (MT rows, `s_stride` apart) of the BLOCK positions around the position that the coefficients
+// q are turned to. Cosines are alike on both sides of it, and sines opposite.
 template <int MT>
 KV_OUTLINE void mirrored_tile(const Near& near, const float* q, int64_t stride, float* s,
                               int64_t s_stride) {

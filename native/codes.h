@@ -33,9 +33,9 @@ KV_INLINE s16 dot_bytes(s16 a, s16 b) {
 #endif
 }
 
-// The layout of codes in a 32-byte load: the lanes of part 0 are the elements with an even index,
-// those of part 1 the others, so that shifts and masks alone extract them. Lanes are 16-bit numbers,
-// or bytes for codes of 4 bits; factors are as wide.
+// The layout of codes in a 32-byte load: the lanes of part 0 are the elements with an even index, the
+// lanes of part 1 the elements with an odd one, so that shifts and masks alone extract them. Lanes
+// are 16-bit numbers, or bytes for codes of 4 bits; factors are as wide.
 template <int BITS>
 struct Codes {
     static constexpr int64_t PARTS = 2, PIECE = 256 / BITS;

@@ -10,8 +10,8 @@
 
 namespace {
 
-// Slots of a head: T's elements, `stride` apart. `scales`: null, or what a slot's elements are to
-// be multiplied by. It is above 0 or NaN, so it only decides whether there is a direction.
+// Slots of a head: T's elements, `stride` apart. `scales`: null, or the factor of each slot's
+// elements. It is above 0 or NaN, so it only decides whether there is a direction.
 template <class T>
 struct Keys {
     const typename T::Element* first;

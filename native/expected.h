@@ -13,7 +13,7 @@ struct KvExpected {
 };
 
 struct KvExpectedKernel {
-    // Loads what is known to `memory`: kv_expected_memory floats, aligned to 64 bytes.
+    // Loads the statistics to `memory`: kv_expected_memory floats, aligned to 64 bytes.
     void (*load)(const KvExpected& call, float* memory);
     // Computes the logarithm of the expectation of exp(scale * q . k) for at most KV_BLOCK keys
     // (count, width) and each query head, after `load`. `out`: (group, count), heads `stride` apart.

@@ -93,7 +93,7 @@ bool has_portable() { return true; }
 #define KV_SET(name)                                                                              \
     {#name, kv_run_##name, &kv_linear_##name, &kv_cosines_##name, &kv_ranking_##name,            \
      &kv_expected_##name, has_##name}
-const Instructions TABLE[] = {KV_SETS};  // CMake lists what it compiles, the best first
+const Instructions TABLE[] = {KV_SETS};  // CMake lists the sets it compiles, the best first
 
 const Instructions* best() {
     for (const Instructions& one : TABLE)

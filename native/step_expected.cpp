@@ -1,4 +1,4 @@
-// Expected attention: scores of slots, from what is known of a layer's queries.
+// Expected attention: scores of slots, from statistics of a layer's queries.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

@@ -21,7 +21,7 @@ struct Work {
     int64_t slot, count;
     Rows key, value;      // of the block
     bool within;          // whether the values are the first elements of the keys
-    Rows ahead, next;     // what is prefetched while keys are scored and while values are summed
+    Rows ahead, next;     // prefetched while keys are scored, and while values are summed
 
     Work(const KvCall& call, const KvRun& run, float* scratch)
         : call(call),

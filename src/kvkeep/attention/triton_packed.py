@@ -2,7 +2,7 @@
 
 The launch has a table of work items. An item is a range of slots of one segment, and all sequences
 that share this segment; its slots are read once for all of them. Items have nearly equal lengths,
-so that a long sequence does not delay the others.
+so that a long sequence does not delay the other sequences.
 """
 
 from __future__ import annotations

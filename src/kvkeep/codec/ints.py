@@ -49,7 +49,7 @@ class Ints(Grouped):
     The scale that is stored with symmetric codes is then the one at which the product of a group
     and its decoded form is the group's squared length (EDEN, arXiv 2108.08842). Codes with the
     least squared error decode to keys and values that are too short on average (13 % in 2 bits,
-    3 % in 3), which no sum over tokens averages out. With `scale` 8 most scales stay as they are,
+    3 % in 3), which no sum over tokens averages out. With `scale` 8 most scales do not change,
     because their steps are larger.
 
     Before that, the mean key of the first `centre` tokens is subtracted from keys (0: no centre);

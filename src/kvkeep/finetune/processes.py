@@ -129,7 +129,7 @@ class Processes:
 
     def apart(self) -> AbstractContextManager[None]:
         """`together` for processes that compute separate batches. A process that fails in a joint
-        computation cannot wait for the others, and must exit."""
+        computation cannot wait for the other processes, and must exit."""
         joint = self.sharded or self.group is not None
         return nullcontext() if joint else self.together()
 
@@ -181,8 +181,8 @@ def fill(x: Tensor, file: Any, name: str) -> None:
 def launched(device: torch.device, *, offload: bool = False) -> Iterator[torch.device]:
     """Join the processes that torchrun started, if any; yields this process's device.
 
-    If one process fails, it alone reports the reason; the others exit quietly, and torchrun ends
-    processes that wait for it.
+    If one process fails, it alone reports the reason; the other processes exit quietly, and
+    torchrun ends processes that wait for it.
 
     Args:
         device: where to compute; of several accelerators, each process takes its own.

@@ -209,7 +209,7 @@ def step_in(state: Sequence[Tensor], text: str, *inputs: Any) -> Tensor:
 
 
 def _count(layer: LayerCache, counts: Tensor) -> None:
-    """Record what a layer holds; -1 columns until all readings are done, so that a step which is
+    """Record the counts of a layer; -1 columns until all readings are done, so that a step which is
     interrupted before them is noticed."""
     history = layer.history
     columns = -1 if layer.cursor.unread else history.columns

@@ -21,7 +21,7 @@ BIAS = "bias_by_distance"
 """The argument by which a module's forward tells the attention function of `StepInputs.bias`."""
 
 ModelLayer = LayerCache | AttendingLayer
-"""A layer that the mask and attention functions use, or one that stands in for it."""
+"""A layer that the mask and attention functions use, or a substitute for it."""
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """Runs a transformers decoder layer by layer.
 
-To find what a model computes before and after its layers, the model runs with stubs in place of the
+To find the computation before and after a model's layers, the model runs with stubs in place of the
 layers. The stubs also show whether it computes anything between its layers.
 """
 

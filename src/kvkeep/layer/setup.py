@@ -51,7 +51,7 @@ class Setup:
 
     Attributes:
         own: names of the planes that the policy changes.
-        sight: the limits on what a query sees.
+        sight: the limits on the slots that a query sees.
         by_token: whether drafts are fed one by one, because evictions depend on more than
             positions.
     """

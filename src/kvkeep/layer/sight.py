@@ -17,10 +17,10 @@ from kvkeep.policy import Policy
 
 
 class Sight(NamedTuple):
-    """The limits on what a layer's queries see.
+    """The limits on the slots that a layer's queries see.
 
     Args:
-        policy: its reach limits what a query sees.
+        policy: its reach limits the slots that a query sees.
         window: the layer's own sliding window; None if it has none.
     """
 
@@ -73,7 +73,7 @@ class Sight(NamedTuple):
             segments: all slots, the chunk's tokens last.
             queries: positions of the queries, (n,) or (B, n).
             length: slots in use, of the longest row and head, from which follows which limits can
-                be left out. None: unknown, so every limit on what a query sees is applied.
+                be left out. None: unknown, so every limit is applied.
             fed: columns fed, including the chunk.
             empty: whether some slots are empty.
             until: the newest position that each query sees, (n,) or (B, n), where it is later than
@@ -92,7 +92,7 @@ class Sight(NamedTuple):
         return View(segments, queries, empty, reaches, torch.stack([first, last], dim=-2))
 
     def require_no_order(self) -> None:
-        """Raise UnsupportedError if the order of the tokens limits what a query sees."""
+        """Raise UnsupportedError if the order of the tokens limits the slots that a query sees."""
         if self.window is None and self.policy.reach is None:
             return
         limit = f"policy {self.policy.name}" if self.window is None else self.window.words

@@ -70,7 +70,7 @@ class Bounded(NamedTuple):
 
     @property
     def _share(self) -> int:
-        """At most one in so many slots is spare."""
+        """The slots of which one may be spare."""
         return 8 if self.bound else 4
 
     def room(self, slots: int) -> int:

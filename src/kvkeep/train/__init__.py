@@ -4,7 +4,7 @@ A chunk scatters new slots into a layer's old slots. The reverse of this scatter
 buffer of the same slots; docs/training.md has a picture.
 
 - The outer loop is over layers, the inner loop over chunks, forward and backward. A run of the
-  model with stubs for its layers shows what it computes before and after the layers.
+  model with stubs for its layers shows the computation before and after the layers.
 - Each layer's inputs, and the positions of evicted tokens, are stored per chunk, in host memory or
   a file. A position identifies a token in its row, so `ReplayPolicy` repeats an eviction in any
   storage.

@@ -117,7 +117,7 @@ def main(request_file: str, folder: str) -> None:
         sys.stdout.flush()
         try:
             rows.append({"press": name, **_row(model, name, request, Path(folder))})
-        except Exception as error:  # a press may fail in any way, and the others still run
+        except Exception as error:  # a press may fail in any way, and the other presses still run
             rows.append({"press": name, "failed": f"{type(error).__name__}: {error}"})
     versions = {package: version(package) for package in ("kvpress", "torch", "transformers")}
     (Path(folder) / "answers.json").write_text(json.dumps({"rows": rows, "versions": versions}))

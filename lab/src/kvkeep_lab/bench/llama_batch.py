@@ -74,7 +74,8 @@ class LlamaSession:
         dtype = torch.float16 if model.dtype is torch.bfloat16 else model.dtype
         it.type_k = it.type_v = int(TYPES[dtype])
         # Sequences can share slots only in one buffer for all. Otherwise each has its own, and its
-        # attention does not pass over the others', which makes reading faster, but decoding slower.
+        # attention does not pass over slots of other sequences: reading is faster, but decoding
+        # slower.
         it.kv_unified = unified or prefix is not None
         self._context = llama_cpp.llama_init_from_model(self._model, it)
         if not self._context:

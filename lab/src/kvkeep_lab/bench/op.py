@@ -45,7 +45,7 @@ class _System(NamedTuple):
 
 class _Shape(NamedTuple):
     """A case: `new` queries of each of `heads` query heads. `latent`: the values are the first
-    elements of the keys, so many; 0: they are of their own."""
+    `latent` elements of the keys; 0: values are apart from keys."""
 
     rows: int
     heads: int

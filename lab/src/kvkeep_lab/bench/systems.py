@@ -108,7 +108,7 @@ class BaseSystems(ABC):
     """
 
     lead: str
-    """The system whose logits and tokens the others are compared with, where it is measured."""
+    """The system whose logits and tokens are the reference, where it is measured."""
 
     def __init__(self, asked: Decode) -> None:
         self._ways = asked.ways or ()

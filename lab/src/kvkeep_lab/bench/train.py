@@ -153,7 +153,7 @@ def _measure(method: str, job: _Job, rank: int, processes: int) -> dict[str, Any
             seconds = time.perf_counter() - start
     except MemoryError:
         if group is not None:
-            os._exit(1)  # or the others would wait for this process
+            os._exit(1)  # or the other processes would wait for it
         return None
     most = peak() - before
     if job.asked.check and method == KVKEEP:

@@ -20,7 +20,7 @@ class KVKeepPress:
     """A press for kvpress's pipeline: `pipe(context, question=..., press=KVKeepPress("h2o:25%"))`.
 
     The context is read in one forward through a cache of this spec, evicted or compressed, and each
-    question is answered through a fork of what is left: slots that were evicted take no memory. As
+    question is answered through a fork of the slots left: evicted slots take no memory. As
     with other presses, the question and the answer are kept, and see all that is left. The
     `DynamicCache` of the pipeline stays empty. The first use attaches the model, which stays
     attached, because questions are asked after the press was left; `kvkeep.detach` undoes it.

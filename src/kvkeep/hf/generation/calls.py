@@ -93,8 +93,8 @@ class Call:
     prompt with blocks if there is one, the cache from a store or blocks, if any, the cache that
     records drafts, if any, the cache whose columns are others than those of the token ids, if any,
     and the cache whose last token is fed again, if any.
-    `fed` is what the call feeds, if that is known; `replay` are its steps as a CUDA graph, if they
-    may be. `adapt` sets the number of threads by the load, see `kvkeep.threads`."""
+    `fed` are the tokens that the call feeds, if they are known; `replay` are its steps as a CUDA
+    graph, if they may be. `adapt` sets the number of threads by the load, see `kvkeep.threads`."""
 
     model: PreTrainedModel
     rows: Tensor | None

@@ -153,11 +153,11 @@ def prepare_cache(
 
 
 def _take(start: Start, cache: Cache, rows: int) -> None:
-    """Prepare the cache that a call of so many rows was given.
+    """Prepare the cache that a call of `rows` rows was given.
 
     Raises:
-        UnsupportedError: it lacks what the call demands.
-        StateError: the prompt does not continue what the cache holds.
+        UnsupportedError: it lacks a feature that the call demands.
+        StateError: the prompt does not continue the tokens that the cache was fed.
     """
     _demands(start).require(cache)
     cache.written_out = _is_written_out(start)
@@ -180,7 +180,7 @@ def _supply(start: Start) -> Cache:
     """The cache of a call that was given none.
 
     Raises:
-        UnsupportedError: a cache of the model's spec lacks what the call demands.
+        UnsupportedError: a cache of the model's spec lacks a feature that the call demands.
     """
     model, spec, demands = start.model, start.settings.spec, _demands(start)
     if demands.drafts or demands.weights:
@@ -266,7 +266,7 @@ def _continue(start: Start, cache: Cache) -> bool:
     """Prepare a call whose cache holds tokens; whether its prompt is the whole text.
 
     Raises:
-        StateError: the prompt does not continue what the cache holds.
+        StateError: the prompt does not continue the tokens that the cache was fed.
     """
     call, embedded = start.call, start.inputs.get("inputs_embeds")
     if call is None or start.learned:
@@ -283,7 +283,7 @@ def _continue(start: Start, cache: Cache) -> bool:
 
 
 def _expect_fed(start: Start, cache: Cache) -> None:
-    """Note what a call will feed to its cache, if its token ids tell."""
+    """Note the tokens that a call will feed to its cache, if its token ids tell."""
     call = start.call
     if call is None or call.rows is None or start.learned or cache is call.moved:
         return

@@ -37,7 +37,7 @@ def fingerprint(model: nn.Module, tokenizer: Any = None, *, glance: bool = False
     """Everything on which a model's keys and values depend, as hashes and as text. Hashing reads
     several gigabytes of weights per second.
 
-    The fingerprint depends on what a model computes, not on its source: a model loaded from a GGUF
+    The fingerprint depends on a model's computation, not on its source: a model loaded from a GGUF
     file has the same fingerprint as a directory to which the file was converted.
 
     Args:

@@ -135,7 +135,7 @@ class _Following:
     """A logits processor that excludes tokens that violate the grammar.
 
     The first call tells the prompt. Calls may return to an earlier text, as after rejected drafts.
-    The logits after a text that violates the grammar are returned as they are: its tokens were
+    The logits after a text that violates the grammar are returned unchanged: its tokens were
     excluded before, so it is a draft, and will be rejected.
     """
 

@@ -72,11 +72,11 @@ def _variables(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> P
 
 
 def _common_words(frame: Frame, text: Tensor, draw: random.Random, depth: int) -> Prompt:
-    """A numbered list of words: which ten come ten times as often as the others?"""
+    """A numbered list of words: which ten come ten times as often as the other words?"""
     words = list(_six_letters())
     draw.shuffle(words)
     common, rare, seed = words[:_COMMON], words[_COMMON:], draw.random()
-    often = _COMMON * _TIMES  # entries of common words, for each repetition of the others
+    often = _COMMON * _TIMES  # entries of common words, for each repetition of the other words
 
     def listed(count: int) -> tuple[str, Question]:
         repeated = max(1, min(3, count // (often + 20)), count // (often + len(rare)))
