@@ -32,8 +32,8 @@ struct KvPlane {
 
 // Encoded keys or values. Each `group` elements of a slot share a scale. 8-bit codes mean
 // code * scale; unsigned codes of b bits (code - 2**(b - 1)) * scale, or code * scale + zero, which
-// codes of 6 and 5 bits never do. If `block` > 1, scales are by channel: each element has its own scale, shared by `block`
-// slots.
+// codes of 6 and 5 bits never do. If `block` > 1, scales are by channel: each element has its own
+// scale, shared by `block` slots.
 struct KvEncoded {
     KvPlane plane;
     KvPlane scale, zero;  // (rows, heads, slots, groups) of float16, scales by slot also of
@@ -60,8 +60,9 @@ struct KvReach {
     int64_t size, sinks, keep_from, keep_to;
 };
 
-// The scales of each head's channels, and the mean of its scaled keys. A slot holds the key divided by
-// the scales, less the mean turned by the slot's position. src/kvkeep/attention/centre.py defines it.
+// The scales of each head's channels, and the mean of its scaled keys. A slot holds the key divided
+// by the scales, less the mean turned by the slot's position. src/kvkeep/attention/centre.py
+// defines it.
 struct KvCentre {
     const float* mean;      // (rows, heads, 2, key_width): the mean, then the scales, contiguous
     int64_t row, head;      // strides in elements
@@ -70,11 +71,11 @@ struct KvCentre {
     const float* near;      // see Near in centre.h: the turns of 0.5, 1.5, ... 31.5 positions
     int64_t near_rows;      // cosines, or sines, of `near`
     int64_t positions;
-    int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table has
-                            // one more frequency, 0
+    int64_t pairs;          // pairs of dimensions that turn; if not all dimensions do, the table
+                            // has one more frequency, 0
     int64_t interleaved;    // 1: pairs are (0, 1), (2, 3), ...; 0: (i, i + pairs)
-    KvPlane queries;        // as KvSegment.queries, but without a rotary offset; all are multiplied by
-                            // the scales, in a step by the library
+    KvPlane queries;        // as KvSegment.queries, but without a rotary offset; all are multiplied
+                            // by the scales, in a step by the library
 };
 
 // Rows `first` to `end` - 1.
@@ -172,8 +173,8 @@ KV_PUBLIC int kv_encode(const KvEncoding* encoding);
 // Computes attention. Returns 0, or 1 if scratch memory cannot be allocated.
 KV_PUBLIC int kv_attend(const KvCall* call, const KvSegment* segments, const KvReach* reaches);
 
-// Attention over one plain segment, of which each query sees all slots but those after its own. Tensors are torch's:
-// addresses of their at::TensorImpl (`Tensor._cdata`).
+// Attention over one plain segment, of which each query sees all slots but those after its own.
+// Tensors are torch's: addresses of their at::TensorImpl (`Tensor._cdata`).
 struct KvPlainCall {
     void *q, *k, *v;    // (rows, heads * group, queries, width), (rows or 1, heads, slots, width)
     void* place;        // int32 (rows or 1, heads or 1, slots)
@@ -232,8 +233,8 @@ struct KvRule {
     int64_t mixes;     // 1: rank by mix * score - (1 - mix) * error, each scaled to 0..1 by head
     int64_t seed;      // for KV_ENTER_HASH
     double fade, mix;
-    int64_t* memory;   // if `by_keys`: (rows, heads, memory_head), which the library keeps from step
-                       // to step. The caller sets it to 0 whenever slots change otherwise
+    int64_t* memory;   // if `by_keys`: (rows, heads, memory_head), which the library keeps from
+                       // step to step. The caller sets it to 0 whenever slots change otherwise
     int64_t memory_head;  // at least 4 + 1.5 width, rounded up to a multiple of 32, + capacity
 };
 
@@ -264,9 +265,9 @@ struct KvTokens {
 };
 
 // The queries of a step's rows and heads that a policy has observed before, with which the step
-// renews its scores: the score of a slot is the attention expected from queries at the next `future`
-// positions, divided among the slots that are no sinks, times the norm of its value. Queries are
-// normally distributed before the rotary embedding. Tensors are float32 and contiguous.
+// renews its scores: the score of a slot is the attention expected from queries at the next
+// `future` positions, divided among the slots that are no sinks, times the norm of its value.
+// Queries are normally distributed before the rotary embedding. Tensors are float32 and contiguous.
 struct KvQueries {
     const float* counts;       // (rows): number of observed queries, with the step's
     float* sums;               // (rows, query heads, width): of queries q. The step's are added, if
@@ -356,10 +357,11 @@ struct KvTorch {
     int32_t (*sizes)(KvAtenTensor*, int64_t**);
     int32_t (*strides)(KvAtenTensor*, int64_t**);
     int32_t (*type)(KvAtenTensor*, int32_t*);
-    int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t type,
-                             int32_t device, int32_t index, KvAtenTensor**);
-    int32_t (*from_blob)(void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, int64_t offset,
-                         int32_t type, int32_t device, int32_t index, KvAtenTensor**);
+    int32_t (*empty_strided)(int64_t dim, const int64_t* sizes, const int64_t* strides,
+                             int32_t type, int32_t device, int32_t index, KvAtenTensor**);
+    int32_t (*from_blob)(void* data, int64_t dim, const int64_t* sizes, const int64_t* strides,
+                         int64_t offset, int32_t type, int32_t device, int32_t index,
+                         KvAtenTensor**);
     int32_t (*drop)(KvAtenTensor*);
     int32_t (*mm_out)(KvAtenTensor* out, KvAtenTensor*, KvAtenTensor*);
     int32_t (*threads)(uint32_t*);
@@ -383,17 +385,19 @@ struct KvTensor {
     int64_t dim, type;
 };
 
-// A program that AOTInductor compiled: its library's AOTInductorModelContainerRunSingleThreaded, and its container.
+// A program that AOTInductor compiled: its library's AOTInductorModelContainerRunSingleThreaded,
+// and its container.
 struct KvProgram {
-    int32_t (*run)(void* container, KvAtenTensor** inputs, size_t, KvAtenTensor** outputs, size_t, void* stream,
-                   void* executor);
+    int32_t (*run)(void* container, KvAtenTensor** inputs, size_t, KvAtenTensor** outputs, size_t,
+                   void* stream, void* executor);
     void* container;
 };
 
-// Runs a program on `count` inputs, whose memory it reads and writes in place. Each of `results` describes one of the
-// `made` tensors, which the caller deletes with `kv_drop`. Returns 0, or 1 if the program or an allocation failed.
-KV_PUBLIC int kv_run_program(const KvProgram* program, const KvTensor* inputs, int64_t count, KvTensor* results,
-                             KvAtenTensor** made, int64_t made_count);
+// Runs a program on `count` inputs, whose memory it reads and writes in place. Each of `results`
+// describes one of the `made` tensors, which the caller deletes with `kv_drop`. Returns 0, or 1 if
+// the program or an allocation failed.
+KV_PUBLIC int kv_run_program(const KvProgram* program, const KvTensor* inputs, int64_t count,
+                             KvTensor* results, KvAtenTensor** made, int64_t made_count);
 KV_PUBLIC void kv_drop(KvAtenTensor** made, int64_t count);
 
 // The arguments of kvkeep::step, and its contiguous output.

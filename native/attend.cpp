@@ -294,8 +294,8 @@ struct Job {
         return (int64_t)plan.runs.size() * thread / plan.threads;
     }
 
-    // A thread first takes the runs of its own share: in the next call of the same shape its caches hold
-    // some of their slots. Then it takes runs of other shares.
+    // A thread first takes the runs of its own share: in the next call of the same shape its caches
+    // hold some of their slots. Then it takes runs of other shares.
     void work(int64_t thread) {
         for (int64_t i = 0; i < plan.threads && !failed; ++i) work_on((thread + i) % plan.threads);
     }

@@ -10,12 +10,12 @@ constexpr int MOST_MIRRORED = 6;  // queries whose sums fit registers
 constexpr int64_t MOST_FOR_A_SLOT = 8;  // positions whose shares take as long as a slot alone
 
 // KvCentre.near: cosines and sines of 0.5, 1.5, ... 31.5 positions. Those of the last frequencies
-// are sums of powers of the distance, in units of 32 positions; a row for each power stands for them
-// all.
+// are sums of powers of the distance, in units of 32 positions; a row for each power stands for
+// them all.
 struct Near {
     int64_t frequencies, rows, exact;  // exact: the frequencies that have a row of their own
     const float* middle;               // (2, frequencies): the turn by 31.5 positions
-    const float* turns;                // (2, rows, 32): cosines and even powers, sines and odd powers
+    const float* turns;  // (2, rows, 32): cosines and even powers, sines and odd powers
     const float* factors;              // (2, POWERS, frequencies - exact)
 
     Near(const float* near, int64_t frequencies, int64_t rows)
@@ -65,8 +65,8 @@ KV_INLINE vf reversed(vf x) {
 #endif
 }
 
-// Shares s (MT rows, `s_stride` apart) of the BLOCK positions around the position that the coefficients
-// q are turned to. Cosines are alike on both sides of it, and sines opposite.
+// Shares s (MT rows, `s_stride` apart) of the BLOCK positions around the position that the
+// coefficients q are turned to. Cosines are alike on both sides of it, and sines opposite.
 template <int MT>
 KV_OUTLINE void mirrored_tile(const Near& near, const float* q, int64_t stride, float* s,
                               int64_t s_stride) {
@@ -98,10 +98,10 @@ KV_OUTLINE void mirrored_tile(const Near& near, const float* q, int64_t stride, 
     }
 }
 
-// The coefficients of a run's queries for the rows of a centre's table, and the latest shares. Shares
-// are computed for BLOCK adjacent positions at once: the coefficients are turned to their middle,
-// and multiplied by the cosines and sines of the distances from it, which stay in the first-level
-// cache.
+// The coefficients of a run's queries for the rows of a centre's table, and the latest shares.
+// Shares are computed for BLOCK adjacent positions at once: the coefficients are turned to their
+// middle, and multiplied by the cosines and sines of the distances from it, which stay in the
+// first-level cache.
 class Centred {
     const Work& work;
     const int64_t width, stride;  // of a row of the table, and of coefficients
@@ -156,8 +156,8 @@ class Centred {
     }
 
   private:
-    // Whether the chain's slots have so few of the positions that the shares of all would take longer
-    // than those of the slots. It depends on no other row, nor on how the chain is divided.
+    // Whether the chain's slots have so few of the positions that the shares of all would take
+    // longer than those of the slots. It depends on no other row, nor on how the chain is divided.
     bool far_apart(const int32_t* place) const {
         const auto [low, high] = std::minmax_element(place, place + work.count);
         const int64_t span = *high - *low;

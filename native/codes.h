@@ -33,9 +33,9 @@ KV_INLINE s16 dot_bytes(s16 a, s16 b) {
 #endif
 }
 
-// The layout of codes in a 32-byte load: the lanes of part 0 are the elements with an even index, the
-// lanes of part 1 the elements with an odd one, so that shifts and masks alone extract them. Lanes
-// are 16-bit numbers, or bytes for codes of 4 bits; factors are as wide.
+// The layout of codes in a 32-byte load: the lanes of part 0 are the elements with an even index,
+// the lanes of part 1 the elements with an odd one, so that shifts and masks alone extract them.
+// Lanes are 16-bit numbers, or bytes for codes of 4 bits; factors are as wide.
 template <int BITS>
 struct Codes {
     static constexpr int64_t PARTS = 2, PIECE = 256 / BITS;
@@ -53,7 +53,8 @@ struct Codes {
     // The products of a load's parts with their factors, summed in pairs or quads of lanes.
     KV_INLINE s32 dot(s16 even, s16 odd, const char* factors) {
         const s16 a = load<s16>(factors), b = load<s16>(factors + 32);
-        if constexpr (BITS == 4) return dot_pairs(dot_bytes(even, a) + dot_bytes(odd, b), s16{} + 1);
+        if constexpr (BITS == 4)
+            return dot_pairs(dot_bytes(even, a) + dot_bytes(odd, b), s16{} + 1);
         return dot_pairs(even, a) + dot_pairs(odd, b);
     }
 };
@@ -200,7 +201,8 @@ KV_INLINE Rounded round16(const float* x, int64_t count, int16_t* to, float limi
         added += rounded;
 #if defined(__AVX2__) && KV_LANES == 8
         const __m256i wide = (__m256i)rounded;
-        store(to + i, _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+        store(to + i,
+              _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
 #else
         typedef int16_t narrow __attribute__((vector_size(2 * W)));
         store(to + i, __builtin_convertvector(rounded, narrow));
@@ -244,7 +246,8 @@ void decode(const KvEncoded& x, int64_t row, int64_t head, int64_t slot, Rows co
         prefetch(next.at(j), next.bytes);
         for (int64_t g = 0; g < groups; ++g) {
             const float scale = of(x.scale, j, g);
-            const float zero = (x.zero.data ? of(x.zero, j, g) + offset * scale : 0) - Codes<BITS>::MIDDLE * scale;
+            const float zero =
+                (x.zero.data ? of(x.zero, j, g) + offset * scale : 0) - Codes<BITS>::MIDDLE * scale;
             const int64_t end = (g + 1) * x.group < width ? (g + 1) * x.group : width;
             int64_t d = g * x.group;
             for (; d + 8 <= end; d += 8)

@@ -68,8 +68,8 @@ class Mean {
         for (int64_t i = 0; i < width; ++i) key[i] *= scale[i];
     }
 
-    // The product of a direction and a whole key is that of `lacking` and the key as it lies, and that
-    // of `factors` and the position's row of the table.
+    // The product of a direction and a whole key is that of `lacking` and the key as it lies, and
+    // that of `factors` and the position's row of the table.
     void project(const float* direction, float* lacking, float* factors) const {
         memset(lacking, 0, padded(width) * sizeof *lacking);
         for (int64_t i = 0; i < width; ++i) lacking[i] = direction[i] * scale[i];

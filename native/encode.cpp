@@ -75,7 +75,8 @@ Range range(const float* x, int64_t count) {
     return found;
 }
 
-// The squared error of codes at a scale. Of a last group that is shorter than a vector, zeros follow.
+// The squared error of codes at a scale. Of a last group that is shorter than a vector, zeros
+// follow.
 float error_at(float scale, const float* x, int64_t count, float middle, float highest) {
     const vf magic = all(12582912.0f);
     vf errors{};
@@ -158,7 +159,8 @@ float squared_error(const KvEncoding& e, const float* x, const int* codes, const
     return (float)sum;
 }
 
-// Writes codes that fill bytes, the first in the low bits. `first` and `bits`: which bits of a code.
+// Writes codes that fill bytes, the first in the low bits. `first` and `bits`: which bits of a
+// code.
 void pack(const int* codes, int64_t width, int64_t bits, int64_t first, uint8_t* to) {
     const int64_t each = 8 / bits;
     for (int64_t i = 0; i < width; i += each) {
@@ -214,8 +216,8 @@ int kv_encode(const KvEncoding* given) {
                     for (int64_t g = 0; g < groups; ++g) {
                         const int64_t from = g * e.group;
                         const int64_t count = e.width - from < e.group ? e.width - from : e.group;
-                        encode_group(packing.bits, high, token.data() + from, count, codes.data() + from, scale + g,
-                                     zero ? zero + g : nullptr);
+                        encode_group(packing.bits, high, token.data() + from, count,
+                                     codes.data() + from, scale + g, zero ? zero + g : nullptr);
                     }
                     for (int64_t g = 0; g < groups; ++g)
                         if (high) ((uint8_t*)e.scale.data)[at(e.scale) + g] = scale[g] >> 8;

@@ -10,7 +10,8 @@
 
 namespace {
 
-// Copies a symmetric matrix x, without the elements below the diagonal, and twice the elements above.
+// Copies a symmetric matrix x, without the elements below the diagonal, and twice the elements
+// above.
 void fold(const float* x, int64_t width, int64_t stride, float* to) {
     memset(to, 0, width * stride * sizeof *to);
     for (int64_t i = 0; i < width; ++i) {

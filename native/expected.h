@@ -5,7 +5,8 @@
 // What is known of the queries of one head's group that will attend to its slots: they are normally
 // distributed before the rotary embedding, which their mean rotation stands for.
 struct KvExpected {
-    const float *sums, *products;   // (group, width), (group, width, width), symmetric; see KvQueries
+    // (group, width), (group, width, width), symmetric; see KvQueries
+    const float *sums, *products;
     const float *cosines, *sines;   // (pairs): the mean rotation of each pair of dimensions
     int64_t group, width;
     int64_t pairs, first, interleaved;  // see KvQueries
@@ -16,7 +17,8 @@ struct KvExpectedKernel {
     // Loads the statistics to `memory`: kv_expected_memory floats, aligned to 64 bytes.
     void (*load)(const KvExpected& call, float* memory);
     // Computes the logarithm of the expectation of exp(scale * q . k) for at most KV_BLOCK keys
-    // (count, width) and each query head, after `load`. `out`: (group, count), heads `stride` apart.
+    // (count, width) and each query head, after `load`. `out`: (group, count), heads `stride`
+    // apart.
     void (*logits)(const KvExpected& call, const float* keys, int64_t count, float* memory,
                    float* out, int64_t stride);
     // The norms of values (count, width).

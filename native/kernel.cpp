@@ -89,8 +89,8 @@ KV_INLINE vf weigh_narrow(float* s, float scale, float base) {
 #endif
 
 // Replaces the scores of a block by weights (records, BLOCK), and computes the factors `alpha` for
-// earlier sums. W records at a time, whose reductions over lanes are shared. `mask_of(r)` is null if
-// the record sees all slots. With `narrow`, weights are stored as bfloat16.
+// earlier sums. W records at a time, whose reductions over lanes are shared. `mask_of(r)` is null
+// if the record sees all slots. With `narrow`, weights are stored as bfloat16.
 template <class BiasOf, class Mask>
 void softmax(const KvCall& call, [[maybe_unused]] bool narrow, int64_t records, float* s,
              int64_t count, BiasOf bias_of, Mask mask_of, float* alpha, float* top, float* total) {
@@ -102,7 +102,8 @@ void softmax(const KvCall& call, [[maybe_unused]] bool narrow, int64_t records, 
         const int64_t some = records - first < W ? records - first : W;
         for (int64_t i = 0; i < some; ++i) {
             const int64_t r = first + i;
-            of_lanes[place(i)] = finish_scores(call, raw, s + i * BLOCK, count, bias_of(r), mask_of(r));
+            of_lanes[place(i)] =
+                finish_scores(call, raw, s + i * BLOCK, count, bias_of(r), mask_of(r));
         }
         const vf high = sums<Largest>(of_lanes) * scale;
         // Scratch memory has rows for whole groups of W records.
@@ -179,7 +180,8 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
         const Visibility seen = visibility_of_rows(work);
         if (seen != NONE) {
             const Rows key = rows_of(work.segment().k.plane, run.row0, run.head, call.key_width);
-            const Rows value = rows_of(work.segment().v.plane, run.row0, run.head, call.value_width);
+            const Rows value =
+                rows_of(work.segment().v.plane, run.row0, run.head, call.value_width);
             work.key = {key.at(work.at()), key.stride, key.bytes};
             work.value = {value.at(work.at()), value.stride, value.bytes};
             work.ahead = work.value;

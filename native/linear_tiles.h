@@ -1,6 +1,6 @@
 // Linear layers of bfloat16 on AMX tiles. 16 outputs and 32 inputs of the weights, where they lie,
-// are the first operand of a product; rows of x, as pairs, are the second. Every output is summed in
-// the order of the inputs, whatever the number of rows.
+// are the first operand of a product; rows of x, as pairs, are the second. Every output is summed
+// in the order of the inputs, whatever the number of rows.
 #pragma once
 #include <algorithm>
 
@@ -41,9 +41,9 @@ void load_pairs(const KvLinear& linear, const void* from, int64_t x_row, int64_t
     }
 }
 
-// The products of 16 outputs, or 32 if BOTH, and all rows -> `sums` (outputs, TILE_ROWS) for the rows
-// of the left tile and, if RIGHT, of the right tile. `next`, the weights of the outputs that follow,
-// are prefetched in memory order.
+// The products of 16 outputs, or 32 if BOTH, and all rows -> `sums` (outputs, TILE_ROWS) for the
+// rows of the left tile and, if RIGHT, of the right tile. `next`, the weights of the outputs that
+// follow, are prefetched in memory order.
 template <bool BOTH, bool RIGHT>
 void multiply_outputs(const uint16_t* weight, int64_t weight_row, int64_t inputs, const uint32_t* x,
                       RowTiles split, const char* next, float (*sums)[PAIR_OF_TILES][TILE_ROWS]) {

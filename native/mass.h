@@ -23,7 +23,8 @@ void keep_weights(const Work& work, bool seen) {
 void find_softmax(const Work& work, float* base, float* inverse) {
     const KvCall& call = work.call;
     for (int64_t r = 0; r < work.records; ++r) {
-        const int64_t query = r / work.tokens % call.group, token = work.run.query0 + r % work.tokens;
+        const int64_t query = r / work.tokens % call.group;
+        const int64_t token = work.run.query0 + r % work.tokens;
         const int64_t row = work.run.row0 + r / (work.tokens * call.group);
         const float sink = call.sinks ? call.sinks[work.run.head * call.group + query] : -INFINITY;
         const bool counts = !call.observed || call.observed[row * call.observed_row + token];

@@ -76,15 +76,16 @@ inline int64_t pair_lane(int64_t element) {
 
 // Pairs of the same element of two slots, for 32 elements, in the order of pair_lane.
 KV_INLINE void interleave(u16x32 a, u16x32 b, vi (&pairs)[2]) {
-    pairs[0] = (vi)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11,
-                                           43, 16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58,
-                                           27, 59);
+    pairs[0] =
+        (vi)__builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43,
+                                    16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
     pairs[1] = (vi)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46,
-                                           15, 47, 20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30,
-                                           62, 31, 63);
+                                           15, 47, 20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61,
+                                           30, 62, 31, 63);
 }
 
-constexpr int64_t NARROW_STEP = 2 * BLOCK;  // elements from one record's bfloat16 weights to the next
+// Elements from one record's bfloat16 weights to the next.
+constexpr int64_t NARROW_STEP = 2 * BLOCK;
 
 // Replaces a record's weights (BLOCK) by weights rounded to bfloat16.
 KV_INLINE void narrow_weights(float* p) {
@@ -95,7 +96,8 @@ KV_INLINE void narrow_weights(float* p) {
 // exist, for MT records. A pair is one element of two slots.
 template <int MT, int N>
 KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width, int64_t d,
-                            int64_t valid, const uint16_t* weights, const float* alpha, float* acc) {
+                            int64_t valid, const uint16_t* weights, const float* alpha,
+                            float* acc) {
     constexpr int64_t BYTES = N * 64;
     // As in value_columns: in memory order if the rows are contiguous.
     const bool compact = next.stride == next.bytes;
@@ -166,10 +168,10 @@ void add_pair_values(Rows values, Rows next, int64_t count, int64_t width, int64
 
 // -- many queries ----------------------------------------------------------------------------
 
-// For many queries the keys and values of a block are shuffled once, to rows of COLUMNS lanes: a row
-// of keys is one pair of elements of all slots, a row of values one pair of slots of all elements.
-// Scores and sums are then the same product of matrices. Its sums have the order of lane_scores and
-// pair_columns, so results do not depend on the number of queries.
+// For many queries the keys and values of a block are shuffled once, to rows of COLUMNS lanes: a
+// row of keys is one pair of elements of all slots, a row of values one pair of slots of all
+// elements. Scores and sums are then the same product of matrices. Its sums have the order of
+// lane_scores and pair_columns, so results do not depend on the number of queries.
 constexpr int MOST_PACKED = 6;  // queries whose sums fit the registers
 constexpr int COLUMNS = 4;      // vectors; BLOCK lanes
 
@@ -195,7 +197,9 @@ KV_INLINE void multiply_pairs(const uint16_t* a, int64_t stride, int64_t pairs, 
 
 // Rows of a packed block come in multiples of PACKED_ROWS, padded with zeros.
 constexpr int64_t PACKED_ROWS = 16;
-constexpr int64_t packed_rows(int64_t rows) { return (rows + PACKED_ROWS - 1) / PACKED_ROWS * PACKED_ROWS; }
+constexpr int64_t packed_rows(int64_t rows) {
+    return (rows + PACKED_ROWS - 1) / PACKED_ROWS * PACKED_ROWS;
+}
 
 // Keys in units of 32 bytes and groups of 16 slots -> (pairs, COLUMNS vectors).
 void pack_keys(Rows keys, Lines ahead, int64_t count, vi* to) {
@@ -217,7 +221,8 @@ void pack_keys(Rows keys, Lines ahead, int64_t count, vi* to) {
 }
 
 template <int MT>
-KV_OUTLINE void packed_scores(const vi* keys, int64_t pairs, const uint16_t* q, int64_t stride, float* s) {
+KV_OUTLINE void packed_scores(const vi* keys, int64_t pairs, const uint16_t* q, int64_t stride,
+                              float* s) {
     vf sum[MT][COLUMNS] = {};
     multiply_pairs<MT, COLUMNS>(q, stride, pairs, keys, COLUMNS, sum);
 #pragma GCC unroll 8

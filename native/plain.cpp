@@ -1,5 +1,5 @@
-// Attention over one plain segment of torch's tensors, which are checked and described here: in Python that takes
-// longer than a short call.
+// Attention over one plain segment of torch's tensors, which are checked and described here: in
+// Python that takes longer than a short call.
 #include "kernel.h"
 #include "tensors.h"
 
@@ -7,8 +7,8 @@ namespace {
 
 constexpr int32_t STRIDED = 0;  // a layout of torch
 
-// Describes a tensor with elements in the CPU's memory; false if it is none, or exceeds its storage. `impl`: its
-// implementation, the only member of an at::Tensor.
+// Describes a tensor with elements in the CPU's memory; false if it is none, or exceeds its
+// storage. `impl`: its implementation, the only member of an at::Tensor.
 bool read(void* const& impl, KvTensor& x) {
     KvAtenTensor* const given = (KvAtenTensor*)&impl;
     int32_t device = 0, layout = 0;
@@ -35,7 +35,8 @@ KvPlane plane_of(const KvTensor& x, bool shared) {
     return {x.data, shared ? 0 : x.strides[0], x.strides[1], x.strides[2], type_of(x.type)};
 }
 
-// Whether the three planes of a segment have the same rows and slots, and rows that fit `rows` queries.
+// Whether the three planes of a segment have the same rows and slots, and rows that fit `rows`
+// queries.
 bool fit(const KvTensor& k, const KvTensor& v, const KvTensor& place, int64_t rows) {
     const int64_t own = k.sizes[0], heads = k.sizes[1];
     return (own == 1 || own == rows) && v.sizes[0] == own && place.sizes[0] == own &&

@@ -174,7 +174,8 @@ int evict(const KvSequence& step, const int64_t* victims, int64_t rows, int64_t 
 
 }  // namespace
 
-void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot, const float* errors) {
+void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot,
+              const float* errors) {
     const KvStep& s = *step.step;
     const int64_t heads = s.call.heads;
     for (int64_t i = 0; i < s.rule.count; ++i) {
@@ -323,7 +324,8 @@ int kv_free_contest(const KvSequence* const* steps, int64_t count) {
             for (auto one = begin + open; one != found.end(); ++one)
                 if (one->worth != -MOST) one->worth = MOST;
         }
-        const auto end = found.begin() + std::min<std::ptrdiff_t>(all, (std::ptrdiff_t)found.size());
+        const auto end =
+            found.begin() + std::min<std::ptrdiff_t>(all, (std::ptrdiff_t)found.size());
         std::nth_element(found.begin(), end, found.end());
         std::vector<int64_t> victims;
         for (int64_t head = 0; head < count; ++head) {

@@ -5,7 +5,8 @@
 
 // Sets a policy's planes at the new slot. `errors`: squared distances of keys and values to their
 // decoded forms, (2, rows, heads).
-void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot, const float* errors);
+void kv_enter(const KvSequence& step, const char* k, const char* v, int64_t slot,
+              const float* errors);
 
 // Forgets what `KvRule.memory` holds, because slots were moved.
 void kv_forget(const KvSequence& step);

@@ -23,8 +23,8 @@ class Result {
         std::vector<int64_t> strides(sizes.size());
         int64_t stride = 1;
         for (size_t i = sizes.size(); i-- > 0; stride *= sizes[i]) strides[i] = stride;
-        if (torch.empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(), (int32_t)type, CPU, 0,
-                                &made))
+        if (torch.empty_strided((int64_t)sizes.size(), sizes.data(), strides.data(), (int32_t)type,
+                                CPU, 0, &made))
             made = nullptr;
         else
             described = describe(made, tensor);
@@ -50,12 +50,14 @@ class Result {
 const void* contiguous(const KvTensor& x, int64_t size, std::vector<char>& copy) {
     int64_t count = 1;
     bool dense = true;
-    for (int64_t i = x.dim; i-- > 0; count *= x.sizes[i]) dense &= x.sizes[i] == 1 || x.strides[i] == count;
+    for (int64_t i = x.dim; i-- > 0; count *= x.sizes[i])
+        dense &= x.sizes[i] == 1 || x.strides[i] == count;
     if (dense) return x.data;
     copy.resize(count * size);
     for (int64_t n = 0; n < count; ++n) {
         int64_t from = 0, rest = n;
-        for (int64_t i = x.dim; i-- > 0; rest /= x.sizes[i]) from += rest % x.sizes[i] * x.strides[i];
+        for (int64_t i = x.dim; i-- > 0; rest /= x.sizes[i])
+            from += rest % x.sizes[i] * x.strides[i];
         memcpy(copy.data() + n * size, (const char*)x.data + from * size, size);
     }
     return copy.data();
@@ -64,9 +66,11 @@ const void* contiguous(const KvTensor& x, int64_t size, std::vector<char>& copy)
 // A matrix in memory that stays its owner's, as a tensor of torch.
 class Matrix {
   public:
-    Matrix(const void* data, int64_t rows, int64_t columns, int64_t row, int64_t column, int64_t type) {
+    Matrix(const void* data, int64_t rows, int64_t columns, int64_t row, int64_t column,
+           int64_t type) {
         const int64_t sizes[] = {rows, columns}, strides[] = {row, column};
-        if (torch.from_blob((void*)data, 2, sizes, strides, 0, (int32_t)type, CPU, 0, &made)) made = nullptr;
+        if (torch.from_blob((void*)data, 2, sizes, strides, 0, (int32_t)type, CPU, 0, &made))
+            made = nullptr;
     }
     Matrix(const Matrix&) = delete;
     ~Matrix() {
@@ -75,10 +79,12 @@ class Matrix {
     KvAtenTensor* made = nullptr;
 };
 
-// x (rows, inputs), contiguous, times one expert's weight (inputs, outputs): by the kernel if it can read the weight,
-// otherwise by torch.
-bool multiply(const char* x, int64_t rows, const KvTensor& weight, int64_t expert, int64_t threads, char* out) {
-    const int64_t type = weight.type, size = size_of(type), inputs = weight.sizes[1], outputs = weight.sizes[2];
+// x (rows, inputs), contiguous, times one expert's weight (inputs, outputs): by the kernel if it
+// can read the weight, otherwise by torch.
+bool multiply(const char* x, int64_t rows, const KvTensor& weight, int64_t expert, int64_t threads,
+              char* out) {
+    const int64_t type = weight.type, size = size_of(type), inputs = weight.sizes[1],
+                  outputs = weight.sizes[2];
     const char* own = (const char*)weight.data + expert * weight.strides[0] * size;
     if (type_of(type) < 0 || weight.strides[1] != 1) {
         const Matrix a(x, rows, inputs, inputs, 1, type), c(out, rows, outputs, outputs, 1, type);
@@ -97,9 +103,9 @@ KvTicket* ticket_of(KvAtenTensor* given) {
 
 // Whether a prepared step accepts x (rows, heads, 1, width).
 bool fits(const KvTensor& x, const KvLayout& layout, int64_t type) {
-    return x.dim == 4 && x.sizes[1] == layout.heads && x.sizes[2] == 1 && x.sizes[3] == layout.width &&
-           x.strides[1] == layout.head && x.strides[3] == 1 && type_of(x.type) == type &&
-           (!layout.row || x.strides[0] == layout.row);
+    return x.dim == 4 && x.sizes[1] == layout.heads && x.sizes[2] == 1 &&
+           x.sizes[3] == layout.width && x.strides[1] == layout.head && x.strides[3] == 1 &&
+           type_of(x.type) == type && (!layout.row || x.strides[0] == layout.row);
 }
 
 bool fits(const KvTracedStep& step, const KvTicket& ticket) {
@@ -140,19 +146,21 @@ void kv_drop(KvAtenTensor** made, int64_t count) {
         if (made[i]) torch.drop(made[i]);
 }
 
-int kv_run_program(const KvProgram* program, const KvTensor* inputs, int64_t count, KvTensor* results,
-                   KvAtenTensor** made, int64_t made_count) try {
+int kv_run_program(const KvProgram* program, const KvTensor* inputs, int64_t count,
+                   KvTensor* results, KvAtenTensor** made, int64_t made_count) try {
     std::vector<KvAtenTensor*> given(count);
     std::fill_n(made, made_count, nullptr);
     for (int64_t i = 0; i < count; ++i) {
         const KvTensor& x = inputs[i];
-        if (torch.from_blob(x.data, x.dim, x.sizes, x.strides, 0, (int32_t)x.type, CPU, 0, &given[i])) {
+        if (torch.from_blob(x.data, x.dim, x.sizes, x.strides, 0, (int32_t)x.type, CPU, 0,
+                            &given[i])) {
             kv_drop(given.data(), i);
             return 1;
         }
     }
     // The program deletes the inputs, also if it fails.
-    bool good = !program->run(program->container, given.data(), count, made, made_count, nullptr, nullptr);
+    bool good =
+        !program->run(program->container, given.data(), count, made, made_count, nullptr, nullptr);
     for (int64_t i = 0; good && i < made_count; ++i) good = describe(made[i], results[i]);
     if (!good) kv_drop(made, made_count);
     return !good;
@@ -241,14 +249,16 @@ KV_PUBLIC int32_t aoti_torch_cpu_linears(KvAtenTensor* input, KvAtenTensor** wei
     return FAILED;
 }
 
-KV_PUBLIC int32_t aoti_torch_cpu_grouped(KvAtenTensor* input, KvAtenTensor* weights, KvAtenTensor* offs,
-                                         KvAtenTensor** out) try {
+KV_PUBLIC int32_t aoti_torch_cpu_grouped(KvAtenTensor* input, KvAtenTensor* weights,
+                                         KvAtenTensor* offs, KvAtenTensor** out) try {
     KvTensor x, weight, ends;
     uint32_t threads = 1;
-    if (!describe(input, x) || !describe(weights, weight) || !describe(offs, ends) || torch.threads(&threads) ||
-        !size_of(x.type) || x.type != weight.type || x.dim != 2 || weight.dim != 3)
+    if (!describe(input, x) || !describe(weights, weight) || !describe(offs, ends) ||
+        torch.threads(&threads) || !size_of(x.type) || x.type != weight.type || x.dim != 2 ||
+        weight.dim != 3)
         return FAILED;
-    const int64_t size = size_of(x.type), inputs = weight.sizes[1], outputs = weight.sizes[2], rows = x.sizes[0];
+    const int64_t size = size_of(x.type), inputs = weight.sizes[1], outputs = weight.sizes[2],
+                  rows = x.sizes[0];
     Result result({rows, outputs}, x.type);
     if (!result.ok()) return FAILED;
     std::vector<char> copy;
@@ -257,10 +267,12 @@ KV_PUBLIC int32_t aoti_torch_cpu_grouped(KvAtenTensor* input, KvAtenTensor* weig
     int64_t start = 0;
     for (int64_t e = 0; e < weight.sizes[0]; ++e) {
         const int64_t at = e * ends.strides[0];
-        const int64_t said = ends.type == INT32 ? ((const int32_t*)ends.data)[at] : ((const int64_t*)ends.data)[at];
+        const int64_t said =
+            ends.type == INT32 ? ((const int32_t*)ends.data)[at] : ((const int64_t*)ends.data)[at];
         const int64_t end = std::min(said, rows);
         if (end <= start) continue;
-        if (!multiply(from + start * inputs * size, end - start, weight, e, threads, to + start * outputs * size))
+        if (!multiply(from + start * inputs * size, end - start, weight, e, threads,
+                      to + start * outputs * size))
             return FAILED;
         start = end;
     }

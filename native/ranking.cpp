@@ -7,7 +7,7 @@
 namespace {
 
 constexpr float MOST = std::numeric_limits<float>::infinity();
-constexpr int64_t LANES = 16;  // of independent sums: a result does not depend on the instruction set
+constexpr int64_t LANES = 16;  // of sums: results do not depend on the instruction set
 
 // Bits of a score that are rounded off.
 constexpr uint32_t NOISE = 0xFF;
@@ -45,7 +45,8 @@ void worth(const KvRanking& ranking, const float* score, const int32_t* position
             float own = given(slot);
             own = own > most ? most : own;
             own = rounded(own == own ? own : -MOST);
-            own = (place > recent) | (place < sinks) | ((place >= from) & (place < to)) ? MOST : own;
+            own =
+                (place > recent) | (place < sinks) | ((place >= from) & (place < to)) ? MOST : own;
             worth[slot] = (place < 0) | (place <= out) ? -MOST : own;
         }
     };
@@ -55,7 +56,8 @@ void worth(const KvRanking& ranking, const float* score, const int32_t* position
 
 // The lowest and the largest of the numbers that `read` returns for each slot.
 template <class Read>
-inline __attribute__((always_inline)) void range(int64_t slots, Read read, float& low, float& high) {
+inline __attribute__((always_inline)) void range(int64_t slots, Read read, float& low,
+                                                 float& high) {
     float lows[LANES], highs[LANES];
     for (int64_t i = 0; i < LANES; ++i) lows[i] = MOST, highs[i] = -MOST;
     const auto take = [&](int64_t slot, int64_t lane) __attribute__((always_inline)) {
@@ -129,7 +131,8 @@ void add(float* score, const float* mass, float kept, float added, int64_t slots
     for (int64_t i = 0; i < slots; ++i) score[i] = score[i] * kept + mass[i] * added;
 }
 
-void divide(const float* score, const int32_t* position, int32_t newest, int64_t slots, float* out) {
+void divide(const float* score, const int32_t* position, int32_t newest, int64_t slots,
+            float* out) {
     for (int64_t i = 0; i < slots; ++i) out[i] = score[i] / (float)(newest + 1 - position[i]);
 }
 

@@ -23,7 +23,8 @@ struct KvRankingKernel {
                    float* out);
     // Scales score and error so that the live slots span 0 to 1, or are 0 if they are equal; NaN
     // stays NaN. Then score = mix * score - (1 - mix) * error: KvRule.mixes.
-    void (*mix)(float* score, const float* error, const int32_t* position, float mix, int64_t slots);
+    void (*mix)(float* score, const float* error, const int32_t* position, float mix,
+                int64_t slots);
 };
 extern const KvRankingKernel kv_ranking_portable, kv_ranking_avx2, kv_ranking_avx512,
     kv_ranking_avx512vnni, kv_ranking_avx512bf16, kv_ranking_amx;

@@ -10,7 +10,8 @@ namespace {
 KV_INLINE v8 rotate8(v8 x) {
     x = __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6) + x * v8{1, -1, 1, -1, 1, -1, 1, -1};
     x = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5) + x * v8{1, 1, -1, -1, 1, 1, -1, -1};
-    return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) + x * v8{1, 1, 1, 1, -1, -1, -1, -1};
+    return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3) +
+           x * v8{1, 1, 1, 1, -1, -1, -1, -1};
 }
 
 // Replaces elements `half` apart by their sums and differences; T is one element or several.

@@ -116,7 +116,7 @@ void scores(Rows keys, Rows ahead, int64_t count, int64_t width, const void* que
 // floats, of which the values may be the first elements.
 
 constexpr int64_t MANY = 16;             // number of records from which transposing pays
-constexpr int64_t DEPTH = 4096 / STEP;   // elements of STEP queries that the first-level cache holds
+constexpr int64_t DEPTH = 4096 / STEP;  // elements of STEP queries that the first-level cache holds
 
 // s (MT rows, `s_step` apart) = rows (MT, width) . columns (width, V W), whose rows are `step`
 // apart; added to s if `more`. Products are added in the order of the elements, whatever MT is.

@@ -112,7 +112,8 @@ KV_INLINE void narrow_pairs(const float* x, uint16_t* to) {
 #else
     for (int i = 0; i < 2 * W; ++i) {  // as BF16::narrow1
         uint32_t bits = load<uint32_t>(x + i);
-        to[i] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[i] =
+            (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
 #endif
 }
@@ -152,7 +153,8 @@ template <class J>
 KV_INLINE vf fold8(vf a, vf b) {  // halves: [a.lo + a.hi, b.lo + b.hi]
     return J::join(
         __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-        __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+        __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30,
+                                31));
 }
 template <class J>
 KV_INLINE vf fold4(vf a, vf b) {
@@ -275,8 +277,8 @@ KV_INLINE vf exp_down(vf x) {
     return pick(x < all(-87.3f), vf{}, p * (vf)power);
 }
 
-// 2^t for t <= 0 to 2^-18, for numbers that are rounded to bfloat16; NaN for NaN. The polynomial has
-// the least relative error for 2^r, 0 <= r <= 1, of all with p(0) = 1.
+// 2^t for t <= 0 to 2^-18, for numbers that are rounded to bfloat16; NaN for NaN. The polynomial
+// has the least relative error for 2^r, 0 <= r <= 1, of all with p(0) = 1.
 KV_INLINE vf exp2_narrow(vf t) {
 #if defined(__AVX512DQ__)
     constexpr int FLOOR = 1;  // keeps t - floor(t); 0 for infinity
@@ -412,7 +414,8 @@ struct I8 {
 #if defined(__AVX512F__)
         return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
 #elif defined(__AVX2__) && KV_LANES == 8
-        return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&bytes)));
+        return (vf)_mm256_cvtepi32_ps(
+            _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&bytes)));
 #else
         return __builtin_convertvector(bytes, vf);
 #endif

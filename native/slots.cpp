@@ -41,7 +41,8 @@ int kv_lowest(const KvRanking* given) {
                 const float* score = ranking.score;
                 if (score) score += row * ranking.score_row + head * ranking.score_head;
                 const int64_t newest = ranking.newests ? ranking.newests[row] : ranking.newest;
-                instructions().ranking->worth(ranking, score, position, (int32_t)newest, worth.data());
+                instructions().ranking->worth(ranking, score, position, (int32_t)newest,
+                                              worth.data());
                 kv_order(worth.data(), position, ranking.slots, ranking.count, order, out);
             }
         return 0;

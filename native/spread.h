@@ -86,8 +86,8 @@ struct Folded {
     }
 };
 
-// One slot's codes in two planes, the second behind the first, as WIDE bits each, with `added` added
-// to each byte. R: bytes of the result, or 0 for any number, `row`.
+// One slot's codes in two planes, the second behind the first, as WIDE bits each, with `added`
+// added to each byte. R: bytes of the result, or 0 for any number, `row`.
 template <int LOW, int HIGH, int WIDE, int R>
 KV_INLINE void unfold(const char* from, int64_t row, uint8_t added, char* to) {
     typedef Folded<LOW, WIDE> Low;
@@ -105,7 +105,8 @@ KV_INLINE void unfold(const char* from, int64_t row, uint8_t added, char* to) {
     } else {
         const char* const second = from + row / Low::PARTS;
         for (int64_t at = 0; at < row; ++at)
-            to[at] = (char)((Low::byte(from, at, row) | High::byte(second, at, row) << LOW) + added);
+            to[at] =
+                (char)((Low::byte(from, at, row) | High::byte(second, at, row) << LOW) + added);
     }
 }
 
@@ -135,7 +136,8 @@ KV_OUTLINE void unfold_block(Rows codes, int64_t count, int64_t row, uint8_t add
 template <int LOW, int HIGH, int WIDE>
 void unfold_rows(Rows codes, int64_t count, int64_t row, uint8_t added, char* to) {
     switch (row) {
-        case 32: return unfold_block<LOW, HIGH, WIDE, WIDE == 4 ? 32 : 0>(codes, count, row, added, to);
+        case 32:
+            return unfold_block<LOW, HIGH, WIDE, WIDE == 4 ? 32 : 0>(codes, count, row, added, to);
         case 64: return unfold_block<LOW, HIGH, WIDE, 64>(codes, count, row, added, to);
         case 128: return unfold_block<LOW, HIGH, WIDE, 128>(codes, count, row, added, to);
         case 256: return unfold_block<LOW, HIGH, WIDE, 256>(codes, count, row, added, to);

@@ -180,8 +180,8 @@ bool encode_from(const KvEncoding& tail, const KvEncoding& behind, const std::ve
     return write(e, tokens.data(), to, nullptr);
 }
 
-// Moves a token from the tail, which keeps its order, to the slots behind it. Returns false if memory
-// cannot be allocated.
+// Moves a token from the tail, which keeps its order, to the slots behind it. Returns false if
+// memory cannot be allocated.
 bool leave(const KvSequence& step) {
     const KvStep &tail = *step.step, &behind = *step.behind->step;
     const int64_t rows = tail.call.rows, heads = tail.call.heads, to = slots_behind(step);
@@ -212,7 +212,8 @@ bool leave(const KvSequence& step) {
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t head = 0; head < plane.heads; ++head) {
                 const int64_t slot = from[row * heads + head];
-                char* gone = (char*)plane.data + row * plane.row + head * plane.head + slot * plane.bytes;
+                char* gone =
+                    (char*)plane.data + row * plane.row + head * plane.head + slot * plane.bytes;
                 memmove(gone, gone + plane.bytes, (slots_after(step) - 1 - slot) * plane.bytes);
             }
     }
@@ -223,7 +224,8 @@ bool leave(const KvSequence& step) {
 void learn(const KvSequence& step, const float* mass) {
     const KvSequence& behind = *step.behind;
     const KvRule &rule = step.step->rule, &other = behind.step->rule;
-    const int64_t first = slots_behind(step), slots = all_slots(step), heads = step.step->call.heads;
+    const int64_t first = slots_behind(step), slots = all_slots(step),
+                  heads = step.step->call.heads;
     if (rule.learn != KV_LEARN_WEIGHTED) {
         kv_learn(behind, mass, first, slots);
         kv_learn(step, mass + first, slots - first, slots);
@@ -302,7 +304,8 @@ int run(const KvSequence* steps, int64_t count, const KvTokens& tokens) {
         return KV_STEP_FAILED;
     int64_t ranked = 0;
     for (int64_t i = 0; i < count; ++i) {
-        if (steps[i].evicts || needs_mass(steps[i])) ranked += all_slots(steps[i]) * first.call.heads * 8;
+        if (steps[i].evicts || needs_mass(steps[i]))
+            ranked += all_slots(steps[i]) * first.call.heads * 8;
         ranked += cost_of_renewal(steps[i]);
     }
     const int64_t settling = count == 1 ? 1 : threads_for(ranked, first.call.threads);

@@ -70,13 +70,13 @@ class Masses {
     }
 };
 
-// Attends with the queries of all steps, whose tokens are already written, and stores the masses: in
-// one call for the steps whose queries see all slots, and that have as many heads with the same slopes
-// and table of a centre. Returns 0, or 1 if memory cannot be allocated.
+// Attends with the queries of all steps, whose tokens are already written, and stores the masses:
+// in one call for the steps whose queries see all slots, and that have as many heads with the same
+// slopes and table of a centre. Returns 0, or 1 if memory cannot be allocated.
 int attend(const KvSequence* steps, int64_t count, const KvTokens& tokens, Masses& masses);
 
-// Adds a step's queries to `step.queries`, and renews the scores of all slots with them. Returns false
-// if memory cannot be allocated.
+// Adds a step's queries to `step.queries`, and renews the scores of all slots with them. Returns
+// false if memory cannot be allocated.
 bool renew_scores(const KvSequence& step, const char* queries);
 
 // Its time, as bytes that are read in it; 0 if the step renews no scores.

@@ -20,8 +20,8 @@ void multiply(const char* from, const float* scale, int64_t width, char* to) {
     for (int64_t i = 0; i < width; ++i) y[i] = T::narrow1(T::widen1(x[i]) * scale[i]);
 }
 
-// Appends the queries of a sequence's row to `to`, (query heads, width), multiplied by the scales of
-// their centre if there is one.
+// Appends the queries of a sequence's row to `to`, (query heads, width), multiplied by the scales
+// of their centre if there is one.
 void append_queries(const KvStep& step, const KvPlane& queries, const char* q, int64_t row,
                     std::vector<char>& to) {
     const KvCall& call = step.call;
@@ -199,7 +199,8 @@ class Together {
             while (last - first > 1 && all_alike(first, last, common))
                 slots += rows[first]->segments[common++].slots;
             if (slots < FEWEST_SHARED) {
-                for (int64_t row = first; row < last; ++row) add(row, row + 1, depth, count_of(row));
+                for (int64_t row = first; row < last; ++row)
+                    add(row, row + 1, depth, count_of(row));
             } else {
                 add(first, last, depth, common);
                 divide(first, last, common);

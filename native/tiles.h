@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;
 constexpr int64_t TILE_PAIRS = TILE_BYTES / 4;  // of bfloat16 in a row
 
-// Bytes in the rows of tiles 0 to 7. Tiles 0 to 3 are results, 4 and 5 the first operand, 6 and 7 the
-// second, with `left` columns in even tiles and `right` columns in odd tiles.
+// Bytes in the rows of tiles 0 to 7. Tiles 0 to 3 are results, 4 and 5 the first operand, 6 and 7
+// the second, with `left` columns in even tiles and `right` columns in odd tiles.
 struct TileColumns {
     int64_t bytes[8];
 
@@ -38,12 +38,14 @@ void tile_zero() { memset(tile_data[T], 0, sizeof tile_data[T]); }
 
 template <int T>
 void tile_load(const void* from, int64_t stride) {
-    for (int r = 0; r < TILE_ROWS; ++r) memcpy(tile_data[T][r], (const char*)from + r * stride, tile_columns.bytes[T]);
+    for (int r = 0; r < TILE_ROWS; ++r)
+        memcpy(tile_data[T][r], (const char*)from + r * stride, tile_columns.bytes[T]);
 }
 
 template <int T>
 void tile_store(void* to, int64_t stride) {
-    for (int r = 0; r < TILE_ROWS; ++r) memcpy((char*)to + r * stride, tile_data[T][r], tile_columns.bytes[T]);
+    for (int r = 0; r < TILE_ROWS; ++r)
+        memcpy((char*)to + r * stride, tile_data[T][r], tile_columns.bytes[T]);
 }
 
 // tile C += tile A . tile B: rows of pairs, times a row of B for each pair.
@@ -107,10 +109,10 @@ struct Tiles {
 };
 #endif
 
-// Products of one or two groups of 16 rows of pairs, `first` and `second` (`stride` bytes apart), with
-// rows of B (`step` bytes apart), one for each of `pairs` pairs, of which 32 columns are used. The
-// results are written, or added if ADD, to `out` and `other`, whose rows are `width` floats apart.
-// A row's results do not depend on its place. `pairs` is a multiple of 16.
+// Products of one or two groups of 16 rows of pairs, `first` and `second` (`stride` bytes apart),
+// with rows of B (`step` bytes apart), one for each of `pairs` pairs, of which 32 columns are used.
+// The results are written, or added if ADD, to `out` and `other`, whose rows are `width` floats
+// apart. A row's results do not depend on its place. `pairs` is a multiple of 16.
 template <bool BOTH, bool ADD>
 void multiply_tiles(const void* first, const void* second, int64_t stride, int64_t pairs,
                     const void* b, int64_t step, float* out, float* other, int64_t width) {

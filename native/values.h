@@ -4,8 +4,8 @@
 
 namespace {
 
-// What to prefetch while the columns of a block are summed, STEP elements of each slot at a time: in
-// memory order if the rows are contiguous, which the hardware prefetcher recognises.
+// What to prefetch while the columns of a block are summed, STEP elements of each slot at a time:
+// in memory order if the rows are contiguous, which the hardware prefetcher recognises.
 struct Passed {
     const char* first;
     int64_t slot, step;  // bytes per slot, of rows that are apart; bytes per slot and step
@@ -57,10 +57,11 @@ KV_INLINE void value_columns(Rows values, const char* ahead, int64_t ahead_step,
     });
 }
 
-// Number of column pairs summed at once: enough sums to hide the latency of the multiply-add, and few
-// enough to fit the registers.
+// Number of column pairs summed at once: enough sums to hide the latency of the multiply-add, and
+// few enough to fit the registers.
 constexpr int pairs_at_once(int queries) {
-    return queries == 1 ? 4 : queries == 2 ? (W == 16 ? 4 : 2) : queries <= (W == 16 ? 6 : 3) ? 2 : 1;
+    if (queries <= 2) return queries == 1 || W == 16 ? 4 : 2;
+    return queries <= (W == 16 ? 6 : 3) ? 2 : 1;
 }
 
 template <class T, int MT>

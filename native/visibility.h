@@ -78,7 +78,8 @@ Visibility visibility(const Work& work, int64_t row, int32_t* mask) {
     for (int64_t j = 0; j < count; ++j) slot.add(place[j] = from[j * plane.slot]);
     std::fill(place + count, place + BLOCK, -1);
     const int32_t* now = call.position + row * call.position_row + run.query0;
-    const int32_t* bounds = call.bounds ? call.bounds + row * call.bounds_row + run.query0 : nullptr;
+    const int32_t* bounds =
+        call.bounds ? call.bounds + row * call.bounds_row + run.query0 : nullptr;
     const auto first_of = [&](int64_t t) { return bounds ? std::max(bounds[t], 0) : 0; };
     const auto last_of = [&](int64_t t) { return bounds ? bounds[call.queries + t] : now[t]; };
     for (int64_t t = 0; t < tokens; ++t)
