@@ -116,7 +116,7 @@ KV_INLINE void pair_columns(Rows values, Rows next, int64_t count, int64_t width
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             u16x32 a, b;
-            if (valid < N * 32) {
+            if (N == 1 && valid < 32) {
                 a = b = u16x32{};
                 memcpy(&a, at, valid * 2), memcpy(&b, other, valid * 2);
             } else {
