@@ -7,7 +7,7 @@ namespace {
 constexpr int64_t HALF = BLOCK / 2;
 constexpr int64_t POWERS = 4;
 constexpr int MOST_MIRRORED = 6;  // queries whose sums fit registers
-constexpr int64_t MOST_FOR_A_SLOT = 8;  // positions whose shares take as long as a slot alone
+constexpr int64_t MOST_FOR_A_SLOT = 5;  // positions whose shares take as long as a slot alone
 
 // KvCentre.near: cosines and sines of 0.5, 1.5, ... 31.5 positions. Those of the last frequencies
 // are sums of powers of the distance, in units of 32 positions; a row for each power stands for
@@ -141,7 +141,7 @@ class Centred {
         if (!apart && from + BLOCK <= size) {
             hold(place[0]), hold(place[work.count - 1]);
             add_shares(share + from, size);
-        } else if (apart && (work.call.group * work.tokens >= MANY || far_apart(place))) {
+        } else if (apart && (many() || far_apart(place))) {
             add_rows(place);
         } else {
             int64_t begin = 0;
@@ -156,6 +156,9 @@ class Centred {
     }
 
   private:
+    // Whether a row and head has many queries. It depends on no other row.
+    bool many() const { return work.call.group * work.tokens >= MANY; }
+
     // Whether the chain's slots have so few of the positions that the shares of all would take
     // longer than those of the slots. It depends on no other row, nor on how the chain is divided.
     bool far_apart(const int32_t* place) const {
@@ -202,14 +205,18 @@ class Centred {
     void add_rows(const int32_t* place) const {
         for (int64_t j = 0; j < work.count; ++j)
             memcpy(rows + j * stride, work.call.centre->table + place[j] * width, width * 4);
-        transpose(rows_of_floats(rows, width), work.count, width, work.columns);
-        const Rows own = rows_of_floats(coefficients, width);
-        for_tiles<MOST_SUMS>(work.records, [&](int64_t from, auto tile) {
-            for (int64_t j = 0; j < work.count; j += STEP)
-                column_tile<tile.size, 2>({own.at(from), own.stride, own.bytes}, width,
-                                          work.columns + j, BLOCK, false, share + from * BLOCK + j,
-                                          BLOCK);
-        });
+        const Rows turns = rows_of_floats(rows, width), own = rows_of_floats(coefficients, width);
+        if (many()) {
+            transpose(turns, work.count, width, work.columns);
+            for_tiles<MOST_SUMS>(work.records, [&](int64_t from, auto tile) {
+                for (int64_t j = 0; j < work.count; j += STEP)
+                    column_tile<tile.size, 2>({own.at(from), own.stride, own.bytes}, width,
+                                              work.columns + j, BLOCK, false,
+                                              share + from * BLOCK + j, BLOCK);
+            });
+        } else {
+            scores<Widened<F32>>(turns, turns, work.count, width, coefficients, work.records, share);
+        }
         add_shares(share, BLOCK);
         forget();
     }
