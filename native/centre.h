@@ -157,7 +157,7 @@ class Centred {
 
   private:
     // Whether a row and head has many queries. It depends on no other row.
-    bool many() const { return work.call.group * work.tokens >= MANY; }
+    bool many() const { return work.asked >= MANY; }
 
     // Whether the chain's slots have so few of the positions that the shares of all would take
     // longer than those of the slots. It depends on no other row, nor on how the chain is divided.

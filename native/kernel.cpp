@@ -164,7 +164,8 @@ void KV_RUN(const KvCall& call, const KvRun& run, float* scratch) {
 #endif
     Work work(call, run, scratch);
     const int64_t records = work.records, per_row = call.group * work.tokens;
-    const bool many = records >= MANY;
+    // Whatever the size of the run, so that all queries of a call are computed in one way.
+    const bool many = std::max(records, work.asked) >= MANY;
     const KeyMethod keys = key_method(work, many);
     const ValueMethod values = value_method(work, many);
     const bool narrow = values.narrow && !run.weights;  // kept weights are floats

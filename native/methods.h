@@ -153,7 +153,7 @@ void add_packed(const Work& work) {
 
 #if defined(KV_TILES)
 // Whether a run is computed on tiles. As in by_lanes, the number of rows does not matter.
-bool on_tiles(const Work& work) { return work.call.group * work.tokens >= TILE_ROWS; }
+bool on_tiles(const Work& work) { return work.asked >= TILE_ROWS; }
 
 void score_tiles(const Work& work) {
     const PackedKeys keys(work);
@@ -397,7 +397,7 @@ KeyMethod key_method(const Work& work, bool many) {
 #if defined(KV_TILES)
         if (on_tiles(work)) return {load_queries<Dotted>, score_tiles};
 #endif
-        if (by_lanes(work.call.key_width, work.call.group * work.tokens))
+        if (by_lanes(work.call.key_width, work.asked))
             return many ? KeyMethod{load_queries<Dotted>, score_packed}
                         : KeyMethod{load_lanes, score_lanes};
         return {load_queries<Dotted>, score<Dotted>};

@@ -12,6 +12,7 @@ struct Work {
     const KvRun& run;
     Chain chain;
     const int64_t records, tokens, value_stride;
+    const int64_t asked;  // queries of a row and head in the call, which is divided among runs
     float *queries, *s, *acc, *alpha, *top, *total;
     float* columns;                     // (BLOCK, padded(width)); or scales of coded planes
     float *wide_keys, *wide;            // (BLOCK, apart(width)); or scales of coded planes
@@ -29,7 +30,8 @@ struct Work {
           chain(call, run, scratch),
           records(kv_records(call, run)),
           tokens(run.query1 - run.query0),
-          value_stride(padded(call.value_width)) {
+          value_stride(padded(call.value_width)),
+          asked(call.group * call.queries) {
         const int64_t key_stride = padded(call.key_width), rows = kv_rows(records);
         queries = scratch + kv_gathered(call);
         s = queries + rows * key_stride;
