@@ -1,6 +1,6 @@
 """What kvpress's presses keep of a text, and what kvkeep's specs of the same method keep.
 
-    kvkeep eval --setup-kvpress kvpress-env
+    python -m venv kvpress-env && kvpress-env/bin/pip install torch==2.13.0 kvpress==0.5.5
     python benchmarks/presses.py --python kvpress-env/bin/python
         [--model smollm2-135m] [--tokens 800]
 

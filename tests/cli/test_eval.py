@@ -220,7 +220,6 @@ def test_inspect_in_a_terminal_that_is_not_utf8():
         (("eval", "--against", "vllm"), "there is kvpress and llama.cpp"),
         (("eval", "--against", "kvpress"), "needs --kvpress DIR"),
         (("eval", "--against", "kvpress", "--kvpress", "nowhere"), "no environment in nowhere"),
-        (("eval", "--setup-kvpress", "."), "give a new or empty directory"),
         (("eval", "--recorded", __file__), "needs --plot FILE or --html FILE"),
         (("eval", "--recorded", __file__, "--html", "x.html"), "no result of kvkeep eval --json"),
         (("eval", "--html", "x.htm"), "must end in .html"),

@@ -87,7 +87,11 @@ class LlamaSession:
         self._free = list(range(sequences))
         self._prefix, self._source = 0, sequences
         if prefix is not None:
-            self._read_prefix(prefix)
+            self._running[sequences] = _Sequence(0, 2, deque(prefix.tolist()))
+            while not self.step():
+                pass
+            del self._running[sequences]  # its slots stay, for `_admit` to copy
+            self._prefix = len(prefix)
 
     def close(self) -> None:
         """Free everything."""
@@ -175,12 +179,3 @@ class LlamaSession:
         code = llama_cpp.llama_decode(self._context, self._batch)
         if code:
             raise KVKeepError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens")
-
-    def _read_prefix(self, prefix: Tensor) -> None:
-        ids = prefix.tolist()
-        for start in range(0, len(ids), _CHUNK):
-            self._batch.n_tokens = 0
-            for place, token in enumerate(ids[start : start + _CHUNK], start):
-                self._put(token, place, self._source)
-            self._decode()
-        self._prefix = len(ids)

@@ -25,7 +25,7 @@ from kvkeep_lab.evals.figures import Measured
 from kvkeep_lab.evals.forward import fill, follow, reads_exactly, require_positions
 from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
-from kvkeep_lab.evals.samples import Record, row_of, written
+from kvkeep_lab.evals.samples import Record, recorder, row_of
 from kvkeep_lab.evals.tasks import chosen, prompts
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def run(
     chosen(options.get("tasks", ()))
     about = {"model": model, "adapter": adapter, "dtype": dtype}
     contexts = [context] if isinstance(context, int) else context
-    with written(samples_file, about, overwrite=overwrite) as record:
-        loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
-        options |= {"contexts": contexts, "record": record, "progress": progress}
-        found = evaluate(loaded, tokenizer, specs, **options)
+    record = recorder(samples_file, about, overwrite=overwrite)
+    loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
+    options |= {"contexts": contexts, "record": record, "progress": progress}
+    found = evaluate(loaded, tokenizer, specs, **options)
     return {"evaluation": "quality", **about, **found}
 
 
