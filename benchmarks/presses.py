@@ -91,13 +91,11 @@ def read_bare(press) -> None:
 def ours(model, ids, spec) -> Kept:
     """What a spec keeps."""
     from kvkeep.host import host_of
-    from kvkeep.host.compress import compress, compresses
+    from kvkeep.host.compress import read
 
     host = host_of(model)
     cache = host.new_cache(spec)
-    host.feed(ids, cache)
-    if compresses(cache):
-        compress(host, cache, ids)
+    read(host, cache, ids)
     found = []
     for layer in cache.layers:
         position = layer.held().position[0].expand(layer.held().keys.shape[1], -1)

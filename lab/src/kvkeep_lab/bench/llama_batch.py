@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,8 @@ class LlamaSession:
         while self._waiting and self._free:
             self._admit(self._waiting.popleft(), self._free.pop())
         due, found = self._fill(), list[tuple[int, int]]()
-        self._decode()
+        if code := llama_cpp.llama_decode(self._context, self._batch):
+            raise KVKeepError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens")
         if not due:
             return found
         rows = np.ctypeslib.as_array(
@@ -141,7 +141,7 @@ class LlamaSession:
         if self._prefix:
             memory = llama_cpp.llama_get_memory(self._context)
             llama_cpp.llama_memory_seq_cp(memory, self._source, slot, 0, self._prefix)
-            sequence.unfed = deque(islice(sequence.unfed, self._prefix, None))
+            sequence.unfed = deque(list(sequence.unfed)[self._prefix :])
             sequence.fed = self._prefix
 
     def _leave(self, slot: int) -> None:
@@ -174,8 +174,3 @@ class LlamaSession:
         batch.token[at], batch.pos[at], batch.logits[at] = token, place, False
         batch.n_seq_id[at], batch.seq_id[at][0] = 1, slot
         batch.n_tokens += 1
-
-    def _decode(self) -> None:
-        code = llama_cpp.llama_decode(self._context, self._batch)
-        if code:
-            raise KVKeepError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens")

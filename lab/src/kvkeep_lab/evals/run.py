@@ -220,7 +220,7 @@ class _Context:
     def _row(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers = self._answers(spec, name)
         rows, length = self.ids.shape
-        self._begin(spec, "text", rows)
+        self.work.stage(f"{spec}, {self.context} tokens: text", rows)
         cache = _cache(self.host, spec, self.context, length)
         first = self._read(cache)
         if compresses(cache):
@@ -250,7 +250,7 @@ class _Context:
     def _answers(self, spec: _Spec, name: str) -> dict[str, list[Answer]]:
         answers: dict[str, list[Answer]] = {}
         for task, some in self.asked.prompts.items():
-            self._begin(spec, task, len(some))
+            self.work.stage(f"{spec}, {self.context} tokens: {task}", len(some))
             answers[task] = []
             for sample, prompt in enumerate(some):
                 cache = _cache(self.host, spec, self.context, prompt.steps)
@@ -268,9 +268,6 @@ class _Context:
         steps = {s: partial(fill, self.host, cache, token) for s, cache in self._held.items()}
         medians = medians_of(steps, turns=_TURNS, burst=_BURST)
         return {spec: 1 / seconds for spec, seconds in medians.items()}
-
-    def _begin(self, spec: _Spec, doing: str, cost: int) -> None:
-        self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
 
 
 def _cache(host: Host, spec: _Spec, context: int, more: int) -> ModelCache:

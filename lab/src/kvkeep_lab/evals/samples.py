@@ -68,7 +68,10 @@ def recorder(file: Path | None, about: Mapping[str, Any], *, overwrite: bool = F
         nonlocal mode
         try:
             with FileIO(file, mode) as out:
-                _append(out, json.dumps({**about, **row}).encode() + b"\n")
+                line, end = json.dumps({**about, **row}).encode() + b"\n", out.tell()
+                if out.write(line) != len(line):
+                    out.truncate(end)  # nothing is left of the line
+                    raise OSError("no space is left")
         except OSError as error:
             raise SamplesError(
                 f"cannot write samples to {file}: {error}; give another name, or make room"
@@ -85,11 +88,3 @@ def _check(file: Path, overwrite: bool) -> None:
         raise SamplesError(f"no samples in {file}: {file.parent} cannot be written to; use another")
     if file.is_dir() or (file.exists() and not overwrite):
         raise SamplesError(f"{file} exists; give another name, or --overwrite to replace the file")
-
-
-def _append(out: FileIO, line: bytes) -> None:
-    """Write a line whole, or nothing of it."""
-    end = out.tell()
-    if out.write(line) != len(line):
-        out.truncate(end)
-        raise OSError("no space is left")
