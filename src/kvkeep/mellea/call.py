@@ -18,6 +18,7 @@ from kvkeep.hf.generation.calls import PREFILL_CHUNK, Settings, settings_of_call
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.compress import compressed_tokens
 from kvkeep.mellea.caching import Resolved
+from kvkeep.store.prefix import ReadOptions
 
 with needed_by("kvkeep.mellea", "mellea"):
     from mellea.core import GenerateLog, ModelOutputThunk
