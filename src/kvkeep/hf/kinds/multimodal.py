@@ -72,8 +72,8 @@ _from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def brings_tensors(given: Mapping[str, Any], *, beside: Collection[str] = TEXT) -> bool:
-    """Whether a call has tensors, or containers of tensors, whose names are not in `beside`: images,
-    sound, their features, which transformers may have computed already, or embeddings."""
+    """Whether a call has tensors, or containers of tensors, whose names are not in `beside`:
+    images, sound, their features, which transformers may have computed already, or embeddings."""
     leaves = tree_leaves([x for name, x in given.items() if name not in beside])
     return any(isinstance(leaf, Tensor) for leaf in leaves)
 
