@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
@@ -62,6 +64,23 @@ def examples(*lines: str) -> str:
     """Examples for the end of a command's help, one per line."""
     title = "Example" if len(lines) == 1 else "Examples"
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in lines)])  # \b: lines stay
+
+
+def require_writable(path: Path) -> None:
+    """Check that a file can be written at `path`, before the computation.
+
+    Raises:
+        BadParameter: the path is a directory, or its directory is missing or cannot be written.
+    """
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory; give the name of a file")
+    try:
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path} cannot be written: {error.strerror}; give a file in a writable directory"
+        ) from error
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -125,7 +125,8 @@ class Taken(NamedTuple):
 
 @torch.inference_mode()
 def taken(cache: ModelCache) -> Taken:
-    """A cache's current contents for its first row. This is fast; `picture` may run in another thread.
+    """A cache's current contents for its first row. This is fast; `picture` may run in another
+    thread.
 
     Raises:
         StateError: another object is using the cache's layers.
