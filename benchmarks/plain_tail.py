@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from kvkeep_lab.bench.text import windows_of_text
-from kvkeep_lab.evals.forward import reads_exactly
+from kvkeep_lab.evals.forward import fill, follow, reads_exactly
 from kvkeep_lab.evals.intervals import of_mean
 
 from kvkeep.host import host_of, load_model
@@ -42,8 +42,7 @@ def after_context(host, spec, ids, full, chunk):
         settle(cache)
         last = full[1]
     else:
-        for piece in ids.split(chunk or ids.shape[1], dim=1):
-            last = host.forward(piece, cache)[:, -1]
+        last = fill(host, cache, ids, chunk)
     if compresses(cache):
         compress(host, cache, ids)
     return cache, last
@@ -51,9 +50,7 @@ def after_context(host, spec, ids, full, chunk):
 
 def log_probabilities(host, cache, last, ids):
     """Of each token of `ids` (B, n), fed one at a time: (B, n, V)."""
-    found = [last]
-    for token in ids[:, :-1].split(1, dim=1):
-        found.append(host.forward(token, cache)[:, -1])
+    found = list(follow(host, cache, last, ids))
     return torch.stack(found, dim=1).float().log_softmax(-1)
 
 

@@ -1,6 +1,6 @@
 """What kvpress's presses keep of a text, and what kvkeep's specs of the same method keep.
 
-    kvkeep eval --setup-kvpress kvpress-env
+    python -m venv kvpress-env && kvpress-env/bin/pip install torch==2.13.0 kvpress==0.5.5
     python benchmarks/presses.py --python kvpress-env/bin/python
         [--model smollm2-135m] [--tokens 800]
 
@@ -91,13 +91,11 @@ def read_bare(press) -> None:
 def ours(model, ids, spec) -> Kept:
     """What a spec keeps."""
     from kvkeep.host import host_of
-    from kvkeep.host.compress import compress, compresses
+    from kvkeep.host.compress import read
 
     host = host_of(model)
     cache = host.new_cache(spec)
-    host.feed(ids, cache)
-    if compresses(cache):
-        compress(host, cache, ids)
+    read(host, cache, ids)
     found = []
     for layer in cache.layers:
         position = layer.held().position[0].expand(layer.held().keys.shape[1], -1)

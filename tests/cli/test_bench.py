@@ -378,7 +378,7 @@ def test_what_is_no_record_is_not_drawn(tmp_path, record, options, says):
         (("op", "--dtype", "int3"), "no dtype 'int3'"),
         (("op", "--codecs", "int9"), "no codec 'int9'"),
         (("op", "--plot", "x.foo"), "must end in ."),
-        (("op", "--plot", "nowhere/x.png"), "there is no directory"),
+        (("op", "--plot", "nowhere/x.png"), "nowhere/x.png cannot be written"),
         (("decode", "--contexts", "0"), "whole numbers"),
         (("linear", "--shapes", "5x"), "give layers such as"),
         (("linear", "--dtype", "float64"), "no "),

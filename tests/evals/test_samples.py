@@ -9,7 +9,7 @@ from io import FileIO
 import pytest
 from kvkeep_lab.evals.answers import scored
 from kvkeep_lab.evals.run import evaluate
-from kvkeep_lab.evals.samples import SamplesError, row_of, written
+from kvkeep_lab.evals.samples import SamplesError, recorder, row_of
 from support import tiny_models
 from support.task_prompts import Characters, made
 from support.token_letters import Letters
@@ -63,35 +63,34 @@ def test_rows_of_a_run_give_its_figures():
 
 def test_each_row_is_in_the_file_at_once(tmp_path):
     file = tmp_path / "samples.jsonl"
-    with written(file, {"model": "m"}) as record:
-        assert not file.exists()  # a run that is refused leaves none
-        for score in (0, 1):
-            record({**ROW, "score": score})
-            lines = file.read_text().splitlines()
-            assert json.loads(lines[-1]) == {"model": "m", **ROW, "score": score}
+    record = recorder(file, {"model": "m"})
+    assert not file.exists()  # a run that is refused leaves none
+    for score in (0, 1):
+        record({**ROW, "score": score})
+        lines = file.read_text().splitlines()
+        assert json.loads(lines[-1]) == {"model": "m", **ROW, "score": score}
     assert len(lines) == 2
-    with written(None, {}) as record:
-        record(ROW)
+    recorder(None, {})(ROW)
 
 
 def test_a_file_is_replaced_only_if_asked_for_and_when_there_is_a_row(tmp_path):
     file = tmp_path / "samples.jsonl"
     file.write_text("old")
     with pytest.raises(SamplesError, match="exists; give another name, or --overwrite"):
-        written(file, {}).__enter__()
-    with written(file, {}, overwrite=True) as record:
-        assert file.read_text() == "old"
-        record(ROW)
+        recorder(file, {})
+    record = recorder(file, {}, overwrite=True)
+    assert file.read_text() == "old"
+    record(ROW)
     assert json.loads(file.read_text()) == ROW
     with pytest.raises(SamplesError, match="there is no directory"):
-        written(tmp_path / "none" / "x.jsonl", {}).__enter__()
+        recorder(tmp_path / "none" / "x.jsonl", {})
     with pytest.raises(SamplesError, match="exists"):
-        written(tmp_path, {}, overwrite=True).__enter__()
+        recorder(tmp_path, {}, overwrite=True)
     other = tmp_path / "other.jsonl"
-    with written(other, {}) as record:
-        other.write_text("another run's")
-        with pytest.raises(SamplesError, match="cannot write samples to"):
-            record(ROW)
+    record = recorder(other, {})
+    other.write_text("another run's")
+    with pytest.raises(SamplesError, match="cannot write samples to"):
+        record(ROW)
     assert other.read_text() == "another run's"
 
 
@@ -102,8 +101,8 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
     monkeypatch.setattr("kvkeep_lab.evals.samples.FileIO", Filling)
     file = tmp_path / "samples.jsonl"
-    with written(file, {}) as record:
+    record = recorder(file, {})
+    record(ROW)
+    with pytest.raises(SamplesError, match="no space"):
         record(ROW)
-        with pytest.raises(SamplesError, match="no space"):
-            record(ROW)
     assert file.read_text() == json.dumps(ROW) + "\n"

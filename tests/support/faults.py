@@ -958,9 +958,9 @@ FAULTS = (
     ),
     Fault(
         "features-are-taken-for-text",
-        "hf/generation/calls.py",
-        "return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)",
-        "return any(isinstance(x, Tensor) for n, x in model_kwargs.items() if n not in beside)",
+        "hf/kinds/multimodal.py",
+        "leaves = tree_leaves([x for name, x in given.items() if name not in beside])",
+        "leaves = [x for name, x in given.items() if name not in beside]",
         "hf/test_multimodal.py",
     ),
     Fault(

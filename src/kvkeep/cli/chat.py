@@ -15,17 +15,8 @@ from kvkeep.cli.compile import compile_if_it_pays
 from kvkeep.cli.complete import sessions as completed
 from kvkeep.cli.errors import Group, print_error
 from kvkeep.cli.generate import require_utf8
-from kvkeep.cli.options import RunOptions, with_options
-from kvkeep.cli.output import (
-    JsonFlag,
-    Temperature,
-    TopP,
-    examples,
-    print_json,
-    print_table,
-    say,
-    titled,
-)
+from kvkeep.cli.options import AnswerOptions, with_options
+from kvkeep.cli.output import JsonFlag, examples, print_json, print_table, say, titled
 from kvkeep.cli.progress import Working
 from kvkeep.options import option
 
@@ -44,7 +35,7 @@ COMMANDS = [line.split()[0] for line in HELP.splitlines()]
 
 
 @dataclass(frozen=True)
-class Chat(RunOptions):
+class Chat(AnswerOptions):
     """Options of `kvkeep chat`."""
 
     session: str | None = option(
@@ -55,8 +46,6 @@ class Chat(RunOptions):
     cache: str | None = option(None, "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
     system: str | None = option(None, "A system message for the start.")
     max_new_tokens: int = option(512, "Most tokens of an answer.", min=1)
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
     reread: bool = option(False, "Recompute the conversation's cache with this model.", flag=True)
 
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from kvkeep.cli.output import DEFAULT_MODEL, JsonFlag, ModelDtype, ModelName, print_json, say
+from kvkeep.cli.options import OneModel, with_options
+from kvkeep.cli.output import DEFAULT_MODEL, JsonFlag, print_json, say
 from kvkeep.cli.progress import Working
-
-Compile = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Compile decode steps first, or use no compiled steps; default: use compiled steps, "
-        "and compile them once the model has generated enough tokens to save time.",
-    ),
-]
+from kvkeep.options import option
 
 
 def compile_if_it_pays(
@@ -47,22 +39,23 @@ def compile_if_it_pays(
         say(f"decode steps are not compiled, now or later: {error}", err=True)
 
 
-def compile(
-    model: ModelName = None,
-    sequences: Annotated[
-        int, typer.Option(min=1, max=32, help="Also compile batches of up to this many sequences.")
-    ] = 1,
-    dtype: ModelDtype = "auto",
-    json: JsonFlag = False,
-) -> None:
+@dataclass(frozen=True)
+class Steps(OneModel):
+    """Options of `kvkeep compile`."""
+
+    sequences: int = option(1, "Also compile batches of up to this many sequences.", min=1, max=32)
+
+
+@with_options(Steps)
+def compile(asked: Steps, json: JsonFlag = False) -> None:
     """Compile a model's decode steps, for kvkeep.attach and all commands on this machine."""
-    model = model or DEFAULT_MODEL
+    model = asked.model or DEFAULT_MODEL
     with Working("starting") as working:
         from kvkeep.hf.compile_ahead import compile_steps
         from kvkeep.hf.models import load
 
-        loaded, _ = load(model, dtype, "cpu", working)
-        files = compile_steps(loaded, sequences, working)
+        loaded, _ = load(model, asked.dtype, "cpu", working)
+        files = compile_steps(loaded, asked.sequences, working)
     size = sum(file.stat().st_size for file in files)
     if json:
         print_json({"model": model, "files": [str(file) for file in files], "bytes": size})

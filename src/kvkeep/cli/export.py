@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
 
 from kvkeep.cli.options import ModelOptions, with_options
-from kvkeep.cli.output import JsonFlag, print_json, say
+from kvkeep.cli.output import JsonFlag, print_json, require_writable, say
 from kvkeep.cli.progress import Working
 from kvkeep.options import option
 
@@ -41,7 +40,7 @@ def export(
     spec, path = parse_specs(asked.cache), named(output)
     for one in [spec] if isinstance(spec, CacheSpec) else spec.values():
         require_exportable(one)
-    _require_writable(path)
+    require_writable(path)
     with Working("starting") as working:
         from kvkeep.hf.export import export as run
 
@@ -68,20 +67,3 @@ def export(
         f"{path}: {size / 2**20:.0f} MiB, {spec}, {asked.rows} row"
         f"{'s' if asked.rows > 1 else ''}; run it with kvkeep.Program.load"
     )
-
-
-def _require_writable(path: Path) -> None:
-    """Check that a file can be written at `path`, before the computation.
-
-    Raises:
-        BadParameter: the path is a directory, or its directory is missing or cannot be written.
-    """
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a directory; give the name of a file")
-    try:
-        with TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise typer.BadParameter(
-            f"{path} cannot be written: {error.strerror}; give a file in a writable directory"
-        ) from error

@@ -15,16 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli.errors import reported
-from kvkeep.cli.options import with_options
-from kvkeep.cli.output import (
-    DEFAULT_MODEL,
-    DeviceName,
-    JsonFlag,
-    ModelDtype,
-    ModelName,
-    print_json,
-    say,
-)
+from kvkeep.cli.options import OneModel, with_options
+from kvkeep.cli.output import DEFAULT_MODEL, JsonFlag, print_json, say
 from kvkeep.cli.progress import Working
 from kvkeep.finetune.options import Options
 from kvkeep.libraries import LIBRARIES
@@ -32,10 +24,9 @@ from kvkeep.options import option
 
 
 @dataclass(frozen=True)
-class Finetune:
+class Finetune(OneModel):
     """Options of `kvkeep finetune` beside those of the training."""
 
-    model: ModelName = None
     host: str = option(
         "transformers",
         "Library of the model: transformers, or litgpt, whose --model is a checkpoint directory.",
@@ -47,8 +38,7 @@ class Finetune:
         "256-1024: each step draws a size.",
     )
     resume: bool = option(False, "Continue from the newest checkpoint in --out.", flag=True)
-    dtype: ModelDtype = "auto"
-    device: DeviceName = None
+    device: str | None = option(None, "A torch device.", complete="devices")
 
 
 @with_options(Finetune, Options)

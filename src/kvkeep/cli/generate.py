@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.compile import compile_if_it_pays
-from kvkeep.cli.options import RunOptions, with_options
-from kvkeep.cli.output import CacheSpec, JsonFlag, Temperature, TopP, print_json, say
+from kvkeep.cli.options import AnswerOptions, with_options
+from kvkeep.cli.output import JsonFlag, print_json, say
 from kvkeep.cli.progress import Working
 from kvkeep.options import option
 
@@ -30,17 +30,15 @@ PromptFile = Annotated[
 
 
 @dataclass(frozen=True)
-class Generate(RunOptions):
+class Generate(AnswerOptions):
     """Options of `kvkeep generate`."""
 
     prompt: Prompt = ""
-    cache: CacheSpec = "keep_all"
+    cache: str = option("keep_all", "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
     max_new_tokens: int = option(256, "Most tokens to generate.", min=1)
     prompt_file: PromptFile = None
     system: str | None = option(None, "A system message.")
     raw: bool = option(False, "Apply no chat template.", flag=True)
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
     seed: int | None = option(None, "Seed for sampling.")
     prefill_chunk: int | None = option(
         None,

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from kvkeep.cli.complete import models as completed
 from kvkeep.cli.errors import Group
-from kvkeep.cli.output import (
-    CacheSpec,
-    DeviceName,
-    JsonFlag,
-    ModelDtype,
-    examples,
-    print_json,
-    print_table,
-    say,
-)
+from kvkeep.cli.options import with_options
+from kvkeep.cli.output import JsonFlag, examples, print_json, print_table, say
 from kvkeep.cli.progress import Working
+from kvkeep.options import option
 
 models = typer.Typer(
     cls=Group,
@@ -90,16 +84,18 @@ def fetch(name: AnyModel, json: JsonFlag = False) -> None:
         typer.echo(path)
 
 
-@models.command(
-    epilog=examples("kvkeep models show smollm2-135m --cache h2o:1024+int8"),
-)
-def show(
-    name: AnyModel,
-    cache: CacheSpec = "keep_all",
-    dtype: ModelDtype = "auto",
-    device: DeviceName = None,
-    json: JsonFlag = False,
-) -> None:
+@dataclass(frozen=True)
+class Show:
+    """Options of `kvkeep models show`."""
+
+    cache: str = option("keep_all", "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
+    dtype: str = option("auto", "auto, float32, bfloat16, float16.", complete="dtypes")
+    device: str | None = option(None, "A torch device.", complete="devices")
+
+
+@models.command(epilog=examples("kvkeep models show smollm2-135m --cache h2o:1024+int8"))
+@with_options(Show)
+def show(asked: Show, name: AnyModel, json: JsonFlag = False) -> None:
     """Describe a model: its size, whether kvkeep can serve it, and the memory of its cache.
 
     A model with a short name is fetched first; for a hub name, only the config is downloaded. No
@@ -108,7 +104,7 @@ def show(
     with Working(f"reading {name}") as working:
         from kvkeep.hf.describe import describe
 
-        found = describe(name, cache, dtype, device, working)
+        found = describe(name, asked.cache, asked.dtype, asked.device, working)
     if json:
         print_json(found)
         return

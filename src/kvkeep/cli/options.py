@@ -11,32 +11,36 @@ from typing import Annotated, Any, cast, get_origin, get_type_hints
 import typer
 
 from kvkeep.cli import complete
-from kvkeep.cli.compile import Compile
-from kvkeep.cli.output import (
-    DEFAULT_MODEL,
-    AdapterName,
-    DeviceName,
-    ModelDtype,
-    ModelName,
-    ModelWeights,
-    listed,
-    size_in_bytes,
-    titled,
-    whole_numbers,
-)
+from kvkeep.cli.output import DEFAULT_MODEL, listed, size_in_bytes, titled, whole_numbers
 from kvkeep.cli.progress import Working
+from kvkeep.options import option
 
 _OURS = ("separator", "least", "size", "values", "complete", "name", "flag", "unrelated")
 """Arguments of `kvkeep.options.option` that are not arguments of `typer.Option`."""
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The model of a command."""
+class OneModel:
+    """The model of a command that takes no adapter."""
 
-    model: ModelName = None
-    adapter: AdapterName = None
-    dtype: ModelDtype = "auto"
+    model: str | None = option(
+        None,
+        "A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
+        "default: smollm2-135m, or the adapter's base model.",
+        complete="models",
+    )
+    dtype: str = option("auto", "auto, float32, bfloat16, float16.", complete="dtypes")
+
+
+@dataclass(frozen=True)
+class ModelOptions(OneModel):
+    """The model of a command, and its adapter."""
+
+    adapter: str | None = option(
+        None,
+        "An adapter's directory, e.g. the output of `kvkeep finetune`.",
+        complete="adapters",
+    )
 
     @property
     def named(self) -> str | None:
@@ -63,13 +67,30 @@ class ModelOptions:
 class RunOptions(ModelOptions):
     """The model of a command, and how it runs."""
 
-    weights: ModelWeights = None
-    device: DeviceName = None
-    compile: Compile = None
+    weights: str | None = option(
+        None,
+        "Quantise the weights of linear layers, on the CPU: int8 or int4; default: no.",
+        values=("int8", "int4"),
+    )
+    device: str | None = option(None, "A torch device.", complete="devices")
+    compile: bool | None = option(
+        None,
+        "Compile decode steps first, or use no compiled steps; default: use compiled steps, "
+        "and compile them once the model has generated enough tokens to save time.",
+        name="--compile/--no-compile",
+    )
 
     def load(self, working: Working, **more: Any) -> tuple[Any, Any]:
         """See `ModelOptions.load`."""
         return super().load(working, device=self.device, weights=self.weights, **more)
+
+
+@dataclass(frozen=True)
+class AnswerOptions(RunOptions):
+    """The model of a command, how it runs, and how the tokens of answers are chosen."""
+
+    temperature: float = option(0.0, "Sampling temperature; 0 is greedy.", min=0.0)
+    top_p: float = option(1.0, "Probability mass to sample from.", min=0.0, max=1.0)
 
 
 def with_options(*kinds: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -5,53 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kvkeep.cli.complete import adapters, devices, dtypes, models, one_of, specs
 from kvkeep.cli.table import tables
 
 DEFAULT_MODEL = "smollm2-135m"
 
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="A name from `kvkeep models`, a directory, a GGUF file, or a hub name; "
-        "default: smollm2-135m, or the adapter's base model.",
-        autocompletion=models,
-    ),
-]
-AdapterName = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter",
-        help="An adapter's directory, e.g. the output of `kvkeep finetune`.",
-        autocompletion=adapters,
-    ),
-]
-ModelDtype = Annotated[
-    str,
-    typer.Option("--dtype", help="auto, float32, bfloat16, float16.", autocompletion=dtypes),
-]
-ModelWeights = Annotated[
-    str | None,
-    typer.Option(
-        "--weights",
-        help="Quantise the weights of linear layers, on the CPU: int8 or int4; default: no.",
-        autocompletion=one_of("int8", "int4"),
-    ),
-]
-DeviceName = Annotated[
-    str | None, typer.Option("--device", help="A torch device.", autocompletion=devices)
-]
-CacheSpec = Annotated[
-    str, typer.Option(help="Cache spec, e.g. window:1024,sinks=4.", autocompletion=specs)
-]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability mass to sample from.")]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object on the last line.")
 ]
@@ -100,6 +64,23 @@ def examples(*lines: str) -> str:
     """Examples for the end of a command's help, one per line."""
     title = "Example" if len(lines) == 1 else "Examples"
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in lines)])  # \b: lines stay
+
+
+def require_writable(path: Path) -> None:
+    """Check that a file can be written at `path`, before the computation.
+
+    Raises:
+        BadParameter: the path is a directory, or its directory is missing or cannot be written.
+    """
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory; give the name of a file")
+    try:
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path} cannot be written: {error.strerror}; give a file in a writable directory"
+        ) from error
 
 
 def say(text: str, *, err: bool = False) -> None:

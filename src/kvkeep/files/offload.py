@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvkeep.errors import StateError
+from kvkeep.reading import read_into
 from kvkeep.storage.allocate import available_host_bytes
 
 
@@ -54,9 +55,8 @@ class Offload:
         self.host_bytes = self.file_bytes = self.peak_bytes = 0
         self._directory = directory
         self._file: Any = None
-        self._free: dict[int, list[int]] = defaultdict(
-            list
-        )  # offsets of free gaps in the file, by length of the gap
+        # Offsets of free gaps in the file, by length of the gap.
+        self._free: dict[int, list[int]] = defaultdict(list)
         self._end = 0
 
     def put(self, x: Tensor) -> Kept:
@@ -162,9 +162,7 @@ class Offload:
 
     def _read(self, place: Spilled) -> Tensor:
         x = torch.empty(place.shape, dtype=place.dtype)
-        data, done = _bytes(x), 0
-        while done < len(data):
-            done += os.preadv(self._file.fileno(), [data[done:]], place.offset + done)
+        read_into(self._file.fileno(), _bytes(x), place.offset)
         return x
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kvkeep.finetune.data import IGNORED, Batch, DataError, Tokens, encoded, objects, text_of
+from kvkeep.finetune.data import Batch, DataError, Tokens, encoded, objects, text_of
 from kvkeep.finetune.options import OptionError
 from kvkeep.finetune.task import Task
+from kvkeep.train.losses import IGNORED
 
 
 def labelled(path: Path) -> list[tuple[str, str]]:

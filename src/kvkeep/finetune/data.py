@@ -14,10 +14,7 @@ from torch import Tensor
 
 from kvkeep.errors import KVKeepError
 from kvkeep.finetune.options import seed_of
-
-IGNORED = -100
-"""The label of a token without a loss."""
-
+from kvkeep.train.losses import IGNORED
 
 Made = TypeVar("Made")
 

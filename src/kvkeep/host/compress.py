@@ -95,11 +95,12 @@ def stop_evicting(cache: ModelCache) -> None:
 
 @torch.inference_mode()
 def read(host: Host, cache: ModelCache, ids: Tensor, chunk: int | None = None) -> None:
-    """Feed a cache of policy `kvzip` the rest of ids (B, n), in chunks; then compress it."""
+    """Feed a cache the rest of ids (B, n), in chunks; then compress it, if its policy does."""
     left = ids[:, cache.fed :]
     for piece in torch.split(left, chunk or left.shape[1], dim=1) if left.numel() else ():
         host.feed(piece, cache)
-    compress(host, cache, ids)
+    if compresses(cache):
+        compress(host, cache, ids)
 
 
 def _chosen(

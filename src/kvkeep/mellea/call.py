@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from kvkeep.blocks import BlockReport, Encoded, Report
 from kvkeep.context import within
 from kvkeep.extras import needed_by
-from kvkeep.hf.generation.calls import PREFILL_CHUNK, ReadOptions, Settings, settings_of_calls
+from kvkeep.hf.generation.calls import PREFILL_CHUNK, Settings, settings_of_calls
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.compress import compressed_tokens
 from kvkeep.mellea.caching import Resolved
+from kvkeep.store.prefix import ReadOptions
 
 with needed_by("kvkeep.mellea", "mellea"):
     from mellea.core import GenerateLog, ModelOutputThunk

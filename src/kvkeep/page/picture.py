@@ -124,8 +124,9 @@ class Taken(NamedTuple):
 
 
 @torch.inference_mode()
-def taken(cache: ModelCache, row: int = 0) -> Taken:
-    """A cache's current contents for one row. This is fast; `picture` may run in another thread.
+def taken(cache: ModelCache) -> Taken:
+    """A cache's current contents for its first row. This is fast; `picture` may run in another
+    thread.
 
     Raises:
         StateError: another object is using the cache's layers.
@@ -133,8 +134,8 @@ def taken(cache: ModelCache, row: int = 0) -> Taken:
     seen: list[int] = cache.seen.tolist()
     layers = zip(cache.layers, cache.places, cache.specs, strict=True)
     return Taken(
-        seen[row] if seen else 0,
-        tuple(Held.of(layer, row, place, str(spec)) for layer, place, spec in layers),
+        seen[0] if seen else 0,
+        tuple(Held.of(layer, 0, place, str(spec)) for layer, place, spec in layers),
         sum(layer.slots.stats.live_bytes for layer in cache.layers),
         sum(_full_bytes(layer, tokens) for layer in cache.layers for tokens in seen),
     )

@@ -13,7 +13,6 @@ from kvkeep.layer.layer import LayerCache
 from kvkeep.layer.sight import Sighted
 from kvkeep.layer.step import StepInputs
 from kvkeep.planes import POSITION
-from kvkeep.train.slots import HeldSlots
 
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, n, Dk) and values (B, H, n, Dv) of a chunk, in the precision of slots: encoded and
@@ -28,7 +27,7 @@ class Unattending:
     """
 
     shared: Pair | None = None
-    past: HeldSlots | None = None
+    past: Held | None = None
     """The slots before the chunk, as leaves of the graph."""
     written: tuple[Tensor, ...] = ()
     """The chunk's keys and values, part of the graph, if the layer writes them to its slots."""
@@ -115,7 +114,7 @@ class Cell(Unattending):
     def __init__(
         self,
         layer: LayerCache,
-        past: HeldSlots | None,
+        past: Held | None,
         before: History,
         states: dict[str, Tensor],
         shared: Pair | None = None,
@@ -131,8 +130,7 @@ class Cell(Unattending):
 
     def sighted(self, queries: Tensor) -> Sighted:
         """See `LayerCache.sighted`."""
-        held = self.past and Held(self.past.keys, self.past.values, self.past.position)
-        return Sighted.of(held, queries, self._layer.sight)
+        return Sighted.of(self.past, queries, self._layer.sight)
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Like `LayerCache.run`, but writes no slots."""

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.attention import Held
 from kvkeep.files.offload import Offload
 from kvkeep.geometry import Geometry
 from kvkeep.layer.history import MEMORY, History, LayerState, by_part
 from kvkeep.layer.layer import LayerCache
-from kvkeep.train.slots import HeldSlots, Slots
+from kvkeep.train.slots import Slots
 
 
 class Message(NamedTuple):
@@ -87,12 +88,14 @@ def of_slots(slots: Slots | None) -> Message:
     it has none."""
     if slots is None:
         return Message({}, {})
-    return Message({"encoded": slots.encoded}, slots.past._asdict())
+    keys, values, position, _ = slots.past
+    tensors = {"keys": keys, "values": values, "position": position}
+    return Message({"encoded": slots.encoded}, tensors)
 
 
 def slots_from(message: Message, store: Offload, layer: LayerCache) -> Slots:
     """The inverse of `of_slots`."""
-    return Slots(store, layer, HeldSlots(**message.tensors), message.about["encoded"])
+    return Slots(store, layer, Held(**message.tensors), message.about["encoded"])
 
 
 def of_gradients(slots: Slots | None) -> Message:

@@ -7,21 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.attention import Held
 from kvkeep.codec import encoded_count
 from kvkeep.files.offload import Kept, Offload
 from kvkeep.layer.block_encoded import filled, order_of_encoding
 from kvkeep.layer.layer import LayerCache
 from kvkeep.planes import along_slots
 from kvkeep.policy.replay import among
-
-
-class HeldSlots(NamedTuple):
-    """The slots before a chunk: keys (B, H, S, Dk), values (B, H, S, Dv), and positions, int32
-    (B, 1|H, S), -1 where a slot is empty."""
-
-    keys: Tensor
-    values: Tensor
-    position: Tensor
 
 
 class _Undo(NamedTuple):
@@ -52,20 +44,20 @@ class Slots:
     """
 
     def __init__(
-        self, store: Offload, layer: LayerCache, held: HeldSlots | None = None, encoded: int = 0
+        self, store: Offload, layer: LayerCache, held: Held | None = None, encoded: int = 0
     ) -> None:
         self.length = 0 if held is None else held.keys.shape[2]
         self.encoded = encoded
         self._store, self._layer = store, layer
         # Keys, values, positions; then gradients of keys and values.
-        self._buffers: list[Tensor] = list(held or ())
+        self._buffers: list[Tensor] = [] if held is None else [*held[:3]]
         self._undo: list[_Undo] = []
 
     @property
-    def past(self) -> HeldSlots:
+    def past(self) -> Held:
         """The current slots: views, valid until the next change."""
         keys, values, position = (x[:, :, : self.length] for x in self._buffers[:3])
-        return HeldSlots(keys, values, position)
+        return Held(keys, values, position)
 
     def push(self, k: Tensor, v: Tensor, position: Tensor, evicted: list[Tensor]) -> None:
         """Write n tokens, evict, then encode full blocks.

@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,11 @@ class LlamaSession:
         self._free = list(range(sequences))
         self._prefix, self._source = 0, sequences
         if prefix is not None:
-            self._read_prefix(prefix)
+            self._running[sequences] = _Sequence(0, 2, deque(prefix.tolist()))
+            while not self.step():
+                pass
+            del self._running[sequences]  # its slots stay, for `_admit` to copy
+            self._prefix = len(prefix)
 
     def close(self) -> None:
         """Free everything."""
@@ -118,7 +121,8 @@ class LlamaSession:
         while self._waiting and self._free:
             self._admit(self._waiting.popleft(), self._free.pop())
         due, found = self._fill(), list[tuple[int, int]]()
-        self._decode()
+        if code := llama_cpp.llama_decode(self._context, self._batch):
+            raise KVKeepError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens")
         if not due:
             return found
         rows = np.ctypeslib.as_array(
@@ -138,7 +142,7 @@ class LlamaSession:
         if self._prefix:
             memory = llama_cpp.llama_get_memory(self._context)
             llama_cpp.llama_memory_seq_cp(memory, self._source, slot, 0, self._prefix)
-            sequence.unfed = deque(islice(sequence.unfed, self._prefix, None))
+            sequence.unfed = deque(list(sequence.unfed)[self._prefix :])
             sequence.fed = self._prefix
 
     def _leave(self, slot: int) -> None:
@@ -171,17 +175,3 @@ class LlamaSession:
         batch.token[at], batch.pos[at], batch.logits[at] = token, place, False
         batch.n_seq_id[at], batch.seq_id[at][0] = 1, slot
         batch.n_tokens += 1
-
-    def _decode(self) -> None:
-        code = llama_cpp.llama_decode(self._context, self._batch)
-        if code:
-            raise KVKeepError(f"llama_decode returned {code} for {self._batch.n_tokens} tokens")
-
-    def _read_prefix(self, prefix: Tensor) -> None:
-        ids = prefix.tolist()
-        for start in range(0, len(ids), _CHUNK):
-            self._batch.n_tokens = 0
-            for place, token in enumerate(ids[start : start + _CHUNK], start):
-                self._put(token, place, self._source)
-            self._decode()
-        self._prefix = len(ids)

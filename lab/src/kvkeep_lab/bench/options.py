@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,6 +67,10 @@ class Benchmark:
     drawn: ClassVar[Sequence[str] | None] = None
     """The columns of --plot; None: all that are measured."""
 
+    seconds: float | None = field(default=None, kw_only=True)
+    """Time limit where cases are measured one after the other (append, op, decode): those that have
+    not started by then are skipped."""
+
     def some(self, *names: str) -> dict[str, Any]:
         """The options of these names."""
         return {name: getattr(self, name) for name in names}
@@ -108,8 +112,6 @@ class Append(Benchmark):
         None, "Of concat, growing and fixed, comma-separated; default: the first two, on CUDA all."
     )
     turns: int = _count(20, "Rounds of ten calls each.")
-    seconds: float | None = None
-    """Time limit: cases that have not started by then are skipped."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,6 @@ class Op(Benchmark):
         "default: the first three, on CUDA all; with --latent torch-folded and torch-math.",
     )
     turns: int = _count(10)
-    seconds: float | None = None
-    """Time limit: cases that have not started by then are skipped."""
 
     def __post_init__(self) -> None:
         for heads in self.heads:
@@ -256,8 +256,6 @@ class Decode(Benchmark):
     )
     burst: int = 4
     """Steps of each round."""
-    seconds: float | None = None
-    """Time limit: cases that have not started by then are skipped."""
 
     def __post_init__(self) -> None:
         if self.beside is not None and self.weights is not None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from kvkeep.blocks import prefill
 from kvkeep.blocks.join import windowed
 from kvkeep.hf.attach import attach
-from kvkeep.hf.cache_argument import as_cache
-from kvkeep.host import ModelCache, host_of
+from kvkeep.host import Host, ModelCache, host_of
 from kvkeep.host.placement import device_named
 from kvkeep.host.progress import Progress, Work, silent
 from kvkeep.store import Backend, Disk, PrefixStore, Redis
@@ -65,6 +64,7 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
     if tokenizer is not None:
         question = tokenizer(_QUESTION, return_tensors="pt", add_special_tokens=False).input_ids[0]
     attach(loaded)
+    host = host_of(loaded)
     blocks = PrefixStore()
     prefill(loaded, texts, store=blocks)
     with ExitStack() as during:
@@ -74,7 +74,7 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
         url = during.enter_context(_server(folder)) if asked.redis is None else asked.redis
         if url is not None:
             backends["redis"] = Redis(url, name=f"kvkeep-bench-{uuid4().hex}", ttl=3600)
-        lacking = set(REPAIRING) if windowed(host_of(loaded).new_cache()) else set[str]()
+        lacking = set(REPAIRING) if windowed(host.new_cache()) else set[str]()
         lacking |= {"redis"} - set(backends)
         modes = [mode for mode in MODES if mode not in lacking]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
@@ -88,7 +88,7 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
             for backend in backends.values():
                 PrefixStore(backend=backend).learn(loaded, whole[:-1], cache)
             stores = {"prefix": memory, BLOCKS: blocks}
-            reader = _Reader(loaded, texts, question, stores, backends)
+            reader = _Reader(host, texts, question, stores, backends)
             said = reader.answer(asked.answer)
             reference = reader.judged("cold", said)
             for mode in modes:
@@ -109,7 +109,7 @@ def run(asked: Reuse, progress: Progress = silent) -> dict[str, Any]:
 class _Reader(NamedTuple):
     """One order of the documents, which can be prefilled in every mode."""
 
-    model: Any
+    host: Host
     texts: Sequence[Tensor]
     question: Tensor
     stores: Mapping[str, PrefixStore]
@@ -119,7 +119,7 @@ class _Reader(NamedTuple):
         """Seconds until the logits after the question."""
         start = time.perf_counter()
         cache = self._documents(mode)
-        self._logits(self._rest(cache)[None], cache, logits_to_keep=1)
+        self.host.forward(self._rest(cache)[None], cache)
         return time.perf_counter() - start
 
     def answer(self, count: int) -> Tensor:
@@ -127,7 +127,7 @@ class _Reader(NamedTuple):
         cache = self._documents("cold")
         fed, said = self._rest(cache)[None], list[Tensor]()
         for _ in range(count):
-            fed = self._logits(fed, cache, logits_to_keep=1)[:, -1:].argmax(dim=-1)
+            fed = self.host.forward(fed, cache).argmax(dim=-1)
             said.append(fed[0])
         return torch.cat(said)
 
@@ -135,11 +135,8 @@ class _Reader(NamedTuple):
         """Log-probabilities (n, V) at the n tokens of an answer."""
         cache = self._documents(mode)
         fed = torch.cat([self._rest(cache), answer[:-1]])
-        return self._logits(fed[None], cache)[0, -len(answer) :].double().log_softmax(dim=-1)
-
-    def _logits(self, ids: Tensor, cache: ModelCache, **options: Any) -> Tensor:
-        logits: Tensor = self.model(ids, **as_cache(self.model, cache), **options).logits
-        return logits
+        logits = self.host.forward(fed[None], cache, last=len(answer))[0]
+        return logits.double().log_softmax(dim=-1)
 
     def _rest(self, cache: ModelCache) -> Tensor:
         """The tokens of the question that the cache does not hold yet, (n,)."""
@@ -148,14 +145,14 @@ class _Reader(NamedTuple):
     def _documents(self, mode: str) -> ModelCache:
         """A cache of the documents, which may include part of the question."""
         if mode == "cold":
-            return read(self.model, torch.cat(list(self.texts)))[1]
+            return read(self.host.model, torch.cat(list(self.texts)))[1]
         if mode.startswith(BLOCKS):
             how = mode.removeprefix(BLOCKS)
             share: float | str = float(how) if how.replace(".", "", 1).isdigit() else how
             store = None if how == "all" else self.stores[BLOCKS]
-            return prefill(self.model, self.texts, recompute=share, store=store)
+            return prefill(self.host.model, self.texts, recompute=share, store=store)
         store = self.stores.get(mode) or PrefixStore(backend=self.backends[mode])
-        return store.prefill(self.model, torch.cat([*self.texts, self.question]))
+        return store.prefill(self.host.model, torch.cat([*self.texts, self.question]))
 
 
 @contextmanager

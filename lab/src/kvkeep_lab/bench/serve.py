@@ -306,9 +306,8 @@ def _alone(session: Session, prompt: Tensor) -> list[float]:
     and the first time is not counted."""
     for _ in range(2):
         session.add(0, prompt, 1)
-        seconds = []
-        while session.busy:
-            seconds.append(on_host(session.step))
+        seconds = list[float]()
+        _step_until(session, {0}, seconds)
     return seconds
 
 

@@ -17,7 +17,7 @@ from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attach import attach
 from kvkeep.hf.cache_argument import as_cache
 from kvkeep.host import host_of
-from kvkeep.host.compress import compress, compresses
+from kvkeep.host.compress import read
 from kvkeep.host.registry import require_host
 from kvkeep.spec import parse_specs
 from kvkeep_lab.bench.decode_loop import bytes_per_token, filled_from, new_cache
@@ -205,10 +205,7 @@ class Systems(BaseSystems):
         if self._full is not None and spec.partition("@")[0] == SPEC:
             cache.restore(self._whole().snapshot())
             return cache
-        with torch.inference_mode():
-            self.kvkeep(self._ids[:, :-1], **as_cache(self.kvkeep, cache), logits_to_keep=1)
-        if compresses(cache):
-            compress(host_of(self.kvkeep), cache, self._ids[:, :-1])
+        read(host_of(self.kvkeep), cache, self._ids[:, :-1])
         return cache
 
     def _whole(self) -> Any:

@@ -43,7 +43,7 @@ class Eval(EvalOptions, ModelOptions):
         "caches in 8, 5 and 4 bits.",
         values=AGAINST,
     )
-    kvpress: Path | None = option(None, "The directory that --setup-kvpress made.")
+    kvpress: Path | None = option(None, "The directory of a virtual environment with kvpress.")
     presses: Sequence[str] = names(
         PRESSES,
         "Presses of kvpress, comma-separated; default: all.",
@@ -51,9 +51,6 @@ class Eval(EvalOptions, ModelOptions):
         show_default=False,
     )
     kept: float = option(0.25, "Share of the keys and values that presses keep.")
-    setup_kvpress: Path | None = option(
-        None, "Make an environment with kvpress in this directory, and stop."
-    )
     recorded: list[Path] | None = option(
         None,
         "Draw what earlier runs printed with --json, by --plot or --html, and stop; repeatable.",
@@ -70,7 +67,7 @@ class Eval(EvalOptions, ModelOptions):
         if self.against not in (None, *AGAINST):
             raise typer.BadParameter(f"--against {self.against}: there is {' and '.join(AGAINST)}")
         if self.against == "kvpress" and self.kvpress is None:
-            raise typer.BadParameter("--against kvpress needs --kvpress DIR; see --setup-kvpress")
+            raise typer.BadParameter("--against kvpress needs --kvpress DIR, where kvpress is")
         tasks = self.tasks if self.retrieval else []
         if self.samples_file is not None and not tasks:
             raise typer.BadParameter("--samples-file without tasks would stay empty; give --tasks")
@@ -98,13 +95,6 @@ def evaluate(
     The figures on a text are perplexity and divergence. Each spec is fed the context, then the
     true continuation one token at a time.
     """
-    if asked.setup_kvpress is not None:
-        with Working("kvpress") as working:
-            from kvkeep_lab.evals.kvpress import install
-
-            install(asked.setup_kvpress, working)
-        typer.echo(asked.setup_kvpress)
-        return
     if asked.recorded:
         if plot is None and html is None:
             raise typer.BadParameter("--recorded needs --plot FILE or --html FILE to draw")

@@ -29,7 +29,7 @@ class Inspect(ModelOptions):
     """Options of `kvkeep inspect`."""
 
     prompt: Prompt = ""
-    cache: output.CacheSpec = "h2o:256"
+    cache: str = option("h2o:256", "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
     prompt_file: PromptFile = None
     context: int | None = option(None, "Feed this many tokens of a built-in text instead.", min=1)
     chunk: int | None = option(None, "Feed the prompt in chunks of this many tokens.", min=1)

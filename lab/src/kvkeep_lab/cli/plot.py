@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli.output import require_writable
 from kvkeep.errors import MissingPackageError
 from kvkeep_lab.extras import needed_by
 
@@ -34,15 +35,11 @@ def check_file(option: str, file: Path, endings: Sequence[str]) -> None:
     """Check, before anything is measured, that the file of an option can be written afterwards.
 
     Raises:
-        BadParameter: the name has none of the endings, its directory does not exist, or it is a
-            directory itself.
+        BadParameter: the name has none of the endings, or see `require_writable`.
     """
     if file.suffix.removeprefix(".") not in endings:
         raise typer.BadParameter(f"{option} {file}: the name must end in .{', .'.join(endings)}")
-    if not file.parent.is_dir():
-        raise typer.BadParameter(f"{option} {file}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise typer.BadParameter(f"{option} {file}: it is a directory; give the name of a file")
+    require_writable(file)
 
 
 def check_plot(file: Path | None) -> Path | None:

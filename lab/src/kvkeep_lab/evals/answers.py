@@ -11,8 +11,7 @@ import torch
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.generate.reuse import Given
 from kvkeep.host import ModelCache, host_of
-from kvkeep.host.compress import compress, compresses
-from kvkeep_lab.evals.forward import fill
+from kvkeep.host.compress import compresses, read
 from kvkeep_lab.evals.prompts import Prompt
 
 
@@ -38,10 +37,7 @@ def answered(
     `late`: the question is fed when the text has been read."""
     host = host_of(model)
     if late or compresses(cache):
-        text = prompt.ids[:, : prompt.text].to(host.device)
-        fill(host, cache, text, chunk)
-        if compresses(cache):
-            compress(host, cache, text)
+        read(host, cache, prompt.ids[:, : prompt.text].to(host.device), chunk)
     ends = frozenset(host.end_tokens() | {tokenizer.eos_token_id})
     batch = Batch(model, sequences=1, chunk=chunk)
     params = SamplingParams(prompt.steps, end_tokens=ends)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,32 +24,7 @@ from kvkeep_lab.evals.figures import Measured
 from kvkeep_lab.evals.names import PRESSES
 from kvkeep_lab.evals.samples import row_of
 
-REQUIREMENT = "kvpress==0.5.5"
-
 _SCRIPT = Path(__file__).parents[1] / "bench" / "kvpress_script.py"
-
-
-def install(place: Path, progress: Progress = silent) -> None:
-    """Make an environment with kvpress, the torch of this one and a transformers that kvpress
-    accepts.
-
-    torch comes first and by its exact version, so that nothing installed after it brings another
-    build.
-
-    Raises:
-        UnsupportedError: the directory has other content, or an installation failed.
-    """
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UnsupportedError(f"{place} exists; give a new or empty directory")
-    same = f"torch=={torch.__version__.partition('+')[0]}"
-    pip = [str(_python(place)), "-m", "pip", "install", "--quiet"]
-    progress(f"making {place}", None)
-    _run([sys.executable, "-m", "venv", str(place)])
-    constraints = place / "constraints.txt"
-    constraints.write_text(f"{same}\n")
-    for package in (same, REQUIREMENT):
-        progress(f"installing {package}", None)
-        _run([*pip, "-c", str(constraints), package])
 
 
 @dataclass(frozen=True)
@@ -58,7 +32,7 @@ class Kvpress:
     """Presses that are compared with the full cache.
 
     Args:
-        place: the directory of an environment that `install` made.
+        place: the directory of a virtual environment with kvpress and the torch of this one.
         presses: names in `PRESSES`.
         kept: the share of keys and values that each keeps, above 0 and at most 1.
 
@@ -81,9 +55,10 @@ class Kvpress:
         if not 0 < self.kept <= 1:
             raise SpecError(f"a kept share of {self.kept}; give one above 0 and at most 1")
         if not _python(self.place).exists():
+            same = torch.__version__.partition("+")[0]
             raise UnsupportedError(
-                f"no environment in {self.place}; make it by kvkeep eval --setup-kvpress "
-                f"{self.place}"
+                f"no environment in {self.place}; make it: python -m venv {self.place} && "
+                f"{_python(self.place)} -m pip install torch=={same} kvpress==0.5.5"
             )
 
     def require(self, model: Any) -> None:

@@ -24,10 +24,7 @@ class LlamaCpp:
     of `_TYPES`. It answers no tasks."""
 
     late: ClassVar[bool] = False
-
-    def require(self, model: Any) -> None:
-        """Check that llama.cpp can run the model; see `kvkeep_lab.bench.llama_cpp.require`."""
-        llama_cpp.require(model)
+    require = staticmethod(llama_cpp.require)
 
     def rows(self, asked: Measured, progress: Progress = silent) -> list[dict[str, Any]]:
         """A row for each type, of the figures that `kvkeep_lab.evals.run.evaluate` has for a

@@ -25,7 +25,7 @@ from kvkeep_lab.evals.figures import Measured
 from kvkeep_lab.evals.forward import fill, follow, reads_exactly, require_positions
 from kvkeep_lab.evals.options import EvalOptions
 from kvkeep_lab.evals.prompts import Prompt
-from kvkeep_lab.evals.samples import Record, row_of, written
+from kvkeep_lab.evals.samples import Record, recorder, row_of
 from kvkeep_lab.evals.tasks import chosen, prompts
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def run(
     chosen(options.get("tasks", ()))
     about = {"model": model, "adapter": adapter, "dtype": dtype}
     contexts = [context] if isinstance(context, int) else context
-    with written(samples_file, about, overwrite=overwrite) as record:
-        loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
-        options |= {"contexts": contexts, "record": record, "progress": progress}
-        found = evaluate(loaded, tokenizer, specs, **options)
+    record = recorder(samples_file, about, overwrite=overwrite)
+    loaded, tokenizer = load_model(model, dtype, progress=progress, adapter=adapter)
+    options |= {"contexts": contexts, "record": record, "progress": progress}
+    found = evaluate(loaded, tokenizer, specs, **options)
     return {"evaluation": "quality", **about, **found}
 
 
@@ -220,7 +220,7 @@ class _Context:
     def _row(self, spec: _Spec, name: str) -> dict[str, Any]:
         answers = self._answers(spec, name)
         rows, length = self.ids.shape
-        self._begin(spec, "text", rows)
+        self.work.stage(f"{spec}, {self.context} tokens: text", rows)
         cache = _cache(self.host, spec, self.context, length)
         first = self._read(cache)
         if compresses(cache):
@@ -250,7 +250,7 @@ class _Context:
     def _answers(self, spec: _Spec, name: str) -> dict[str, list[Answer]]:
         answers: dict[str, list[Answer]] = {}
         for task, some in self.asked.prompts.items():
-            self._begin(spec, task, len(some))
+            self.work.stage(f"{spec}, {self.context} tokens: {task}", len(some))
             answers[task] = []
             for sample, prompt in enumerate(some):
                 cache = _cache(self.host, spec, self.context, prompt.steps)
@@ -268,9 +268,6 @@ class _Context:
         steps = {s: partial(fill, self.host, cache, token) for s, cache in self._held.items()}
         medians = medians_of(steps, turns=_TURNS, burst=_BURST)
         return {spec: 1 / seconds for spec, seconds in medians.items()}
-
-    def _begin(self, spec: _Spec, doing: str, cost: int) -> None:
-        self.work.stage(f"{spec}, {self.context} tokens: {doing}", cost)
 
 
 def _cache(host: Host, spec: _Spec, context: int, more: int) -> ModelCache:

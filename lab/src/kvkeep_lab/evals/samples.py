@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,8 @@ def row_of(
     }
 
 
-@contextmanager
-def written(
-    file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False
-) -> Iterator[Record]:
-    """A context with a function that appends rows to a file, each with the entries of `about`.
+def recorder(file: Path | None, about: Mapping[str, Any], *, overwrite: bool = False) -> Record:
+    """A function that appends rows to a file, each with the entries of `about`.
 
     The file is made with the first row, so a run that is refused leaves none, and replaces none.
     Each row is one write of a whole line, so a run that is interrupted leaves whole lines.
@@ -63,25 +59,26 @@ def written(
     Raises:
         SamplesError: the file exists or cannot be written.
     """
-    if file is not None:
-        _check(file, overwrite)
-    with ExitStack() as opened:
-        out: FileIO | None = None
+    if file is None:
+        return lambda row: None
+    _check(file, overwrite)
+    mode = "w" if overwrite else "x"
 
-        def record(row: Mapping[str, Any]) -> None:
-            nonlocal out
-            if file is None:
-                return
-            try:
-                if out is None:
-                    out = opened.enter_context(FileIO(file, "w" if overwrite else "x"))
-                _append(out, json.dumps({**about, **row}).encode() + b"\n")
-            except OSError as error:
-                raise SamplesError(
-                    f"cannot write samples to {file}: {error}; give another name, or make room"
-                ) from error
+    def record(row: Mapping[str, Any]) -> None:
+        nonlocal mode
+        try:
+            with FileIO(file, mode) as out:
+                line, end = json.dumps({**about, **row}).encode() + b"\n", out.tell()
+                if out.write(line) != len(line):
+                    out.truncate(end)  # nothing is left of the line
+                    raise OSError("no space is left")
+        except OSError as error:
+            raise SamplesError(
+                f"cannot write samples to {file}: {error}; give another name, or make room"
+            ) from error
+        mode = "a"
 
-        yield record
+    return record
 
 
 def _check(file: Path, overwrite: bool) -> None:
@@ -91,11 +88,3 @@ def _check(file: Path, overwrite: bool) -> None:
         raise SamplesError(f"no samples in {file}: {file.parent} cannot be written to; use another")
     if file.is_dir() or (file.exists() and not overwrite):
         raise SamplesError(f"{file} exists; give another name, or --overwrite to replace the file")
-
-
-def _append(out: FileIO, line: bytes) -> None:
-    """Write a line whole, or nothing of it."""
-    end = out.tell()
-    if out.write(line) != len(line):
-        out.truncate(end)
-        raise OSError("no space is left")

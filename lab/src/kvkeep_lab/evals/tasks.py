@@ -4,12 +4,12 @@ texts are made here, from the kinds of benchmarks whose data would have to be do
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from kvkeep.errors import SpecError
+from kvkeep_lab.checks import require_known
 from kvkeep_lab.evals import names
 from kvkeep_lab.evals.prompts import Frame, Prompt
 from kvkeep_lab.evals.recipes import helmet, longbench, ruler
@@ -45,17 +45,11 @@ def prompts(
     return [kind.make(frame, text, draw, at) for draw, at in zip(draws, depths, strict=True)]
 
 
-def chosen(asked: Iterable[str]) -> list[str]:
+def chosen(asked: Sequence[str]) -> list[str]:
     """The tasks of these names of tasks and groups, each once.
 
     Raises:
         SpecError: a name is unknown.
     """
-    found = dict[str, None]()
-    for name in asked:
-        if name not in TASKS | GROUPS:
-            raise SpecError(
-                f"no task {name!r}; there is {', '.join(TASKS)}, or all of {', '.join(GROUPS)}"
-            )
-        found |= dict.fromkeys(GROUPS.get(name, (name,)))
-    return list(found)
+    require_known("task", asked, (*TASKS, *GROUPS))
+    return list(dict.fromkeys(task for name in asked for task in GROUPS.get(name, (name,))))

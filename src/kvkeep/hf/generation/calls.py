@@ -7,33 +7,26 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from kvkeep.blocks import Encoded
 from kvkeep.blocks.recompute_option import Recompute
 from kvkeep.context import within
 from kvkeep.hf.cache import Cache
 from kvkeep.hf.generation.continuing import Fed
-from kvkeep.hf.kinds.multimodal import holds_tensors
+from kvkeep.hf.kinds.multimodal import brings_tensors
 from kvkeep.hf.steps.cuda_graph import Replay
 from kvkeep.host import ModelCache, Specs
 from kvkeep.host.adapters import learned_tokens, names_adapters
+from kvkeep.store.prefix import ReadOptions
 
 PREFILL_CHUNK = 1024
 """Tokens of a prompt that `generate` feeds at once to a cache with a budget."""
-
-
-class ReadOptions(TypedDict):
-    """How a store reads a prompt; see `kvkeep.PrefixStore.read`."""
-
-    spec: Specs
-    namespace: str
-    chunk: int | None
-    capacity: int | None
 
 
 class PromptStore(Protocol):
@@ -54,26 +47,6 @@ class PromptStore(Protocol):
         self, model: PreTrainedModel, tokens: Tensor, cache: ModelCache, *, namespace: str
     ) -> int:
         """Store the tokens (n,) that a cache was fed; returns how many of them are stored."""
-
-
-@runtime_checkable
-class BlockPrompt(Protocol):
-    """The interface of a prompt with blocks that `generate` uses, such as
-    `kvkeep.blocks.Encoded`."""
-
-    input_ids: Tensor
-
-    def prefill(
-        self,
-        model: PreTrainedModel,
-        *,
-        store: Any,
-        recompute: Recompute,
-        spec: Specs,
-        namespace: str,
-        capacity: int | None,
-    ) -> tuple[ModelCache, Any]:
-        """A cache that holds all tokens except the last, and a report."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +71,7 @@ class Call:
 
     model: PreTrainedModel
     rows: Tensor | None
-    blocks: BlockPrompt | None
+    blocks: Encoded | None
     cache: Cache | None = None
     recording: Cache | None = None
     moved: Cache | None = None
@@ -215,12 +188,6 @@ def _counts(place: Tensor, tokens: int) -> bool:
     """Whether positions (B, n), or (parts, B, n), are 0, 1, 2, ..."""
     counted = torch.arange(tokens, device=place.device)
     return place.shape[-1] == tokens and bool((place == counted).all())
-
-
-def brings_tensors(model_kwargs: dict[str, Any], *, beside: Sequence[str]) -> bool:
-    """Whether a call has tensors whose names are not in `beside`, such as images, or features that
-    transformers computed from images before it asked for a cache."""
-    return any(holds_tensors(x) for name, x in model_kwargs.items() if name not in beside)
 
 
 def counted(real: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvkeep.blocks import Encoded
 from kvkeep.context import within
 from kvkeep.errors import StateError, UnsupportedError
 from kvkeep.hf.cache import Cache
@@ -30,21 +31,13 @@ from kvkeep.hf.forward.packed_rows import require_one_text
 from kvkeep.hf.forward.unserved import leaves_the_cache_to_kvkeep, require_supplied, supplying
 from kvkeep.hf.forward.weights import drops_weights
 from kvkeep.hf.generation import continuing, filling
-from kvkeep.hf.generation.calls import (
-    CALL,
-    BlockPrompt,
-    Call,
-    Settings,
-    Start,
-    brings_tensors,
-    in_force,
-)
+from kvkeep.hf.generation.calls import CALL, Call, Settings, Start, in_force
 from kvkeep.hf.generation.learned_prompts import prepared_by_peft
 from kvkeep.hf.generation.replaying import Replaying
 from kvkeep.hf.inputs import check_rows
 from kvkeep.hf.interface.transformers_names import layers_restored
 from kvkeep.hf.kinds import layer_kinds
-from kvkeep.hf.kinds.multimodal import resume
+from kvkeep.hf.kinds.multimodal import brings_tensors, resume
 from kvkeep.host import per_layer
 from kvkeep.host.compress import compresses
 from kvkeep.layer.history import Prompt
@@ -62,7 +55,7 @@ def generate(model: PreTrainedModel, settings: Settings, *args: Any, **kwargs: A
     settings = in_force(model, settings)
     asked = args[0] if args else kwargs.get("inputs")
     asked = kwargs.get("input_ids") if asked is None else asked
-    blocks = asked if isinstance(asked, BlockPrompt) else None
+    blocks = asked if isinstance(asked, Encoded) else None
     check_rows({**kwargs, "inputs": args[0]} if args else kwargs)
     if blocks is not None:
         given = [name for name in _OF_A_PROMPT if kwargs.get(name) is not None]

@@ -13,7 +13,7 @@ Attention does not need this: which slots a query sees depends on the order of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -71,14 +71,11 @@ _from_zero: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 """The results of `_counts_from_zero`, by model."""
 
 
-def brings_media(given: Mapping[str, Any]) -> bool:
-    """Whether a call has tensors other than text: images, sound, their features, or embeddings."""
-    return any(holds_tensors(x) for name, x in given.items() if name not in TEXT)
-
-
-def holds_tensors(x: Any) -> bool:
-    """Whether a value is a tensor, or a container with one inside."""
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))
+def brings_tensors(given: Mapping[str, Any], *, beside: Collection[str] = TEXT) -> bool:
+    """Whether a call has tensors, or containers of tensors, whose names are not in `beside`:
+    images, sound, their features, which transformers may have computed already, or embeddings."""
+    leaves = tree_leaves([x for name, x in given.items() if name not in beside])
+    return any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 def wraps(model: PreTrainedModel) -> bool:
@@ -101,7 +98,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     if torch.compiler.is_compiling():
         return
     given = arguments_of(model, args, kwargs)
-    _TOLD.set(_Told(brings_media(given)))
+    _TOLD.set(_Told(brings_tensors(given)))
     resume(model, cache_in(given))
 
 
