@@ -79,11 +79,15 @@ LESS = {
 
 
 # The interpreter is slow, and on a GPU nearly every example compiles kernels of its own.
-@settings(max_examples=8, deadline=None)
-@given(**FEATURES | LESS)
-def test_every_feature(**features):
-    q, view, options = call(**features)
-    check(q, view, options, larger=2 if features["softcap"] == 3.0 else 1)
+@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_every_feature(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(**FEATURES | LESS)
+    def agrees(**features):
+        q, view, options = call(**features)
+        check(q, view, options, larger=2 if features["softcap"] == 3.0 else 1)
+
+    agrees()
 
 
 SHAPES = [
@@ -151,7 +155,7 @@ def test_a_query_that_is_not_finite():
 def test_splits(monkeypatch, splits, need_mass):
     """More splits than there are tiles leave some without a slot."""
     monkeypatch.setattr(tiles, "splits", lambda *_: splits)
-    q, k, v = qkv(rows=2, slots=150, n=3)
+    q, k, v = qkv(slots=150, n=3)
     check(q, dense(k, v, 3), Options(0.2, None, torch.randn(4), need_mass))
 
 
@@ -216,7 +220,7 @@ def test_what_no_kernel_reads_is_decoded():
 
 @pytest.mark.parametrize("n", [1, 20])
 def test_scales_by_channel_without_zeros(n):
-    q, k, v = qkv(rows=2, heads=1, slots=104, n=n, width=40)
+    q, k, v = qkv(heads=1, slots=104, n=n, width=40)
     check(q, dense(k, v, n, key=ByChannel(), value=ByChannel()), Options(0.2, need_mass=True))
 
 

@@ -33,7 +33,7 @@ RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2", "jamba")
 
 
 def attached(family="llama", **options):
-    model = model_of(family) if family in RECURRENT else tiny(family, **options)
+    model = model_of(family, 2) if family in RECURRENT else tiny(family, **options)
     kvkeep.attach(model)
     return host_of(model)
 
