@@ -273,7 +273,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch, n, window):
     whole = attend(q, view, scale=0.4, window=window, backend="reference")[0]
     monkeypatch.setattr(sdpa, "_MASKED_SCORES", 90)
     monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 90)
-    for backend in BACKENDS:
+    for backend in ("sdpa", "reference"):  # others have no blocks of these sizes
         out, _ = attend(q, view, scale=0.4, window=window, backend=backend)
         torch.testing.assert_close(out, whole, atol=2e-6, rtol=1e-5)
 
