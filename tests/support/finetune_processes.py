@@ -19,7 +19,7 @@ from support.process_group import join, start
 OPTIONS = {
     "cache": "h2o:16",
     "chunk": 8,
-    "length": 40,
+    "length": 24,
     "batch": 2,
     "accumulate": 3,
     "lr": 1e-2,
