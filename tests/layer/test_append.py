@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import every
 
 from kvkeep.attention import triton
 from kvkeep.codec import Fp8, Int3, Int4, Int8, Kivi, Plain
@@ -99,8 +102,10 @@ def test_append(
         assert after.scatter(2, own, plane.gather(2, own)).equal(plane)  # and nothing else
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c != Plain()])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("codec", "bad"),
+    every(2, product([c for c in CODECS if c != Plain()], [torch.nan, torch.inf, -torch.inf])),
+)
 def test_what_is_not_finite_shows(codec, bad):
     x = torch.randn(1, 1, 2, 64)
     x[0, 0, 1, 20] = bad
