@@ -169,8 +169,7 @@ def test_splits(monkeypatch, splits, need_mass):
 )
 def test_mass_of_a_long_chunk(observed, ragged, kind):
     key, value = kind
-    rows, heads = (2, 1) if ragged else (1, 2)
-    q, k, v = qkv(rows=rows, heads=heads, group=4, slots=80, n=20, width=32)
+    q, k, v = qkv(rows=1 + ragged, heads=1, group=4, slots=80, n=20, width=32)
     view = dense(k, v, 20, key=key, value=value)._replace(ragged=ragged)
     check(q, view, Options(0.2, need_mass=True, observed=observed))
 

@@ -49,21 +49,27 @@ def alike(found, expected, name, codec, share):
     assert (apart > 0).float().mean() < share
 
 
-@settings(max_examples=9, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    codecs=st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)),
-    rows=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    n=st.sampled_from([1, 1, 2, 5]),
-    widths=st.sampled_from([(64, 64), (128, 80), (40, 18), (192, 256)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    cursor=st.sampled_from(["number", "shared", "row", "head"]),
-    per_head=st.booleans(),
-    padded=st.booleans(),
-    scale=st.sampled_from([1.0, 1e-3, 300.0]),
-)
-def test_append(
+APPENDS = {
+    "seed": st.integers(0, 2**16),
+    "codecs": st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)),
+    "rows": st.integers(1, 3),
+    "heads": st.integers(1, 3),
+    "n": st.sampled_from([1, 1, 2, 5]),
+    "widths": st.sampled_from([(64, 64), (128, 80), (40, 18), (192, 256)]),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "cursor": st.sampled_from(["number", "shared", "row", "head"]),
+    "per_head": st.booleans(),
+    "padded": st.booleans(),
+    "scale": st.sampled_from([1.0, 1e-3, 300.0]),
+}
+
+
+@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_append(examples):
+    settings(max_examples=examples, deadline=None)(given(**APPENDS)(agrees))()
+
+
+def agrees(
     seed, codecs, rows, heads, n, widths, dtype, cursor, per_head, padded, scale
 ):  # fmt: skip
     torch.manual_seed(seed)
