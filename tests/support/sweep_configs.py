@@ -319,9 +319,9 @@ def model_of(kind: str, layers: int = _LAYERS) -> Any:
     return model
 
 
-_LEAST = {"gemma3n_text": 4, "gemma4_text": 4, "gpt_neo": 4, "zamba2": 4}
+_LEAST = dict.fromkeys(["gemma3n_text", "gemma4_text", "gpt_neo", "recurrent_gemma", "zamba2"], 4)
 _LEAST |= {"doge": 4}  # whose later layers have larger biases
-_LEAST |= {"hy_v4": 3, "recurrent_gemma": 3, "zamba": 3}
+_LEAST |= {"hy_v4": 3, "zamba": 3}
 
 
 def few_layers(kind: str) -> Any:
