@@ -83,7 +83,7 @@ def test_an_interrupt_at_some_lines(spec, schedule):
     interrupt_each(spec, schedule, 197)
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", ["keep_all", "window:8", "h2o:8", "tova:8@fixed"])
 def test_an_interrupt_while_freezing(spec, every):
     """Slots that moved to the frozen ones are not counted twice: the cache goes on, or refuses."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.pairwise import pairwise
+from support.slow import slow_unless
 
 from kvkeep import attention
 from kvkeep.attention import Backend, Rotation, Segment, View, attend, backends, reference, sdpa
@@ -184,7 +186,7 @@ def test_every_feature(
     atol = 1e-6 if slopes is None and bias is None else 5e-6
     torch.testing.assert_close(out, expected.float(), atol=atol, rtol=1e-5)
     torch.testing.assert_close(got, mass, atol=1e-5, rtol=1e-5)
-    for name in BACKENDS:
+    for name in set(BACKENDS) - {"triton"}:  # test_triton.py compares it with the reference
         try:
             out, _ = attend(q, view, **options, backend=name)
         except UnsupportedError:
@@ -208,8 +210,13 @@ def qkv(rows=1, heads=2, group=2, slots=40, n=40, dtype=torch.float32, width=D):
     )
 
 
-@pytest.mark.parametrize("observed", [0, 1, 2, 5, 9, None])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sdpa"])
+@pytest.mark.parametrize(
+    ("backend", "observed"),
+    slow_unless(
+        lambda case: case[0] != "triton" or case[1] in (0, 2),  # Triton's interpreter is slow
+        product([name for name in BACKENDS if name != "sdpa"], [0, 1, 2, 5, 9, None]),
+    ),
+)
 def test_observed_queries(monkeypatch, backend, observed):
     """The mass of a row's newest real queries alone, in one block of queries or in many."""
     q, k, v = qkv(rows=2, slots=9, n=5)
@@ -266,7 +273,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch, n, window):
     whole = attend(q, view, scale=0.4, window=window, backend="reference")[0]
     monkeypatch.setattr(sdpa, "_MASKED_SCORES", 90)
     monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 90)
-    for backend in BACKENDS:
+    for backend in ("sdpa", "reference"):  # others have no blocks of these sizes
         out, _ = attend(q, view, scale=0.4, window=window, backend=backend)
         torch.testing.assert_close(out, whole, atol=2e-6, rtol=1e-5)
 
@@ -392,7 +399,7 @@ def test_float64_is_exact():
     torch.testing.assert_close(fast, slow, atol=1e-14, rtol=1e-13)
 
 
-@pytest.mark.parametrize("slots", [4, 10])
+@pytest.mark.parametrize("slots", [4, 6])
 def test_gradients(slots):
     q, k, v = qkv(heads=1, slots=slots, n=4, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, dtype=torch.float64))]

@@ -29,7 +29,7 @@ TEXT = "It is told that number {} of the ships went to island {} and never came 
 
 @pytest.fixture(scope="module")
 def model():
-    return finetune_inputs.model(max_position_embeddings=512)
+    return finetune_inputs.model(max_position_embeddings=512, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_an_interrupted_calibration_continues(model, text_file, tmp_path, scorer
 
 def test_another_model_is_refused(model, scorer):
     spec = f"kvzap:25%,scorer={scorer[0]}"
-    other = finetune_inputs.model(max_position_embeddings=512)
+    other = finetune_inputs.model(max_position_embeddings=512, num_hidden_layers=2)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.mul_(1.1)
     with pytest.raises(SpecError, match="calibrated for another model"):
@@ -278,7 +278,7 @@ def test_bad_options(model, text_file, tmp_path):
 
 def test_the_command(tmp_path, text_file):
     base = tmp_path / "base"
-    finetune_inputs.model(max_position_embeddings=512).save_pretrained(base)
+    finetune_inputs.model(max_position_embeddings=512, num_hidden_layers=2).save_pretrained(base)
     finetune_inputs.tokenizer().save_pretrained(base)
     sizes = ["--texts", "2", "--length", "64", "--hidden", "4", "--steps", "5"]
     files = ["--text", str(text_file), "--out", str(tmp_path / "s")]

@@ -104,7 +104,9 @@ def test_generate_keeps_the_beginning_of_a_prompt(base):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_generate_quantises_weights(tmp_path, monkeypatch, weights):
     pytest.importorskip("torchao")
-    finetune_inputs.model(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    finetune_inputs.model(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2
+    ).save_pretrained(tmp_path)
     finetune_inputs.tokenizer().save_pretrained(tmp_path)
     made = []
 

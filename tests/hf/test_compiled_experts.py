@@ -38,6 +38,7 @@ def test_like_transformers_operator(dtype, transposed):
     torch.testing.assert_close(grouped(x, weight, OFFS), reference(x, weight))
 
 
+@pytest.mark.slow  # compiles a program of its own
 def test_as_a_function_of_programs(tmp_path):
     """With linear layers, whose input's elements do not lie side by side."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.sweep_configs import few_layers
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -32,7 +33,6 @@ from kvkeep.errors import (
 from kvkeep.generate import Batch, SamplingParams
 from kvkeep.hf.config import decoder_config
 from kvkeep.hf.kinds import Forwards, kinds_of
-from tests.support.sweep_models import model_of
 
 FAMILIES = [
     "bamba",
@@ -61,7 +61,7 @@ _TOLERANCE = 2e-4
 @cached
 def _model(kind: str) -> Any:
     transformers.logging.set_verbosity_error()
-    return model_of(kind)
+    return few_layers(kind)
 
 
 @pytest.fixture(params=_slow_but)
@@ -234,7 +234,7 @@ def _recording(model: Any) -> Any:
 
 
 def test_a_cache_that_records_drafts_holds_no_model() -> None:
-    model, ids = model_of("lfm2"), _ids()
+    model, ids = few_layers("lfm2"), _ids()
     attach(model)
     cache, weak = _recording(model), weakref.ref(model)
     copied, pickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))

@@ -8,7 +8,7 @@ import torch
 from support.autograd_gradients import error, gradients, in_float64, ordinary
 from support.packed_logits import packed_logits
 from support.random_ids import ids
-from support.sweep_models import model_of
+from support.sweep_configs import few_layers, model_of
 from transformers import DynamicCache
 
 import kvkeep
@@ -28,7 +28,7 @@ NEAR = {"atol": 1e-4, "rtol": 2e-4}
 def model(request):
     """4 of 24 tokens are chosen; by qwen4_exp_text, 4 blocks of 2, and by minimax_m3_vl_text 2
     blocks of 4 for each kv head. hy_v4's layers share the choice of one of them."""
-    return model_of(request.param)
+    return few_layers(request.param)
 
 
 def choose(model, tokens):
@@ -136,7 +136,7 @@ def test_each_head_chooses_among_the_tokens_that_it_holds(monkeypatch):
 def test_heads_of_different_lengths_see_what_was_chosen_for_each(monkeypatch):
     """adakv stores each head in a part of its own. For each head, all its tokens are chosen, of
     which other heads lack some."""
-    model, text, run = model_of("llama"), ids(1, 24), LayerCache.run
+    model, text, run = few_layers("llama"), ids(1, 24), LayerCache.run
 
     def told(layer, inputs, attend=None):
         place = inputs.position.reshape(1, 1, -1).expand(1, inputs.k.shape[1], -1)
@@ -157,7 +157,7 @@ def test_heads_of_different_lengths_see_what_was_chosen_for_each(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen4_exp_text", "minimax_m3_vl_text"])
 def test_rows_padded_on_the_left_choose_as_if_alone(kind):
-    model, pads = model_of(kind), 5
+    model, pads = few_layers(kind), 5
     text = ids(2, 24)
     mask = torch.ones_like(text)
     mask[0, :pads] = 0
@@ -179,7 +179,7 @@ def test_rows_padded_on_the_left_choose_as_if_alone(kind):
 
 def test_positions_of_a_caller_move_the_index_too():
     """Only differences of positions count, so a text from position 7 on has the same logits."""
-    model, text = model_of("qwen4_exp_text"), ids(1, 24)
+    model, text = few_layers("qwen4_exp_text"), ids(1, 24)
     with torch.no_grad():
         expected = model(text, use_cache=False).logits
         with kvkeep.attach(model):
@@ -190,7 +190,7 @@ def test_positions_of_a_caller_move_the_index_too():
 
 
 def test_tokens_of_an_image_that_share_positions_are_refused_by_a_compressed_index():
-    model = model_of("qwen4_exp_text")
+    model = few_layers("qwen4_exp_text")
     place = torch.arange(4).expand(4, 1, -1).clone()
     place[-1, 0, 2] = 1
     with torch.no_grad(), kvkeep.attach(model):
@@ -203,7 +203,7 @@ def test_tokens_of_an_image_that_share_positions_are_refused_by_a_compressed_ind
 @pytest.mark.parametrize("kind", ["qwen4_exp_text", "minimax_m3_vl_text"])
 def test_gradients_do_not_pass_through_a_choice(kind):
     """qwen4_exp_text also carries token ids from chunk to chunk, which have no gradient."""
-    model, text = model_of(kind).double(), ids(1, 24)
+    model, text = few_layers(kind).double(), ids(1, 24)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's own takes no float64
     with in_float64(model):
@@ -214,7 +214,7 @@ def test_gradients_do_not_pass_through_a_choice(kind):
 
 
 def test_an_index_with_other_heads_than_the_keys_is_refused():
-    config = model_of("minimax_m3_vl_text").config
+    config = few_layers("minimax_m3_vl_text").config
     config.index_n_heads = 4
     with pytest.raises(UnsupportedError, match="its index has 4 heads for 2 kv heads"):
         layer_kinds(config)

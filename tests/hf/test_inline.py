@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from support.odd_attention import odd
-from support.sweep_configs import model_of
+from support.sweep_configs import few_layers
 from transformers import DynamicCache
 
 import kvkeep
@@ -52,7 +52,7 @@ def built(kind):
             vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
         )
         return tf.FalconForCausalLM(config).eval()
-    return model_of(kind)
+    return few_layers(kind)
 
 
 @pytest.fixture(scope="module", params=TYPES)

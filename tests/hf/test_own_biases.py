@@ -8,7 +8,7 @@ import torch
 from support.autograd_gradients import error, gradients, in_float64, ordinary
 from support.packed_logits import packed_logits
 from support.random_ids import ids
-from support.sweep_configs import model_of
+from support.sweep_configs import few_layers
 from torch import nn
 from transformers import DynamicCache
 
@@ -65,7 +65,7 @@ def evicting(model, spec, monkeypatch):
 
 def doge(few=FEW):
     """With biases that differ, but not by so much that scores are rounded."""
-    model = model_of("doge")
+    model = few_layers("doge")
     model.config.keep_window_size = few
     for layer in model.model.layers:
         layer.self_attn.keep_window_size = few
@@ -113,7 +113,7 @@ def test_a_bias_follows_its_key(few, monkeypatch):
 
 
 def test_keys_of_another_cache_have_no_bias():
-    model, text = model_of("doge"), ids(1, 9)
+    model, text = few_layers("doge"), ids(1, 9)
     unattached = kvkeep.Cache(model)
     close(fed(model, unattached, text, (4, 5)), whole(model, text))
     own = DynamicCache(config=model.config)
@@ -132,7 +132,7 @@ def test_keys_of_another_cache_have_no_bias():
 
 
 def test_slots_hold_two_heads():
-    model, text = model_of("diffllama"), ids(1, TOKENS)
+    model, text = few_layers("diffllama"), ids(1, TOKENS)
     (own,) = set(layer_geometries(model.config))
     assert (own.heads, own.key_width, own.value_width) == (2, 16, 16)
     own, expected = DynamicCache(config=model.config), whole(model, text)
@@ -148,7 +148,7 @@ def test_slots_hold_two_heads():
 
 
 def test_weights_and_expected_queries_of_two_heads():
-    model, text = model_of("diffllama"), ids(1, TOKENS)
+    model, text = few_layers("diffllama"), ids(1, TOKENS)
     model.set_attn_implementation("eager")  # others return no weights
     with torch.no_grad():
         expected = model(text, output_attentions=True, use_cache=False).attentions
@@ -169,7 +169,7 @@ INKLING = ["inkling_text", "inkling2_text", "inkling2_loop_text"]
 
 def inkling(kind, extent=5):
     """Biases of full layers end at a distance; scores grow with the position from the fourth on."""
-    model = model_of(kind)
+    model = few_layers(kind)
     model.config.log_scaling_n_floor = 4
     for module in model.modules():
         if hasattr(module, "log_scaling_n_floor"):
@@ -211,7 +211,7 @@ def test_a_bias_of_a_kept_token_is_that_of_its_distance(kind):
 
 def test_layers_that_read_states_of_earlier_layers_have_no_gradients():
     with pytest.raises(UnsupportedError, match="inkling2_text passes more than hidden states"):
-        backward(model_of("inkling2_text"), ids(1, 9), ids(1, 9))
+        backward(few_layers("inkling2_text"), ids(1, 9), ids(1, 9))
 
 
 def test_gradients_of_biases():

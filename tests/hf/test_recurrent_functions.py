@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.sweep_configs import model_of
+from support.sweep_configs import few_layers
 from transformers.models.qwen3_next import modeling_qwen3_next as source
 
 import kvkeep
@@ -72,7 +72,7 @@ def test_convolutions_have_the_results_of_float32():
 @pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "falcon_h1", "lfm2"])
 def test_models_convolve_in_float32(kind, monkeypatch):
     """In layers that are divided, and in layers that attend beside their convolution."""
-    model = model_of(kind).to(torch.bfloat16)
+    model = few_layers(kind).to(torch.bfloat16)
     ids = torch.randint(3, 60, (1, 9))
     own, dtypes = torch.nn.functional.conv1d, []
 

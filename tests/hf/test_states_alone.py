@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.random_ids import ids
-from support.sweep_models import model_of
+from support.sweep_configs import few_layers
 
 import kvkeep
 from kvkeep.errors import RollbackError, UnsupportedError
@@ -18,7 +18,7 @@ NEAR = {"atol": 5e-5, "rtol": 2e-4}
 
 @pytest.fixture(params=["mamba", "mamba2", "falcon_mamba"])
 def model(request):
-    model = model_of(request.param)
+    model = few_layers(request.param)
     with kvkeep.attach(model):
         yield model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.odd_attention import odd
 from support.packed_logits import packed_logits
-from support.sweep_configs import model_of
+from support.sweep_configs import few_layers, model_of
 from support.tiny_host import tiny_model
 from support.tiny_models import growing_rope, tiny
 
@@ -33,7 +33,7 @@ RECURRENT = ("qwen3_next", "granitemoehybrid", "lfm2", "jamba")
 
 
 def attached(family="llama", **options):
-    model = model_of(family) if family in RECURRENT else tiny(family, **options)
+    model = few_layers(family) if family in RECURRENT else tiny(family, **options)
     kvkeep.attach(model)
     return host_of(model)
 

@@ -175,8 +175,14 @@ def test_a_host_serves_derived_classes_and_wrapped_models(model):
 
 
 def test_nothing_imports_transformers():
+    """And kvkeep by itself not even torch."""
     code = """
 import sys
+import kvkeep
+assert not {"torch", "transformers"} & {*sys.modules}
+kvkeep.CacheSpec
+import kvkeep.choice
+assert "torch._dynamo" not in sys.modules
 import torch
 from support.tiny_host import tiny_model
 import kvkeep_lab.evals.run, kvkeep.finetune.data, kvkeep.serve.engine

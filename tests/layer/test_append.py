@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slow import every
 
 from kvkeep.attention import triton
 from kvkeep.codec import Fp8, Int3, Int4, Int8, Kivi, Plain
@@ -46,21 +49,27 @@ def alike(found, expected, name, codec, share):
     assert (apart > 0).float().mean() < share
 
 
-@settings(max_examples=9, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    codecs=st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)),
-    rows=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    n=st.sampled_from([1, 1, 2, 5]),
-    widths=st.sampled_from([(64, 64), (128, 80), (40, 18), (192, 256)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    cursor=st.sampled_from(["number", "shared", "row", "head"]),
-    per_head=st.booleans(),
-    padded=st.booleans(),
-    scale=st.sampled_from([1.0, 1e-3, 300.0]),
-)
-def test_append(
+APPENDS = {
+    "seed": st.integers(0, 2**16),
+    "codecs": st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)),
+    "rows": st.integers(1, 3),
+    "heads": st.integers(1, 3),
+    "n": st.sampled_from([1, 1, 2, 5]),
+    "widths": st.sampled_from([(64, 64), (128, 80), (40, 18), (192, 256)]),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "cursor": st.sampled_from(["number", "shared", "row", "head"]),
+    "per_head": st.booleans(),
+    "padded": st.booleans(),
+    "scale": st.sampled_from([1.0, 1e-3, 300.0]),
+}
+
+
+@pytest.mark.parametrize("examples", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_append(examples):
+    settings(max_examples=examples, deadline=None)(given(**APPENDS)(agrees))()
+
+
+def agrees(
     seed, codecs, rows, heads, n, widths, dtype, cursor, per_head, padded, scale
 ):  # fmt: skip
     torch.manual_seed(seed)
@@ -99,8 +108,10 @@ def test_append(
         assert after.scatter(2, own, plane.gather(2, own)).equal(plane)  # and nothing else
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c != Plain()])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("codec", "bad"),
+    every(2, product([c for c in CODECS if c != Plain()], [torch.nan, torch.inf, -torch.inf])),
+)
 def test_what_is_not_finite_shows(codec, bad):
     x = torch.randn(1, 1, 2, 64)
     x[0, 0, 1, 20] = bad

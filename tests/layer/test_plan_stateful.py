@@ -213,7 +213,7 @@ class Layers(RuleBasedStateMachine):
         assert torch.equal(one.positions().sort().values, other.positions().sort().values)
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", SPECS)
 def test_agrees(spec: str, examples: int, one_thread: None) -> None:
     machine = type("Own", (Layers,), {"spec": spec})

@@ -36,7 +36,7 @@ SLOW_SPECS = ["h2o:8+int8", "window:6,sinks=2@fixed"]
     "family", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_FAMILIES)]
 )
 def test_one_graph(family):
-    gpt = tiny_gpt(family)
+    gpt = tiny_gpt(family, n_layer=1 if family == "llama" else 2)
     with kvkeep.attach(gpt):
         for given in ((IDS,), (IDS, torch.arange(20)), (IDS, torch.arange(20).expand(2, -1))):
             found = torch._dynamo.explain(gpt)(*given)
@@ -49,7 +49,7 @@ def test_one_graph(family):
     ["keep_all", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_SPECS)],
 )
 def test_it_computes_what_the_model_does(spec):
-    gpt = tiny_gpt()
+    gpt = tiny_gpt(n_layer=1)
 
     def run(step):
         found = [step(IDS[:1, :12], torch.arange(12))]
@@ -69,7 +69,7 @@ def test_it_computes_what_the_model_does(spec):
 
 
 def test_rows_of_different_lengths():
-    gpt = tiny_gpt()
+    gpt = tiny_gpt(n_layer=1)
     place = torch.stack([torch.arange(20), torch.arange(20) - 5]).clamp(min=-1)
     with kvkeep.attach(gpt):
         expected = gpt(IDS, place)
@@ -79,7 +79,7 @@ def test_rows_of_different_lengths():
 
 
 def test_a_graph_serves_other_caches():
-    gpt, store = tiny_gpt(), PrefixStore()
+    gpt, store = tiny_gpt(n_layer=1), PrefixStore()
     with kvkeep.attach(gpt) as attachment:
         step, counter = compiled(gpt)
         step(IDS[:1, :1], torch.tensor([0]))
@@ -94,7 +94,7 @@ def test_a_graph_serves_other_caches():
 
 
 def test_litgpts_own_generate():
-    gpt = tiny_gpt()
+    gpt = tiny_gpt(n_layer=1)
     with kvkeep.attach(gpt, "h2o:8"):
         options = {"temperature": 0.0, "top_p": 0.0}
         expected = generate(gpt, IDS[0], 30, **options)

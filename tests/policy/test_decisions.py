@@ -26,8 +26,7 @@ SCHEDULES = {
     "larger than the budget": [16, 3, 9, 1, 3],
 }
 PADDING: dict[str, tuple[int, list[tuple[int, int, int]]]] = {
-    "none, G 1": (1, []),
-    "none, G 3": (3, []),
+    "none": (3, []),
     "left": (3, [(0, 0, 5)]),
     "middle": (1, [(0, 9, 12), (1, 18, 24)]),
     "whole chunks": (3, [(0, 14, 22)]),

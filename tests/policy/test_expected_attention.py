@@ -15,6 +15,14 @@ from kvkeep.rotary import Rotary
 from kvkeep.spec import CacheSpec
 
 HEADS, GROUP, DIM, FUTURE, SINKS = 2, 3, 8, 5, 2
+ROTARIES = {
+    "none": None,
+    "halves": Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02])),
+    "interleaved, partial": Rotary(torch.tensor([1.0, 0.3]), interleaved=True),
+    "the end of a latent": Rotary(torch.tensor([1.0, 0.3]), first=3),
+}
+CHUNKS = [([12] + [1] * 8, 0), ([1] * 20, 0), ([5, 9, 6], 0), ([12] + [1] * 12, 4), ([1] * 24, 3)]
+"""Of a text, and how many of the newest tokens are kept."""
 
 
 def rotation(position, rotary):
@@ -54,18 +62,11 @@ def expected_scores(queries, keys, values, newest, rotary, scale):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "recent"),
-    [([12] + [1] * 8, 0), ([1] * 20, 0), ([5, 9, 6], 0), ([12] + [1] * 12, 4), ([1] * 24, 3)],
-)
-@pytest.mark.parametrize(
-    "rotary",
+    ("chunks", "recent", "rotary"),
     [
-        None,
-        Rotary(torch.tensor([1.0, 0.3, 0.1, 0.02])),
-        Rotary(torch.tensor([1.0, 0.3]), interleaved=True),
-        Rotary(torch.tensor([1.0, 0.3]), first=3),
+        *((*how, ROTARIES["halves"]) for how in CHUNKS),
+        *((*CHUNKS[3], rotary) for name, rotary in ROTARIES.items() if name != "halves"),
     ],
-    ids=["none", "halves", "interleaved, partial", "the end of a latent"],
 )
 def test_decisions(rotary, chunks, recent):
     text = f"expected_attention:8,recent={recent},future={FUTURE},sinks={SINKS}"

@@ -118,7 +118,7 @@ GIVEN = {
 
 @pytest.fixture(scope="module")
 def http():
-    with httpx2.Client(trust_env=False) as made:
+    with httpx2.Client(trust_env=False, verify=False) as made:
         yield made
 
 
@@ -154,8 +154,19 @@ def cases():
     return [(of, name) for of, kind in KINDS.items() for name in fields(kind)]
 
 
+@pytest.fixture(scope="module")
+def known():
+    """The answers to requests of each kind without further fields."""
+    return {}
+
+
 @pytest.mark.parametrize(("of", "name"), cases())
-def test_each_field(post, tokenizer, of, name):
+def test_each_field(post, known, tokenizer, of, name):
+    def plain():
+        if of not in known:
+            known[of] = post(of)
+        return known[of]
+
     own = OWN.get(of, {})
     refused = REFUSED | {each: own[each] for each in ("prompt", "stream_options") if each in own}
     changes = {**CHANGES, **own}
@@ -171,11 +182,11 @@ def test_each_field(post, tokenizer, of, name):
             with scripted(tokenizer, CALL * 2):
                 found = [post(of, **before), post(of, **before, **change)]
         else:
-            found = [post(of, **before), post(of, **before | change)]
+            found = [post(of, **before) if before else plain(), post(of, **before | change)]
         assert [status for status, _ in found] == [200, 200], found
         assert found[0] != found[1]
     if name in IGNORED or name in HARMLESS:
-        assert post(of, **{name: (IGNORED | HARMLESS)[name]}) == post(of)
+        assert post(of, **{name: (IGNORED | HARMLESS)[name]}) == plain()
 
 
 def test_fields_that_openai_defines_are_known():

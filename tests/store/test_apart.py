@@ -170,7 +170,7 @@ def test_threads_on_one_model():
         return model.generate(prompts[number % 6], **GREEDY)
 
     with ThreadPoolExecutor(4) as pool:
-        for number, found in enumerate(pool.map(run, range(12))):
+        for number, found in enumerate(pool.map(run, range(8))):
             assert found.equal(wanted[number % 6])
     for prompt, text in zip(prompts, wanted, strict=True):
         assert model.generate(prompt, **GREEDY).equal(text)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import xxhash
+from support.slow import every
 from support.store_places import Place, blocks_of, damaged, found, found_in, put, text
 from support.tiny_models import tiny
 from support.token_caches import TOKEN_BYTES, fed, longest
@@ -53,7 +54,7 @@ def test_shared_blocks_are_written_once(backend):
     assert len(list(backend.scan())) == 2 + 4
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", every(2, range(2)))
 def test_random_workloads(backend, seed):
     draw = random.Random(seed)
     entries = [[0]]
@@ -345,7 +346,7 @@ def test_threads(place):
             draw = random.Random(seed)
             start.wait()
             put(backend, TOKENS)
-            for _ in range(8):
+            for _ in range(4):
                 tokens = text(draw)
                 put(backend, tokens)
                 assert found(backend, tokens) == len(tokens)

@@ -37,10 +37,10 @@ def tokenizer(template=TEMPLATE):
 
 
 def model(family="llama", **overrides):
-    """One that holds its tokens."""
-    return tiny_models.tiny(
-        family, **{"vocab_size": 98, "max_position_embeddings": 256} | overrides
-    )
+    """One that holds its tokens; of one layer, if its family has one type of them."""
+    sizes = {"vocab_size": 98, "max_position_embeddings": 256}
+    sizes |= {"num_hidden_layers": 1} if family == "llama" else {}
+    return tiny_models.tiny(family, **sizes | overrides)
 
 
 def classifier(labels=("down", "up"), **overrides):

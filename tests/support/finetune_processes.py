@@ -19,7 +19,7 @@ from support.process_group import join, start
 OPTIONS = {
     "cache": "h2o:16",
     "chunk": 8,
-    "length": 40,
+    "length": 24,
     "batch": 2,
     "accumulate": 3,
     "lr": 1e-2,
@@ -34,8 +34,8 @@ OPTIONS = {
 def tuned(data, out, resume=False, **options):
     """A run in double precision, in however many processes there are; its losses."""
     classify = options.get("task") == "classify"
-    tied = {"tie_word_embeddings": bool(options.get("full"))}
-    model = finetune_inputs.classifier() if classify else finetune_inputs.model(**tied)
+    sizes = {"num_hidden_layers": 2, "tie_word_embeddings": bool(options.get("full"))}
+    model = finetune_inputs.classifier() if classify else finetune_inputs.model(**sizes)
     model = model.double()
     given = Options(**OPTIONS | options, holdout=2)
     said = []

@@ -15,7 +15,7 @@ from support import sweep_configs
 from support.autograd_gradients import adapted, gradients, model_of, texts
 from support.process_group import join, start
 
-TOKENS, CHUNK = 35, 6  # six chunks, the last of them shorter
+TOKENS, CHUNK = 23, 6  # four chunks, the last of them shorter
 
 # Each kind of slots, of state and of decision that one process hands to the next.
 SPECS = {
@@ -44,12 +44,12 @@ def found(case: str, group: dist.ProcessGroup | None):
     model, spec, chunk, head = model_of("llama"), SPECS.get(case, "h2o:8"), CHUNK, None
     ids, labels, mask = texts(2, TOKENS)
     if case == "padding":
-        ids, labels, mask = texts(3, TOKENS, pads=(20, 3, 0))
+        ids, labels, mask = texts(3, TOKENS, pads=(14, 3, 0))
     if case == "windows and a head":
         model, labels = model_of("gemma3"), None
         head = Head()
     if case == "states":
-        model, spec = sweep_configs.model_of("qwen3_5_text").double(), "h2o:8"
+        model, spec = sweep_configs.few_layers("qwen3_5_text").double(), "h2o:8"
     if case == "shared keys":
         model, spec = model_of("gemma3n"), "h2o:8"
     if case == "dropout":

@@ -60,7 +60,7 @@ def filled(spec, steps, *, ragged):
 
 
 def go_on(cache, seed=500, rows=2):
-    return [feed(cache, n, seed + 10 * i, rows) for i, n in enumerate((1, 3, 12, 1))]
+    return [feed(cache, n, seed + 10 * i, rows) for i, n in enumerate((1, 12, 1))]
 
 
 def same(outs, others):

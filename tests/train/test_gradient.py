@@ -106,7 +106,7 @@ def test_other_families(family, spec):
     ],
 )
 def test_latents_and_indices(kind, spec):
-    model = sweep_configs.model_of(kind, 2).double()
+    model = sweep_configs.few_layers(kind).double()
     model.set_experts_implementation("eager")  # torch's own takes no float64
     ids, labels, mask = texts(3, TOKENS, pads=PADS)
     assert compare(model, ids, labels, spec, mask) < 1e-10
@@ -127,7 +127,7 @@ def test_latents_and_indices(kind, spec):
 )
 def test_recurrent_states_and_shared_keys(kind, spec):
     """With a budget the gradients of the same decisions, and without one those of whole texts."""
-    model = sweep_configs.model_of(kind).double()
+    model = sweep_configs.few_layers(kind).double()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's own takes no float64
     ids, labels, mask = texts(2, TOKENS, pads=(5, 0))
@@ -141,7 +141,7 @@ def test_recurrent_states_and_shared_keys(kind, spec):
 
 
 def test_the_states_of_a_model_that_does_not_attend():
-    model = sweep_configs.model_of("mamba2").double()
+    model = sweep_configs.few_layers("mamba2").double()
     ids, labels, _ = texts(2, TOKENS)
     with in_float64(model):
         backward(model, ids, labels, chunk=CHUNK)
