@@ -50,7 +50,8 @@ class _OwnStates(Recurrent, ABC):
         """Let recurrent layers use a kvkeep cache, and divide their forwards; see `Recurrent`."""
         changes: list[Handle] = []
         for place, module in self.layers(decoder_of(model)):
-            changes.append(Replaced(module, "forward", partial(self.run, module.forward, place)))
+            forward = partial(self.run, module.forward, module, place)
+            changes.append(Replaced(module, "forward", forward))
             changes.append(Divided(module, place if self.tokens else None))
         return changes[::-1]  # of two changes of a forward, the later one is removed first
 
@@ -67,9 +68,9 @@ class _OwnStates(Recurrent, ABC):
         """Whether a module is a recurrent layer."""
 
     @abstractmethod
-    def run(self, own: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-        """A recurrent layer's forward, with states from the kvkeep cache among its arguments; with
-        another cache, or without a cache, its own forward."""
+    def run(self, own: Any, module: Any, place: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a recurrent layer, with states from the kvkeep cache among its arguments;
+        with another cache, or without a cache, its own forward `own`."""
 
 
 class _LightningStates(NamedTuple):
@@ -120,7 +121,7 @@ class Lightning(_OwnStates):
     def is_recurrent(self, module: nn.Module) -> bool:
         return hasattr(module, "slope_rate")
 
-    def run(self, own: Any, place: int, *args: Any, **kwargs: Any) -> Any:
+    def run(self, own: Any, module: Any, place: int, *args: Any, **kwargs: Any) -> Any:
         if cache_among(args, kwargs) is None:
             return own(*args, **kwargs)
 
@@ -162,11 +163,10 @@ class Griffin(_OwnStates):
     def is_recurrent(self, module: nn.Module) -> bool:
         return hasattr(module, "rg_lru")
 
-    def run(self, own: Any, place: int, *args: Any, **kwargs: Any) -> Any:
+    def run(self, own: Any, module: Any, place: int, *args: Any, **kwargs: Any) -> Any:
         cache = cache_among(args, kwargs)
         if cache is None:
             return own(*args, **kwargs)
-        module = own.__self__
         with _apart(module):
             module.rg_lru.recurrent_states = cache.get_recurrent_state(place)
             module.conv1d_state = cache.get_recurrent_state(place, 1)
