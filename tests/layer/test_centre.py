@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Centre, Rotation, Segment, View, attend
-from kvkeep.attention.centre import Near, Turns, measured
+from kvkeep.attention.centre import Asked, Near, Turns, measured
 from kvkeep.codec import Int4
 from kvkeep.codec.plain import Plain
 from kvkeep.layer.beginning import begin_with
@@ -279,10 +279,13 @@ def test_padding_changes_no_centre() -> None:
 def test_scales_balance_keys_and_queries(rotary: Rotary | None) -> None:
     q, k, _ = tokens(200, rotary)
     turns = Turns.of(rotary, WIDTH, 200, k.device)
-    centre = measured(k, torch.arange(200), 256, turns, q)
+    place = torch.arange(200)
+    centre = measured(k, place, 256, turns, Asked(q, place))
     assert float((centre.scale / pairs_of_two(rotary)).log2().abs().max()) <= 1
-    assert bool(measured(k, torch.arange(200), 256, turns).scale.eq(1).all())
-    empty = measured(torch.zeros_like(k), torch.arange(200), 256, turns, torch.zeros_like(q))
+    later = measured(k, place, 256, turns, Asked(q[:, :, 190:], place[190:]))
+    assert float((centre.scale / later.scale).log2().abs().max()) <= 1
+    assert bool(measured(k, place, 256, turns).scale.eq(1).all())
+    empty = measured(torch.zeros_like(k), place, 256, turns, Asked(torch.zeros_like(q), place))
     assert bool(empty.scale.eq(1).all())
 
 
@@ -297,6 +300,48 @@ def test_scaled_codes_are_more_precise() -> None:
     begin_with(bare, text)  # of which no queries are known
     rest = fed(bare, q[:, :, 190:], k[:, :, 190:], v[:, :, 190:], [10])
     assert apart(found, exact) < apart(rest, exact) / 2
+
+
+@pytest.mark.parametrize("between", ["", "saved", "forked", "rows", "failed", "cropped"])
+@pytest.mark.parametrize("policy", ["keep_all", "keydiff:180"])
+def test_plain_keys_wait_for_queries(policy: str, between: str) -> None:
+    """As if they had been fed with the queries of the next chunk."""
+    rotary, spec = ROTARIES["whole"], f"{policy}+int4:recent=8,sinks=2/int6:recent=8,sinks=2"
+    q, k, v = tokens(200, rotary, bias=0.0)
+    text, layer, bare, written = (made(x, rotary) for x in ("keep_all", spec, spec, spec))
+    fed(text, q[:, :, :190], k[:, :, :190], v[:, :, :190], [190])
+    for one in (layer, bare):
+        begin_with(one, text)
+    shared, whole = (x.slots.segments()[0].planes["k"] for x in (layer, text))
+    assert shared.data_ptr() == whole.data_ptr()
+    bare.settle()  # without queries
+    written.extend(k[:, :, :190], v[:, :, :190])
+    chunk = [x[:, :, 190:] for x in (q, k, v)]
+    if between == "saved":
+        state, layer = layer.state().copy(), made(spec, rotary)
+        layer.restore(state)
+    elif between == "forked":
+        layer = layer.fork()
+    elif between == "rows":
+        layer.take_rows(torch.tensor([0, 0]))
+        layer.step(*(torch.cat([x[:, :, :1], 9 * x[:, :, :1]]) for x in chunk), scale=0.02)
+        layer.take_rows(torch.tensor([0]))
+    elif between == "failed":
+        with pytest.raises(ZeroDivisionError):
+            layer.step(*(x[:, :, :1] for x in chunk), scale=1.0, attend=lambda *_: 1 / 0)
+    elif between == "cropped":
+        layer.crop(-20)
+        fed(layer, *(x[:, :, 170:190] for x in (q, k, v)), [20])
+    first = 1 if between == "rows" else 0
+    exact = fed(text, *chunk, [1, 9])
+    own = fed(layer, *(x[:, :, first:] for x in chunk), [1, 9] if not first else [9])
+    rest, expected = (fed(x, *chunk, [1, 9]) for x in (bare, written))
+    if policy == "keep_all":
+        own_error, rest_error = (apart(x[:, :, -9:], exact[:, :, -9:]) for x in (own, rest))
+        assert own_error < rest_error / 2
+    if between != "cropped":
+        torch.testing.assert_close(own[:, :, -9:], expected[:, :, -9:])
+    assert text.length == 200
 
 
 def test_values_have_no_centre() -> None:

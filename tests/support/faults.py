@@ -801,8 +801,8 @@ FAULTS = (
     Fault(
         "queries-that-a-policy-needs-are-not-fed",
         "store/beginning.py",
-        "return max((one.observed or _OBSERVED_AGAIN for one in needing), default=0)",
-        "return min(1, len(needing))",
+        "return max(again, default=0)",
+        "return min(1, len(again))",
         "store/test_budgets.py",
     ),
     Fault(

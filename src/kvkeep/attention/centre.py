@@ -35,7 +35,7 @@ _POWERS = 4  # POWERS of native/centre.h
 _MOST_ERROR = 3e-7
 """The largest error of a cosine or sine that is computed from powers of the distance."""
 _SINKS = 4
-"""Number of first tokens that do not count: their keys differ from all other keys."""
+"""Number of first positions that do not count: their keys differ from all other keys."""
 _FEWEST_TOKENS = 8
 """The fewest tokens for which a mean is an advantage."""
 _MOST_DOUBLINGS = 8
@@ -218,8 +218,15 @@ class Centre(NamedTuple):
         return self._replace(held=self.held[:, head : head + 1])
 
 
+class Asked(NamedTuple):
+    """Queries (B, Hq, n, Dk) at positions (n,) or (B, n)."""
+
+    q: Tensor
+    position: Tensor
+
+
 def measured(
-    k: Tensor, position: Tensor, tokens: int, turns: Turns, q: Tensor | None = None
+    k: Tensor, position: Tensor, tokens: int, turns: Turns, asked: Asked | None = None
 ) -> Centre:
     """The centre of each row and head, measured on the first `tokens` tokens except the very first.
     A row with too few tokens has means of 0 and scales of 1.
@@ -227,41 +234,48 @@ def measured(
     Args:
         k: the first keys, (B, H, n, Dk), after the rotary embedding.
         position: their positions, (n,) or (B, n); negative for empty slots.
-        q: their queries, (B, Hq, n, Dk); None: scales of 1.
+        asked: the queries of these or of later tokens; None: scales of 1.
     """
-    rows, heads, n, width = k.shape
-    position = position.to(k.device).reshape(-1, n).expand(rows, n)
-    real = position >= 0
-    order = real.cumsum(dim=1) - 1
-    counts = real & (order >= _SINKS) & (order < tokens)
-    last = min(n, int(counts.nonzero()[:, 1].max()) + 1) if bool(counts.any()) else 0
+    rows, heads, _, width = k.shape
+    used, last = _used(position.to(k.device), rows, tokens)
     if not last:
         return Centre.of_mean(k.new_zeros((rows, heads, width), dtype=torch.float32), turns)
-    cos, sin = (x[..., : turns.pairs] for x in turns.at(position[:, None, :last]))
+    first = position.to(k.device)[..., :last].reshape(-1, 1, last)
+    cos, sin = (x[..., : turns.pairs] for x in turns.at(first))
     # Contiguous, so that rounding does not depend on strides.
     keys = k[:, :, :last].detach().float().contiguous()
     a, b = turns.paired(keys)
     turned = torch.cat(
         [turns.unpaired(a * cos + b * sin, b * cos - a * sin), keys[..., 2 * turns.pairs :]], dim=-1
     )
-    used = counts[:, :last]
-    tokens_used, unused = used.sum(dim=1), ~used[:, None, :, None]
-
-    def mean_of(x: Tensor) -> Tensor:
-        """The mean over tokens of x, (B, heads, n, Dk)."""
-        return x.masked_fill(unused, 0.0).sum(dim=2) / tokens_used.clamp(min=1)[:, None, None]
-
-    mean = mean_of(turned)
+    mean = _mean_of(turned, used)
     scale = torch.ones_like(mean)
-    if q is not None:
-        queries = q[:, :, :last].detach().float().contiguous().square()
-        own = mean_of(queries).view(rows, heads, -1, width).mean(dim=2)
-        rest = mean_of((turned - mean[:, :, None]).square())
+    if asked is not None:
+        of_queries, last = _used(asked.position.to(k.device), rows, tokens)
+        queries = asked.q[:, :, :last].detach().float().contiguous().square()
+        own = _mean_of(queries, of_queries).view(rows, heads, -1, width).mean(dim=2)
+        rest = _mean_of((turned - mean[:, :, None]).square(), used)
         scale = _balancing(_by_pair(rest, turns), _by_pair(own, turns))
-    few = (tokens_used < _FEWEST_TOKENS)[:, None] | ~mean.isfinite().all(dim=-1)
+    few = (used.sum(dim=1) < _FEWEST_TOKENS)[:, None] | ~mean.isfinite().all(dim=-1)
     held = torch.stack([mean / scale, scale], dim=2)
     neutral = torch.tensor([[0.0], [1.0]], device=held.device)
     return Centre(torch.where(few[:, :, None, None], neutral, held), turns)
+
+
+def _used(position: Tensor, rows: int, tokens: int) -> tuple[Tensor, int]:
+    """Which of the tokens at `position`, (n,) or (B, n), count: the first `tokens` tokens of each
+    row, except those at the first positions. Bool (B, last), and `last`: none of the tokens from
+    this index on counts."""
+    position = position.reshape(-1, position.shape[-1]).expand(rows, -1)
+    counts = (position >= _SINKS) & ((position >= 0).cumsum(dim=1) <= tokens)
+    last = int(counts.nonzero()[:, 1].max()) + 1 if bool(counts.any()) else 0
+    return counts[:, :last], last
+
+
+def _mean_of(x: Tensor, used: Tensor) -> Tensor:
+    """The mean of x, (B, heads, n, Dk), over the tokens that count, bool (B, n)."""
+    total = x.masked_fill(~used[:, None, :, None], 0.0).sum(dim=2)
+    return total / used.sum(dim=1).clamp(min=1)[:, None, None]
 
 
 def _by_pair(x: Tensor, turns: Turns) -> Tensor:

@@ -294,7 +294,7 @@ class Saved:
         for part, planes in parts.items():
             self._check(f"{index}.{part}", planes, _plane_specs(layer, part, header, dtype), header)
         _require_tokens(parts, layer, header, where, padded=history.pads is not None)
-        self._check_centre(index, history.centre, layer, header)
+        self._check_centre(index, history.centre, layer, header, parts)
         state = LayerState(history, parts)
         require_within(layer.slots.limit, state.length)
         return state
@@ -331,9 +331,16 @@ class Saved:
         return history
 
     def _check_centre(
-        self, index: int, centre: Tensor | None, layer: LayerCache, header: LayerHeader
+        self,
+        index: int,
+        centre: Tensor | None,
+        layer: LayerCache,
+        header: LayerHeader,
+        parts: Mapping[str, Planes],
     ) -> None:
-        if (centre is not None) != bool(layer.key_codec.centre and header.columns):
+        expected = bool(layer.key_codec.centre and header.columns)
+        given = layer.slots.late and not parts.keys() - _TAIL  # maybe whole keys, without a centre
+        if (centre is not None) != expected and not (centre is None and given):
             raise SavedCacheError(
                 f"{self.path}, layer {index}: its centre is missing, or its codec has none; "
                 "save it again"

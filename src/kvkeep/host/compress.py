@@ -256,7 +256,8 @@ def _kept(
 def _parts(layer: LayerCache, new: LayerCache, history: History) -> dict[str, Planes]:
     """All slots of a layer as parts of the new layer; the new `history` receives its centre."""
     late, heads = new.slots.late, _heads(history)
-    if layer.codecs == new.codecs and late == layer.slots.late:
+    given = history.centre is None and layer.key_codec.centre  # its keys are plain and whole
+    if layer.codecs == new.codecs and late == layer.slots.late and not given:
         found: dict[str, Planes] = {}
         for name, planes in layer.slots.parts().items():
             own = {x: planes[x] for x in planes if x[0] in "kv" or x == POSITION}

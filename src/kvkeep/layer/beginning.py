@@ -27,7 +27,8 @@ def begin_with(layer: LayerCache, text: LayerCache) -> None:
 
 def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator[Run]:
     """The slots of `text` as runs that `layer` can adopt: in the encoding of `layer`, with its
-    policy's planes. Sets the centre of `history`, which becomes the history of `layer`.
+    policy's planes. Sets the centre of `history`, which becomes the history of `layer`; keys in a
+    plain tail stay whole until the next step, whose queries the centre needs.
 
     The rows of `text` must have had no padding. Keys and values are shared if both layers use the
     same encoding and no slot was moved or hidden. The policy sees the decoded keys and values.
@@ -36,7 +37,8 @@ def _runs_for(layer: LayerCache, text: LayerCache, history: History) -> Iterator
     frozen: FrozenRuns = text.slots.frozen
     geometry = text.history.geometry
     codecs, centre = text.codecs, text.writer.centre
-    alike = codecs == layer.slots.codecs and (centre is None) == (not layer.key_codec.centre)
+    whole = layer.slots.late or not layer.key_codec.centre  # keys that do not lack a centre
+    alike = codecs == layer.slots.codecs and (centre is None) == whole
     if geometry is None:
         return
     if not alike:
@@ -100,16 +102,17 @@ def _run_of(
     layer's policy.
 
     Args:
-        history: the layer's new history. Its first run sets its centre, if the codec uses one.
+        history: the layer's new history. Its first run sets its centre, if the run is encoded with
+            one.
         planes: the same keys and values, already encoded; None: encode them.
     """
-    coded = k
-    if planes is None and (centre := layer.centring.of_new(k, position, history)) is not None:
+    coded, late = k, layer.slots.late
+    centre = None if planes or late else layer.centring.of_new(k, position, history)
+    if centre is not None:
         coded = centre.without(k, position)
-        coded = coded.to(k.dtype) if layer.slots.late else coded
         history.centre = centre.held.expand(history.rows, -1, -1, -1).contiguous()
         v = v.expand(coded.shape[0], -1, -1, -1)
-    own = layer.writer.own_planes(k, v, position, coded)
+    own = layer.writer.own_planes(k, v, position, None if late else coded)
     if planes is None:
         slots = layer.slots.codecs.encode(coded, v)
     else:

@@ -232,6 +232,10 @@ class BlockEncoded(LayerSlots):
         """Freeze the blocks; forks copy the tail."""
         self.blocks.freeze()
 
+    def thaw(self) -> None:
+        """Copy the shared slots of the tail, before their keys change."""
+        self.tail.thaw()
+
     def fork(self) -> BlockEncoded:
         other = copy(self)
         other.blocks, other.tail = self.blocks.fork(), self.tail.fork()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvkeep.attention import Centre
-from kvkeep.attention.centre import Turns, measured
+from kvkeep.attention.centre import Asked, Turns, measured
 from kvkeep.codec import Codec
 from kvkeep.layer.history import History
 from kvkeep.rotary import Rotary
@@ -30,11 +30,11 @@ class Centring:
         return None if held is None else Centre(held, self.turns_for(held, history.columns))
 
     def of_new(
-        self, k: Tensor, position: Tensor, history: History, q: Tensor | None = None
+        self, k: Tensor, position: Tensor, history: History, asked: Asked | None = None
     ) -> Centre | None:
         """The centre for encoding keys (B, H, n, Dk) at `position`, (n,) or (B, n), after
-        `history`. If the layer has none yet, it is measured on these keys and their queries `q`,
-        (B, Hq, n, Dk); without queries the scales are 1. None: no centre."""
+        `history`. If the layer has none yet, it is measured on these keys and the queries `asked`;
+        without queries the scales are 1. None: no centre."""
         if not self._tokens:
             return None
         positions, held = history.columns + k.shape[2], history.centre
@@ -43,7 +43,7 @@ class Centring:
         turns = self.turns_for(k, positions)
         if held is not None:
             return Centre(held, turns)
-        return measured(k, position, self._tokens, turns, q)
+        return measured(k, position, self._tokens, turns, asked)
 
     def turns_for(self, like: Tensor, positions: int) -> Turns:
         """The turns for keys of the width and device of `like`, (B, H, ..., Dk), for at least

@@ -48,7 +48,7 @@ class History:
     tokens: Tensor | None = None
     """(B, n) token ids of the first n columns, as far as they are known; None: unknown."""
     centre: Tensor | None = None
-    """(B, H, 2, Dk) float32, the numbers of a `Centre`; None: keys have no centre."""
+    """(B, H, 2, Dk) float32, the numbers of a `Centre` that all keys lack; None: keys are whole."""
     geometry: Geometry | None = None
     """None before the first token."""
     memory: dict[str, Tensor] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvkeep.attention.centre import Asked
 from kvkeep.errors import StateError
 from kvkeep.layer.centring import Centring
 from kvkeep.layer.cursor import Cursor
@@ -54,6 +55,8 @@ class Settler:
         is freed; otherwise all tokens fed become certain."""
         cursor, slots = self._cursor, self._cursor.slots
         budget = self.policy.at(cursor.history.columns).budget
+        if slots.waiting(budget):
+            self.centre_given()
         with cursor.moved():  # once scores are changed or tokens encoded, no step can be undone
             self._observe(observation)  # the mass includes hidden slots, so before freeing them
             exact = hide or not slots.hidden or slots.free_hidden()
@@ -66,6 +69,22 @@ class Settler:
                 self.evict(slots.surplus(budget), observation, hide=hide)
         if not hide:
             cursor.journal = []
+
+    def centre_given(self, asked: Asked | None = None) -> None:
+        """If the layer began with plain keys, whose centre is not known yet, measure it on them and
+        the queries `asked`, and subtract it from them. Precedes writing and encoding."""
+        cursor, slots = self._cursor, self._cursor.slots
+        history = cursor.history
+        if history.centre is not None or not slots.length or not self._setup.codecs.key.centre:
+            return
+        with cursor.moved():
+            slots.thaw()
+            observed = slots.observed()
+            k, position = observed.planes["k"], observed.planes[POSITION]
+            centre = self._centring.of_new(k, position[:, 0], history, asked)
+            assert centre is not None  # the codec has one
+            observed.write("k", centre.without(k, position).to(k.dtype))
+            history.centre = centre.held
 
     def _observe(self, observation: Observation | None) -> None:
         """Pass the observation, if any, to the policy. The caller has called `moved`."""

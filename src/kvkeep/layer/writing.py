@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.attention import Attend, Centre, View, dispatch
+from kvkeep.attention.centre import Asked
 from kvkeep.checks import Checks, check_places, check_range, wants_gradients
 from kvkeep.codec import Codec
 from kvkeep.errors import StateError
@@ -62,14 +63,18 @@ class Writer:
             if position is None
             else position.to(k.device)
         )
+        asked = None if q is None else Asked(q, position)
+        if asked is not None or self.policy.reach is not None:
+            self._settler.centre_given(asked)
         # First free the slots that no later query can reach, so that a sliding window reuses them.
         if self.policy.reach is not None:
             with cursor.moved():
                 self._settler.drop(cursor.slots.length - self.setup.sight.reachable(cursor))
         self._note(n)
-        centre = self.centring.of_new(k, position, cursor.history, q)
+        waits = asked is None and cursor.slots.late and cursor.history.centre is None
+        centre = None if waits else self.centring.of_new(k, position, cursor.history, asked)
         coded = k if centre is None else centre.without(k, position)
-        own = self.own_planes(k, v, position, coded)
+        own = self.own_planes(k, v, position, None if waits else coded)
         cursor.begin()
         try:
             cursor.slots.add(coded, v, own)
@@ -160,15 +165,16 @@ class Writer:
         self, k: Tensor, v: Tensor, position: Tensor, coded: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The planes of new tokens other than keys and values. `coded`: the keys to encode, less
-        their centre; None: `k`."""
+        their centre; None: the centre is not known yet, so it is estimated from `k`."""
         policy, (rows, heads, n, _) = self.policy, k.shape
         planes: dict[str, Tensor] = {}
         if self.setup.own:
-            error = (
-                self.setup.codecs.errors(k if coded is None else coded, v)
-                if Need.ENCODE_ERROR in policy.needs
-                else None
-            )
+            error = None
+            if Need.ENCODE_ERROR in policy.needs:
+                if coded is None:
+                    centre = self.centring.of_new(k, position, self.cursor.history)
+                    coded = k if centre is None else centre.without(k, position)
+                error = self.setup.codecs.errors(coded, v)
             planes |= policy.enter(
                 Arrivals(k.detach(), v.detach(), position, error, self.setup.rotary)
             )

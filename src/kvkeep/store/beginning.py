@@ -20,6 +20,7 @@ from kvkeep.spec import CacheSpec, StorageSpec
 from kvkeep.storage import STORAGES
 
 _OBSERVED_AGAIN = 64  # queries, for policies that observe all queries
+_SCALING = 16  # queries, for codecs that scale the channels of keys by them
 
 
 def exact_specs(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
@@ -47,10 +48,12 @@ def encodes_alike(specs: Sequence[CacheSpec], others: Sequence[CacheSpec]) -> bo
 
 def observed_again(cache: ModelCache) -> int:
     """Number of a text's last tokens that must be fed again to a cache that begins with the text,
-    because its policies need their queries."""
+    because its policies, or the centres of keys that are still plain, need their queries."""
     policies = [layer.policy for layer in cache.layers]
     needing = [one for one in policies if one.needs & {Need.MASS, Need.QUERIES}]
-    return max((one.observed or _OBSERVED_AGAIN for one in needing), default=0)
+    scaled = any(layer.slots.late and layer.key_codec.centre for layer in cache.layers)
+    again = [one.observed or _OBSERVED_AGAIN for one in needing] + [_SCALING] * scaled
+    return max(again, default=0)
 
 
 def beginning_of(cache: ModelCache, tokens: Tensor) -> tuple[list[CacheSpec], Tensor]:
