@@ -282,11 +282,12 @@ def live_tokens(layer: LayerCache) -> list[list[tuple[list[int], Tensor, Tensor]
         own = range(heads) if segment.head is None else [segment.head]
         held = range(rows) if segment.rows is None else segment.rows.tolist()
         for i, b in enumerate(held):
-            i = min(i, keys.shape[0] - 1)  # all rows may share a segment
+            # All rows may share a segment, though each row has a centre of its own.
+            place_of, k, v = (x[min(i, len(x) - 1)] for x in (position, keys, values))
             for at, h in enumerate(own):
-                place = position[i, at % position.shape[1]]
+                place = place_of[at % len(place_of)]
                 live = place >= 0
-                found[b][h].append((place[live], keys[i, at, live], values[i, at, live]))
+                found[b][h].append((place[live], k[at, live], v[at, live]))
     return [[_joined(parts) for parts in row] for row in found]
 
 

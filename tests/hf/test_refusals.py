@@ -93,6 +93,14 @@ def test_gradient_checkpointing_in_training_without_gradients(family):
     assert model.is_gradient_checkpointing
 
 
+def test_a_spec_in_the_place_of_a_cache():
+    model = tiny("llama")
+    with kvkeep.attach(model):
+        for call in (model, model.generate):
+            with pytest.raises(SpecError, match=r"give kvkeep.Cache\(model, 'h2o:8'\)"):
+                call(IDS, cache="h2o:8")
+
+
 def test_a_second_detach():
     model = tiny("llama")
     kvkeep.attach(model)

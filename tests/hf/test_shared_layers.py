@@ -259,7 +259,14 @@ def qkv(n, seed=0):
     return [torch.randn(1, heads, n, 8, generator=generator) for heads in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("spec", ["h2o:6,recent=2", "tova:6", "keep_all", "window:6+int8"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("h2o:6,recent=2", "tova:6", "keep_all", "window:6+int8"),
+        *("keep_all+int4:recent=3,sinks=1", "window:6+int4", "h2o:6,recent=2+int4:recent=2"),
+        "keep_all+kivi:4,together=4,recent=2,sinks=1",
+    ],
+)
 def test_readings_decide_nothing_and_see_what_the_step_saw(spec):
     shared, alone = layer_of(spec, 2), layer_of(spec, 0)
     for seed, n in enumerate([9, 1, 1, 4, 1, 1, 1]):

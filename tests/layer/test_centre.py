@@ -233,6 +233,30 @@ def test_changes_of_a_layer_keep_its_centre() -> None:
             assert apart(keys, k[row, head, place].double()) < 0.02
 
 
+def test_rows_that_share_codes_have_a_centre_each() -> None:
+    """Their keys then have more rows than their values."""
+    rotary, rows = ROTARIES["whole"], 3
+    layer = made("keep_all+int4:recent=0,sinks=0/fp8", rotary)
+    fed(layer, *tokens(40, rotary), [40])
+    layer.freeze()
+    several = layer.fork()
+    several.take_rows(torch.zeros(rows, dtype=torch.int64))
+    held = several.held()
+    assert held is not None
+    assert [len(x) for x in held[:3]] == [rows] * 3
+    (alone,) = live_tokens(layer)
+    for heads in live_tokens(several):
+        for (place, keys, values), (own, own_keys, own_values) in zip(alone, heads, strict=True):
+            assert place == own
+            assert keys.equal(own_keys)
+            assert values.equal(own_values)
+    q, k, v = tokens(1, rotary, rows=rows, seed=1, start=40)
+    out = fed(several, q, k, v, [1])
+    for row in range(rows):
+        expected = fed(layer.fork(), *(x[row : row + 1] for x in (q, k, v)), [1])
+        torch.testing.assert_close(out[row : row + 1], expected, atol=1e-3, rtol=1e-3)
+
+
 def test_a_layer_begins_with_whole_keys() -> None:
     rotary = ROTARIES["whole"]
     q, k, v = tokens(60, rotary)

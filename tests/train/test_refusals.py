@@ -43,6 +43,8 @@ IDS, LABELS, _ = texts(2, 20)
         ("chunk of 0 tokens", {"chunk": 0}),
         ("chunk of 2.5 tokens", {"chunk": 2.5}),
         ("none of 40 labels is learned", {"labels": torch.full_like(LABELS, -100)}),
+        ("label 96: .* has 0 to 95", {"labels": LABELS.clamp(min=96)}),
+        ("label -1: .*or -100 for tokens", {"labels": LABELS - LABELS - 1}),
         ("labels .2, 19. for texts .2, 20.", {"labels": LABELS[:, 1:]}),
         ("loss_weights .2, 19.", {"loss_weights": torch.ones(2, 19)}),
         ("of weight 0", {"loss_weights": torch.zeros(2, 20)}),

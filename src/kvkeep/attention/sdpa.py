@@ -245,6 +245,7 @@ def _unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     share the slots) are folded into one query axis."""
     rows, heads, group, n, _ = q.shape
     if k.shape[0] == rows:
+        v = v.expand(rows, -1, -1, -1)  # keys differ from row to row by their centres alone
         out, lse = _kernel(q.reshape(rows, heads, group * n, -1), k, v, scale)
         return Partial(out.view(q.shape), lse.reshape(rows, heads, group, n, 1))
     folded = q.transpose(0, 1).reshape(1, heads, rows * group * n, -1)

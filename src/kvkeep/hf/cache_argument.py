@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from kvkeep.errors import SpecError
+
 NAMES = ("cache", "past_key_values")
 """The names of the argument; if a call gives both, the first counts."""
 
@@ -51,8 +53,16 @@ def cache_in(given: Mapping[str, Any]) -> Any:
 
 
 def rename_cache(given: dict[str, Any], name: str) -> Any:
-    """Rename the cache among keyword arguments to `name`, in place; returns the cache."""
+    """Rename the cache among keyword arguments to `name`, in place; returns the cache.
+
+    Raises:
+        SpecError: it is the spec of a cache.
+    """
     cache = cache_in(given)
+    if isinstance(cache, str):
+        raise SpecError(
+            f"{cache!r} is the spec of a cache, not a cache; give kvkeep.Cache(model, {cache!r})"
+        )
     for other in NAMES:
         given.pop(other, None)
     if cache is not None:

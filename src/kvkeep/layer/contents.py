@@ -42,6 +42,8 @@ class Contents:
         held = self.in_order(View(slots.segments(), newest))
         if held.position.shape[2] < history.columns and self.kept == 1:  # only padding was freed
             held = held.widened(history.columns)
+        rows = history.rows  # which may share all slots
+        held = Held(*(x.expand(rows, *x.shape[1:]) for x in held[:3]), held.order)
         return held if slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
 
     @property

@@ -47,7 +47,8 @@ class TokenHead:
             have no labels to learn.
 
     Raises:
-        ShapeError: shapes do not match the texts, or there are no labels to learn.
+        ShapeError: shapes do not match the texts, a label is not in the vocabulary, or there are no
+            labels to learn.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TokenHead:
         each = nn.functional.pad(each[:, 1:], (0, 1))
         self._targets = targets.masked_fill(~learned, IGNORED)
         self._weights = each.masked_fill(~learned, 0)
+        _require_known(self._targets[learned], decoder.vocabulary)
         total = self._weights.sum() if num_items is None else torch.as_tensor(num_items)
         if num_items is None and not bool(self._weights.any()):
             raise ShapeError(
@@ -106,6 +108,16 @@ class TokenHead:
         )
         weights = self._weights[:, columns].to(each)
         return (each * weights.flatten()).sum() / self._total.to(each)
+
+
+def _require_known(labels: Tensor, vocabulary: int) -> None:
+    """Raise ShapeError if a label is not the id of a token."""
+    low, high = (int(x) for x in labels.aminmax()) if labels.numel() else (0, 0)
+    if low < 0 or high >= vocabulary:
+        raise ShapeError(
+            f"label {low if low < 0 else high}: the model's vocabulary has 0 to {vocabulary - 1}; "
+            f"give ids of its tokens, or {IGNORED} for tokens that are not learned"
+        )
 
 
 class HiddenHead:

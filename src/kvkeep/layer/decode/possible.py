@@ -34,6 +34,8 @@ def planned_parts(writer: Writer, inputs: StepInputs) -> tuple[StepPart, ...]:
     if cursor.readers and policy.evicts and policy.reach is None:
         return ()  # the layer settles only after its readers have attended
     parts = step_parts(slots)
+    if cursor.readers and any(x.behind for x in parts):
+        return ()  # a token leaves the tail only after the readers have attended to it
     if policy.ragged and (q.shape[0] > 1 or len(parts) != k.shape[1]):
         return ()
     learns = rule.learn != Learn.NOTHING or rule.interval
