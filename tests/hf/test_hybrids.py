@@ -106,6 +106,14 @@ def _text(model: Any, ids: Tensor, cache: Any = None, **options: Any) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("kind", ["minimax", "recurrent_gemma"])
+def test_detach_restores_forwards_that_were_replaced_twice(kind: str) -> None:
+    found = _model(kind)
+    with attach(found):
+        assert any("forward" in vars(module) for module in found.modules())
+    assert not any("forward" in vars(module) for module in found.modules())
+
+
 def test_logits_and_text_are_those_of_transformers_own_cache(model: Any) -> None:
     ids = _ids()
     tokenwise = [17] + [1] * 7  # in chunks, some models are wrong with transformers' own cache

@@ -53,7 +53,7 @@ class _OwnStates(Recurrent, ABC):
             forward = partial(self.run, module.forward, module, place)
             changes.append(Replaced(module, "forward", forward))
             changes.append(Divided(module, place if self.tokens else None))
-        return changes[::-1]  # of two changes of a forward, the later one is removed first
+        return changes
 
     def layers(self, decoder: PreTrainedModel) -> Iterator[tuple[int, Any]]:
         """The recurrent layers of a decoder, each after its index among all layers."""
