@@ -103,6 +103,8 @@ def test_text_and_errors():
     assert CacheSpec.parse("window:25%").policy.size == Share(0.25)
     with pytest.raises(SpecError, match="a whole number or a percentage, such as 25%"):
         CacheSpec.parse("h2o:quarter")
+    with pytest.raises(SpecError, match="least -1: a share keeps at least 1 slot; use least=64"):
+        CacheSpec.parse("h2o:50%,least=-1")
     with pytest.raises(SpecError, match="least=64 if the budget is a share"):
         CacheSpec.parse("snapkv:25%,least=10")
     layer = CacheSpec.parse("h2o:50%@fixed:64").layer()

@@ -53,6 +53,10 @@ class Scored(Policy):
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, Share):
+            if self.least < 1:
+                raise SpecError(
+                    f"{self.name} least {self.least}: a share keeps at least 1 slot; use least=64"
+                )
             self.at(0)  # checks the other fields
             return
         values = (self.sinks, self.keep_from, self.keep_to - self.keep_from, self.protected_recent)

@@ -177,7 +177,7 @@ def _tools(request: Conversation) -> list[dict[Any, Any]]:
     if isinstance(choice, NamedTool):
         tools = [one for one in tools if one["function"]["name"] == choice.function.name]
     if not tools:
-        raise RequestError.of("tool_choice", "names a tool that is not in tools; add it")
+        raise RequestError.of("tool_choice", "asks for a tool that is not in tools; add it")
     return tools
 
 
