@@ -42,9 +42,11 @@ class Contents:
         held = self.in_order(View(slots.segments(), newest))
         if held.position.shape[2] < history.columns and self.kept == 1:  # only padding was freed
             held = held.widened(history.columns)
-        rows = history.rows  # which may share all slots
-        held = Held(*(x.expand(rows, *x.shape[1:]) for x in held[:3]), held.order)
-        return held if slots.storage.lasting else Held(*(x.clone() for x in held[:3]))
+        # Rows may share all slots.
+        k, v, position = (x.expand(history.rows, *x.shape[1:]) for x in held[:3])
+        if slots.storage.lasting:
+            return Held(k, v, position, held.order)
+        return Held(k.clone(), v.clone(), position.clone())
 
     @property
     def kept(self) -> float:
