@@ -43,7 +43,7 @@ def test_rows_of_a_run_give_its_figures():
         Letters(),
         ["window:64"],
         contexts=[700, 800],
-        continuation=2,
+        continuation=1,
         windows=2,
         tasks=tasks,
         samples=2,

@@ -26,8 +26,8 @@ def follow(host: Host, cache: ModelCache, first: Tensor, ids: Tensor) -> Iterato
     """Yield the logits (B, V) that predict each token of ids (B, N): `first`, then the logits after
     each token but the last. Tokens are fed one at a time, as in generation."""
     yield first
-    for token in torch.split(ids[:, :-1], 1, dim=1):
-        yield fill(host, cache, token)
+    for token in ids[:, :-1].unbind(dim=1):
+        yield fill(host, cache, token[:, None])
 
 
 def reads_exactly(cache: ModelCache) -> bool:
