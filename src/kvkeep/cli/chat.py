@@ -15,7 +15,7 @@ from kvkeep.cli.compile import compile_if_it_pays
 from kvkeep.cli.complete import sessions as completed
 from kvkeep.cli.errors import Group, print_error
 from kvkeep.cli.generate import require_utf8
-from kvkeep.cli.options import AnswerOptions, with_options
+from kvkeep.cli.options import AnswerOptions, cache_option, with_options
 from kvkeep.cli.output import JsonFlag, examples, print_json, print_table, say, titled
 from kvkeep.cli.progress import Working
 from kvkeep.options import option
@@ -43,7 +43,7 @@ class Chat(AnswerOptions):
         "Save the conversation under this name, or continue the saved one.",
         complete="sessions",
     )
-    cache: str | None = option(None, "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
+    cache: str | None = cache_option(None)
     system: str | None = option(None, "A system message for the start.")
     max_new_tokens: int = option(512, "Most tokens of an answer.", min=1)
     reread: bool = option(False, "Recompute the conversation's cache with this model.", flag=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep.cli.errors import reported
-from kvkeep.cli.options import OneModel, with_options
+from kvkeep.cli.options import OneModel, device_option, with_options
 from kvkeep.cli.output import DEFAULT_MODEL, JsonFlag, print_json, say
 from kvkeep.cli.progress import Working
 from kvkeep.finetune.options import Options
@@ -38,7 +38,7 @@ class Finetune(OneModel):
         "256-1024: each step draws a size.",
     )
     resume: bool = option(False, "Continue from the newest checkpoint in --out.", flag=True)
-    device: str | None = option(None, "A torch device.", complete="devices")
+    device: str | None = device_option()
 
 
 @with_options(Finetune, Options)

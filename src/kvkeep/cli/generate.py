@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.compile import compile_if_it_pays
-from kvkeep.cli.options import AnswerOptions, with_options
+from kvkeep.cli.options import AnswerOptions, cache_option, with_options
 from kvkeep.cli.output import JsonFlag, print_json, say
 from kvkeep.cli.progress import Working
 from kvkeep.options import option
@@ -34,7 +34,7 @@ class Generate(AnswerOptions):
     """Options of `kvkeep generate`."""
 
     prompt: Prompt = ""
-    cache: str = option("keep_all", "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
+    cache: str = cache_option("keep_all")
     max_new_tokens: int = option(256, "Most tokens to generate.", min=1)
     prompt_file: PromptFile = None
     system: str | None = option(None, "A system message.")

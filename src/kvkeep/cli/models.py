@@ -9,10 +9,9 @@ import typer
 
 from kvkeep.cli.complete import models as completed
 from kvkeep.cli.errors import Group
-from kvkeep.cli.options import with_options
+from kvkeep.cli.options import cache_option, device_option, dtype_option, with_options
 from kvkeep.cli.output import JsonFlag, examples, print_json, print_table, say
 from kvkeep.cli.progress import Working
-from kvkeep.options import option
 
 models = typer.Typer(
     cls=Group,
@@ -88,9 +87,9 @@ def fetch(name: AnyModel, json: JsonFlag = False) -> None:
 class Show:
     """Options of `kvkeep models show`."""
 
-    cache: str = option("keep_all", "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
-    dtype: str = option("auto", "auto, float32, bfloat16, float16.", complete="dtypes")
-    device: str | None = option(None, "A torch device.", complete="devices")
+    cache: str = cache_option("keep_all")
+    dtype: str = dtype_option()
+    device: str | None = device_option()
 
 
 @models.command(epilog=examples("kvkeep models show smollm2-135m --cache h2o:1024+int8"))

@@ -19,6 +19,21 @@ _OURS = ("separator", "least", "size", "values", "complete", "name", "flag", "un
 """Arguments of `kvkeep.options.option` that are not arguments of `typer.Option`."""
 
 
+def cache_option(default: str | None) -> Any:
+    """A field of a cache's spec."""
+    return option(default, "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
+
+
+def dtype_option() -> Any:
+    """A field of a model's dtype."""
+    return option("auto", "auto, float32, bfloat16, float16.", complete="dtypes")
+
+
+def device_option() -> Any:
+    """A field of a device."""
+    return option(None, "A torch device.", complete="devices")
+
+
 @dataclass(frozen=True)
 class OneModel:
     """The model of a command that takes no adapter."""
@@ -29,7 +44,7 @@ class OneModel:
         "default: smollm2-135m, or the adapter's base model.",
         complete="models",
     )
-    dtype: str = option("auto", "auto, float32, bfloat16, float16.", complete="dtypes")
+    dtype: str = dtype_option()
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class RunOptions(ModelOptions):
         "Quantise the weights of linear layers, on the CPU: int8 or int4; default: no.",
         values=("int8", "int4"),
     )
-    device: str | None = option(None, "A torch device.", complete="devices")
+    device: str | None = device_option()
     compile: bool | None = option(
         None,
         "Compile decode steps first, or use no compiled steps; default: use compiled steps, "

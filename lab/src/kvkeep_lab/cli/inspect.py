@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvkeep.cli import output
 from kvkeep.cli.generate import Prompt, PromptFile, given_prompt
-from kvkeep.cli.options import ModelOptions, with_options
+from kvkeep.cli.options import ModelOptions, cache_option, with_options
 from kvkeep.cli.progress import Working
 from kvkeep.options import option
 from kvkeep_lab.cli.plot import HtmlFile, PlotFile, plot_kept
@@ -29,7 +29,7 @@ class Inspect(ModelOptions):
     """Options of `kvkeep inspect`."""
 
     prompt: Prompt = ""
-    cache: str = option("h2o:256", "Cache spec, e.g. window:1024,sinks=4.", complete="specs")
+    cache: str = cache_option("h2o:256")
     prompt_file: PromptFile = None
     context: int | None = option(None, "Feed this many tokens of a built-in text instead.", min=1)
     chunk: int | None = option(None, "Feed the prompt in chunks of this many tokens.", min=1)
